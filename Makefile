@@ -1,0 +1,46 @@
+# `make help` lists the targets. Python and its packages: tools/environment.py says which are used and installs what is
+# missing.
+PYTHON ?= python3
+ARGS ?=
+RUN = $(PYTHON) tools/environment.py
+
+.PHONY: help build demo test test-gpu lint format check-cuda wheel env clean distclean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
+
+build:  ## compile the extension in place; recompiles what changed
+	$(RUN) --extras build -- setup.py --quiet build_ext --inplace
+
+demo: build  ## fine-tune GPT-2 within less memory than its states take (examples/finetune_gpt2.py)
+	$(RUN) --extras build,examples -- examples/finetune_gpt2.py --demo $(ARGS)
+
+test: build  ## all tests that need no GPU (ARGS="tests/optim -k adam")
+	$(RUN) --extras build,test -- -m pytest $(ARGS)
+
+test-gpu: build  ## the tests that need one, or several, GPUs
+	$(RUN) --extras build,test -- -m pytest -m gpu $(ARGS)
+
+lint:  ## ruff, and the layers of csrc
+	$(RUN) --extras lint -- -m ruff check .
+	$(PYTHON) tools/check_layers.py
+
+format:  ## let ruff format the Python files
+	$(RUN) --extras lint -- -m ruff format .
+
+check-cuda:  ## compile and link the CUDA part without a GPU or a CUDA PyTorch (downloads 0.8 GB once, into .cache)
+	$(RUN) --extras build -- tools/check_cuda.py
+
+wheel:  ## build a wheel for the PyTorch that is here, into dist/
+	$(RUN) --extras build -- -m pip wheel --no-build-isolation --no-deps -w dist .
+
+env:  ## what this machine offers, what is missing, what mends it
+	$(RUN) -- -m patrickstar.env
+
+clean:  ## what was built
+	rm -rf build dist demo-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## that, the virtual environment and the downloads
+	rm -rf .venv .cache

@@ -1,0 +1,122 @@
+"""In-tree PEP 517 backend: setuptools, with the installing environment's own PyTorch in sight.
+
+pip builds in an empty environment of its own, and the extension must be compiled against the PyTorch
+that will import it. So this backend puts the site-packages of the environment that pip installs into
+back on the path (at its end, so that the build requirements win) before setuptools runs. Metadata and
+source distributions need no PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+from patrickstar_pins import CPU_INDEX, TORCH
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA driver; the GPU need not be visible to this process."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def torch_command() -> str:
+    """The command that installs the PyTorch that fits this machine: with an NVIDIA driver, CUDA's."""
+    index = "" if has_nvidia_driver() else f" --extra-index-url {CPU_INDEX}"
+    return f"{sys.executable} -m pip install torch=={TORCH}{index}"
+
+
+def cuda_torch_command() -> str:
+    """The command that puts a PyTorch with CUDA in the place of one without."""
+    return f"{sys.executable} -m pip install --force-reinstall torch=={TORCH}"
+
+
+def toolkit_command(cuda: str) -> str:
+    """What installs nvcc for PyTorch's CUDA version, such as "13.0"; from 13 on NVIDIA's wheels are whole toolkits."""
+    if int(cuda.split(".")[0]) >= 13:
+        return f'{sys.executable} -m pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={cuda}.*"'
+    return f"install CUDA toolkit {cuda} from https://developer.nvidia.com/cuda-toolkit-archive and set CUDA_HOME to it"
+
+
+def _environment_site_packages() -> list[str]:
+    """Folders that hold the packages of the environment pip installs into, in Python's own order."""
+    paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages([sys.prefix])]
+    sees_base = sys.prefix == sys.base_prefix
+    config = Path(sys.prefix, "pyvenv.cfg")
+    if config.is_file():
+        settings = dict(line.split("=", 1) for line in config.read_text(encoding="utf-8").splitlines() if "=" in line)
+        values = {key.strip(): value.strip().lower() for key, value in settings.items()}
+        sees_base = values.get("include-system-site-packages") == "true"
+    if sees_base:
+        if not os.environ.get("PYTHONNOUSERSITE"):
+            paths.append(site.getusersitepackages())
+        paths += site.getsitepackages([sys.base_prefix])
+    return [path for path in dict.fromkeys(paths) if path and os.path.isdir(path)]
+
+
+def expose_torch() -> None:
+    """Makes the environment's PyTorch importable, or exits with one sentence that names the remedy."""
+    folders = _environment_site_packages()
+    sys.path += [path for path in folders if path not in sys.path]
+    if importlib.util.find_spec("torch") is None:
+        for path in folders:  # a PyTorch that a .pth file points to
+            site.addsitedir(path)
+    if importlib.util.find_spec("torch") is not None:
+        return
+    remedy = f"install it first: {torch_command()}"
+    if os.environ.get("UV"):  # uv's build environments do not show which environment they build for
+        remedy = f"with uv, install it first and build beside it: uv pip install --no-build-isolation {Path.cwd()}"
+    sys.exit(f"PatrickStar is compiled against the PyTorch it will run with, and {sys.prefix} has none; {remedy}")
+
+
+def _backend():
+    from setuptools import build_meta
+
+    return build_meta
+
+
+def _backend_with_torch():
+    expose_torch()
+    # setuptools packs whatever lies in build/lib*, also modules that are gone from the tree. The objects in build/temp*
+    # stay: ninja knows which of them are stale.
+    for folder in Path("build").glob("lib*"):
+        shutil.rmtree(folder)
+    return _backend()
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    expose_torch()  # before anything is downloaded
+    return ["ninja"]
+
+
+def get_requires_for_build_editable(config_settings=None):
+    expose_torch()
+    return ["ninja"]
+
+
+def get_requires_for_build_sdist(config_settings=None):
+    return []
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    return _backend().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
+    return _backend().prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    return _backend_with_torch().build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    return _backend_with_torch().build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    return _backend().build_sdist(sdist_directory, config_settings)

@@ -1,0 +1,138 @@
+"""What the extension is made of: its sources, flags and libraries. Shared by setup.py and tools/check_cuda.py.
+
+Needs no PyTorch and changes nothing; every path it gives is absolute or below `root`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from patrickstar_build import cuda_torch_command, toolkit_command
+
+CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+# Numerics: no contraction into fma, IEEE division and square root, denormals kept (all but the first are nvcc's
+# defaults, named here because results must equal the CPU's to the last bit).
+NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]
+CUDA_MACRO = ("PATRICKSTAR_WITH_CUDA", "1")
+LINK_FLAGS = ["-s"]  # without the symbol table: a third of the size, and nothing here is debugged from a wheel
+
+# With no GPU in sight (CI, a build for others) and no PyTorch to ask.
+_FALLBACK_ARCHITECTURES = "7.5;8.0;9.0+PTX"
+
+
+def sources(root: Path, *, with_cuda: bool) -> list[str]:
+    """The files to compile, relative to `root`, sorted. `cuda_*`, `nccl_*` and `*.cu` belong to the CUDA part."""
+    folder = root / "csrc"
+    found = [path for path in folder.rglob("*.cpp") if with_cuda or not path.name.startswith(("cuda_", "nccl_"))]
+    if with_cuda:
+        found += folder.rglob("*.cu")
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def find_cuda_home(torch_cuda: str | None) -> str | None:
+    """The CUDA toolkit's folder, as PyTorch wants it in CUDA_HOME, or None.
+
+    $CUDA_HOME is believed. Else it is the first that has headers beside its compiler (an `nvcc` on PATH may be a script
+    that calls the real one elsewhere), and of these rather one of `torch_cuda`'s major version, such as "13.0".
+    """
+    told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if told:
+        return told if (Path(told) / "bin" / "nvcc").exists() else None
+    on_path = shutil.which("nvcc")
+    candidates = [Path(on_path).resolve().parent.parent] if on_path else []
+    candidates += [Path("/usr/local/cuda"), Path("/opt/cuda"), *_wheel_folders("nvidia.cu13")]
+    homes = [str(home) for home in candidates if _is_toolkit(home)]
+    matching = [home for home in homes if torch_cuda and cuda_version(home)[0] == int(torch_cuda.split(".")[0])]
+    return next(iter(matching or homes), None)
+
+
+def _is_toolkit(home: Path) -> bool:
+    folders = [home / "include", *home.glob("targets/*/include")]
+    return (home / "bin" / "nvcc").exists() and any((folder / "cuda_runtime_api.h").exists() for folder in folders)
+
+
+def _wheel_folders(package: str) -> list[Path]:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+
+
+def cuda_version(home: str) -> tuple[int, int]:
+    """(major, minor) of the toolkit in `home`."""
+    text = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is None:
+        raise RuntimeError(f"{home}/bin/nvcc --version names no release: {text.strip()!r}; is it NVIDIA's compiler?")
+    return int(match.group(1)), int(match.group(2))
+
+
+def link_cudart(home: str, folder: Path) -> list[str]:
+    """Library folders for `-lcudart`. NVIDIA's wheels name the library libcudart.so.13 only: `folder` gets a link."""
+    libraries = Path(home) / "lib"
+    versioned = sorted(libraries.glob("libcudart.so.*"))
+    if (libraries / "libcudart.so").exists() or not versioned:
+        return [str(libraries)] if libraries.is_dir() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(versioned[0])
+    return [str(folder)]
+
+
+def find_nccl() -> tuple[str, str] | None:
+    """(include folder, library folder) of the NCCL wheel that PyTorch brought along, or None."""
+    for folder in _wheel_folders("nvidia.nccl"):
+        if (folder / "include" / "nccl.h").exists():
+            return str(folder / "include"), str(folder / "lib")
+    return None
+
+
+def has_system_nccl(cuda_home: str) -> bool:
+    """Whether the compiler finds <nccl.h> by itself."""
+    told = os.environ.get("CPATH", "").split(os.pathsep)
+    folders = [*filter(None, told), f"{cuda_home}/include", "/usr/include", "/usr/local/include"]
+    return any((Path(folder) / "nccl.h").exists() for folder in folders)
+
+
+def cuda_obstacle(torch_version: str, torch_cuda: str | None, home: str | None) -> str | None:
+    """What keeps the CUDA part from being built, and its remedy, as the end of a sentence; None when nothing does.
+
+    `torch_cuda` is PyTorch's CUDA version, such as "13.0", `home` what `find_cuda_home` gave.
+    """
+    if torch_cuda is None:
+        return f"PyTorch {torch_version} has no CUDA: {cuda_torch_command()}"
+    if home is None:
+        return (
+            f"PyTorch {torch_version} has CUDA {torch_cuda}, but there is no nvcc in CUDA_HOME, on PATH or in "
+            f"/usr/local/cuda: {toolkit_command(torch_cuda)}"
+        )
+    major, minor = cuda_version(home)
+    if major != int(torch_cuda.split(".")[0]):
+        return (
+            f"PyTorch {torch_version} has CUDA {torch_cuda}, but {home}/bin/nvcc is {major}.{minor}: "
+            f"{toolkit_command(torch_cuda)}"
+        )
+    if find_nccl() is None and not has_system_nccl(home):
+        return f"there is no nccl.h: {sys.executable} -m pip install nvidia-nccl-cu{major}"
+    return None
+
+
+def architectures(torch_arch_flags: str | None, home: str) -> str:
+    """TORCH_CUDA_ARCH_LIST for a machine without a visible GPU: what this PyTorch and this nvcc both support.
+
+    `torch_arch_flags` is what PyTorch was compiled for, such as "sm_75 sm_80 sm_90 compute_120".
+    """
+    command = [f"{home}/bin/nvcc", "--list-gpu-arch"]
+    known = set(re.findall(r"compute_(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+    wanted = {arch for arch in re.findall(r"sm_(\d+)\b", torch_arch_flags or "") if arch in known}
+    if not wanted:
+        return _FALLBACK_ARCHITECTURES
+    return ";".join(f"{arch[:-1]}.{arch[-1]}" for arch in sorted(wanted, key=int)) + "+PTX"

@@ -1,0 +1,76 @@
+// The backend: device memory, ordered copies, events, and the tide. One interface, two devices.
+//
+//   kCompute   where the model runs. On CUDA the current stream; on the CPU the calling thread itself.
+//   kUpload    host to device copies, in order
+//   kDownload  device to host copies, in order
+//
+// Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]
+// On the CPU, kUpload and kDownload are worker threads and the "device" is ordinary memory with a
+// simulated limit, so the same ordering mistakes show on any machine.
+//
+// All methods but the destructor may be called from any thread, one at a time (the runtime's lock).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "common/device_allocator.h"
+#include "common/event.h"
+
+namespace patrickstar {
+
+enum class Queue { kCompute, kUpload, kDownload };
+
+// What to do when the tide and the payloads in use exceed the limit.
+enum class LimitPolicy {
+  kEnforce,  // refuse the allocation (an out-of-memory error in the operation that asked)
+  kMeasure,  // allow it and remember the excess: a warm-up step finds the least limit that works
+};
+
+constexpr int64_t kUnlimited = INT64_MAX;
+
+class Backend : public DeviceAllocator {
+ public:
+  virtual const char* name() const = 0;
+  // Undoes what the backend changed in PyTorch (allocator, limits). All slots must be free.
+  virtual void shut_down() = 0;
+
+  // Copies on `queue`. The ranges must stay valid until an event recorded after it is complete.
+  virtual void copy(Queue queue, void* to, const void* from, int64_t num_bytes) = 0;
+  virtual void fill_zero(Queue queue, void* data, int64_t num_bytes) = 0;
+
+  virtual Event record(Queue queue) = 0;
+  // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller.
+  virtual void wait(Queue queue, const Event& event) = 0;
+  virtual void synchronize(const Event& event) = 0;
+  virtual bool is_complete(const Event& event) = 0;
+
+  // Makes host memory fit for asynchronous copies, and undoes it.
+  virtual void pin(void* data, int64_t num_bytes) = 0;
+  virtual void unpin(void* data, int64_t num_bytes) = 0;
+
+  // Whether take_tide_peak costs next to nothing and disturbs nobody (on CUDA it resets PyTorch's peak statistics).
+  virtual bool measures_tide_freely() const = 0;
+  // Device memory taken by everything but slots: now, and the highest since the last call.
+  virtual int64_t tide_bytes() = 0;
+  virtual int64_t take_tide_peak() = 0;
+  // Everything on the device (slots and tide): highest since reset_peak().
+  virtual int64_t peak_bytes() = 0;
+  virtual void reset_peak() = 0;
+  // The least limit under which everything so far would have run: the highest sum of tide and payloads
+  // that could not be evicted.
+  virtual int64_t least_limit_bytes() = 0;
+  virtual void reset_least_limit() = 0;
+
+  virtual int64_t limit_bytes() const = 0;
+  virtual void set_limit_policy(LimitPolicy policy) = 0;
+  virtual void set_pressure_handler(PressureHandler* handler) = 0;
+};
+
+// `limit_bytes` may be kUnlimited. Throws SystemError when the device cannot be used.
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes);
+#ifdef PATRICKSTAR_WITH_CUDA
+std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes);
+#endif
+
+}  // namespace patrickstar

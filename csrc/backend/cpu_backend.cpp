@@ -1,0 +1,112 @@
+// The CPU backend: the device is simulated, the calling thread is its compute queue.
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "backend/backend.h"
+#include "backend/copy_queue.h"
+#include "backend/device_meter.h"
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(int64_t limit_bytes)
+      : meter_(std::make_shared<DeviceMeter>(limit_bytes)), allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
+
+  const char* name() const override { return "cpu"; }
+  void shut_down() override { allocator_.reset(); }
+
+  void* allocate(int64_t num_bytes) override {
+    if (!meter_->try_add_slot(num_bytes)) return nullptr;
+    return allocate_memory(num_bytes);
+  }
+  void* allocate_over_limit(int64_t num_bytes) override {
+    if (meter_->policy_ == LimitPolicy::kEnforce) return nullptr;
+    meter_->add_slot_over_limit(num_bytes);
+    return allocate_memory(num_bytes);
+  }
+  void free(void* pointer, int64_t num_bytes, const Event& after) override {
+    synchronize(after);
+    std::free(pointer);
+    meter_->subtract_slot(num_bytes);
+  }
+
+  void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
+    run(queue, [=] { std::memcpy(to, from, static_cast<size_t>(num_bytes)); });
+  }
+  void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
+    run(queue, [=] { std::memset(data, 0, static_cast<size_t>(num_bytes)); });
+  }
+
+  Event record(Queue queue) override { return queue == Queue::kCompute ? nullptr : worker(queue).record(); }
+  void wait(Queue queue, const Event& event) override {
+    if (event == nullptr) return;
+    if (queue == Queue::kCompute) {
+      synchronize(event);
+    } else {
+      worker(queue).submit([event] { static_cast<CpuEvent&>(*event).wait(); });
+    }
+  }
+  void synchronize(const Event& event) override {
+    if (event != nullptr) static_cast<CpuEvent&>(*event).wait();
+  }
+  bool is_complete(const Event& event) override {
+    return event == nullptr || static_cast<CpuEvent&>(*event).is_complete();
+  }
+
+  void pin(void*, int64_t) override {}
+  void unpin(void*, int64_t) override {}
+
+  bool measures_tide_freely() const override { return true; }
+  int64_t tide_bytes() override { return meter_->tide_; }
+  int64_t take_tide_peak() override { return meter_->tide_peak_.exchange(meter_->tide_); }
+  int64_t peak_bytes() override { return meter_->peak_; }
+  void reset_peak() override { meter_->peak_ = meter_->in_use(); }
+  int64_t least_limit_bytes() override { return meter_->least_limit_; }
+  void reset_least_limit() override { meter_->least_limit_ = 0; }
+
+  int64_t limit_bytes() const override { return meter_->limit_; }
+  void set_limit_policy(LimitPolicy policy) override { meter_->policy_ = policy; }
+  void set_pressure_handler(PressureHandler* handler) override { meter_->handler_ = handler; }
+
+ private:
+  static void* allocate_memory(int64_t num_bytes) {
+    const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
+    void* pointer = nullptr;
+    const int error = posix_memalign(&pointer, static_cast<size_t>(alignment), static_cast<size_t>(num_bytes));
+    PS_CHECK(error == 0, SystemError, "cannot allocate ", num_bytes, " bytes for the simulated device: ",
+             std::strerror(error), "; lower device_memory");
+    if (alignment == kHugePage) madvise(pointer, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint
+    return pointer;
+  }
+
+  CopyQueue& worker(Queue queue) { return queue == Queue::kUpload ? upload_ : download_; }
+
+  template <typename Task>
+  void run(Queue queue, Task task) {
+    if (queue == Queue::kCompute) {
+      task();
+    } else {
+      worker(queue).submit(task);
+    }
+  }
+
+  std::shared_ptr<DeviceMeter> meter_;
+  std::unique_ptr<MeteredAllocator> allocator_;
+  CopyQueue upload_;
+  CopyQueue download_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes) { return std::make_unique<CpuBackend>(limit_bytes); }
+
+}  // namespace patrickstar

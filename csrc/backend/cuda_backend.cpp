@@ -1,0 +1,206 @@
+// The CUDA backend: two copy streams of its own, PyTorch's current stream for compute, PyTorch's caching allocator for
+// slots (so its statistics stay true, and activations reuse what slots leave).
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "backend/backend.h"
+#include "backend/cuda_check.h"
+#include "backend/cuda_pressure.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Below this much room under the limit, the allocator's misses make chunks leave.
+constexpr double kHeadroomRatio = 0.04;
+constexpr size_t kAggregate = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
+
+// Events are reused: creating one costs microseconds and takes a driver lock.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  ~EventPool() {
+    for (cudaEvent_t event : free_) cudaEventDestroy(event);
+  }
+  cudaEvent_t take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) {
+      cudaEvent_t event = nullptr;
+      PS_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      return event;
+    }
+    cudaEvent_t event = free_.back();
+    free_.pop_back();
+    return event;
+  }
+  void give_back(cudaEvent_t event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+struct CudaEvent final : EventState {
+  explicit CudaEvent(std::shared_ptr<EventPool> event_pool) : pool(std::move(event_pool)), event(pool->take()) {}
+  ~CudaEvent() override { pool->give_back(event); }
+
+  std::shared_ptr<EventPool> pool;
+  cudaEvent_t event;
+};
+
+cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, int64_t limit_bytes)
+      : device_(static_cast<c10::DeviceIndex>(device)), events_(std::make_shared<EventPool>()) {
+    const c10::cuda::CUDAGuard guard(device_);
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    PS_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    total_bytes_ = static_cast<int64_t>(total_bytes);
+    limit_bytes_ = std::min(limit_bytes, total_bytes_);
+    PS_CUDA_CHECK(cudaStreamCreateWithFlags(&upload_, cudaStreamNonBlocking));
+    PS_CUDA_CHECK(cudaStreamCreateWithFlags(&download_, cudaStreamNonBlocking));
+    // PyTorch's own allocator refuses what would exceed the limit, so reserved memory never does.
+    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
+    c10::cuda::CUDACachingAllocator::setMemoryFraction(
+        static_cast<double>(limit_bytes_) / static_cast<double>(total_bytes_), device_);
+    reset_peak();
+  }
+  ~CudaBackend() override {
+    cudaStreamSynchronize(upload_);
+    cudaStreamSynchronize(download_);
+    cudaStreamDestroy(upload_);
+    cudaStreamDestroy(download_);
+  }
+
+  const char* name() const override { return "cuda"; }
+  void shut_down() override {
+    pressure_.reset();
+    c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
+  }
+
+  void* allocate(int64_t num_bytes) override {
+    if (allocated_bytes() + num_bytes > limit_bytes_) return nullptr;
+    const c10::cuda::CUDAGuard guard(device_);
+    const CudaSlotAllocationScope scope;
+    void* pointer = nullptr;
+    try {
+      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), compute());
+    } catch (const c10::OutOfMemoryError&) {
+      return nullptr;
+    }
+    slot_bytes_ += num_bytes;
+    return pointer;
+  }
+  void* allocate_over_limit(int64_t) override { return nullptr; }
+  void free(void* pointer, int64_t num_bytes, const Event& after) override {
+    // The block goes back to the compute stream's pool: whoever gets it there runs after `after`.
+    wait(Queue::kCompute, after);
+    c10::cuda::CUDACachingAllocator::raw_delete(pointer);
+    slot_bytes_ -= num_bytes;
+    least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
+  }
+
+  void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    PS_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault, stream(queue)));
+  }
+  void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    PS_CUDA_CHECK(cudaMemsetAsync(data, 0, static_cast<size_t>(num_bytes), stream(queue)));
+  }
+
+  Event record(Queue queue) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    auto event = std::make_shared<CudaEvent>(events_);
+    PS_CUDA_CHECK(cudaEventRecord(event->event, stream(queue)));
+    return event;
+  }
+  void wait(Queue queue, const Event& event) override {
+    if (event == nullptr) return;
+    const c10::cuda::CUDAGuard guard(device_);
+    PS_CUDA_CHECK(cudaStreamWaitEvent(stream(queue), native(event), 0));
+  }
+  void synchronize(const Event& event) override {
+    if (event != nullptr) PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
+  }
+  bool is_complete(const Event& event) override {
+    return event == nullptr || cudaEventQuery(native(event)) == cudaSuccess;
+  }
+
+  void pin(void* data, int64_t num_bytes) override {
+    PS_CUDA_CHECK(cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable));
+  }
+  void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
+
+  bool measures_tide_freely() const override { return false; }
+  int64_t tide_bytes() override { return allocated_bytes() - slot_bytes_; }
+  int64_t take_tide_peak() override {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
+    const int64_t peak = stats.allocated_bytes[kAggregate].peak - std::exchange(least_slot_bytes_, slot_bytes_);
+    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
+    return std::max<int64_t>(peak, 0);
+  }
+  int64_t peak_bytes() override {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    return std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
+  }
+  void reset_peak() override {
+    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
+    peak_reserved_ = 0;
+  }
+  // PyTorch's allocator enforces the limit from the first step on; what it refuses is not known here.
+  int64_t least_limit_bytes() override { return 0; }
+  void reset_least_limit() override {}
+
+  int64_t limit_bytes() const override { return limit_bytes_; }
+  void set_limit_policy(LimitPolicy) override {}
+  void set_pressure_handler(PressureHandler* handler) override {
+    pressure_.reset();
+    if (handler == nullptr) return;
+    const auto headroom = static_cast<int64_t>(static_cast<double>(limit_bytes_) * kHeadroomRatio);
+    pressure_.emplace(device_, limit_bytes_, headroom, handler);
+  }
+
+ private:
+  cudaStream_t compute() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }
+  cudaStream_t stream(Queue queue) const {
+    return queue == Queue::kCompute ? compute() : queue == Queue::kUpload ? upload_ : download_;
+  }
+  int64_t allocated_bytes() const {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(device_).allocated_bytes[kAggregate].current;
+  }
+
+  c10::DeviceIndex device_;
+  std::shared_ptr<EventPool> events_;
+  int64_t total_bytes_ = 0;
+  int64_t limit_bytes_ = 0;
+  cudaStream_t upload_ = nullptr;
+  cudaStream_t download_ = nullptr;
+  int64_t slot_bytes_ = 0;
+  int64_t least_slot_bytes_ = 0;  // since the last take_tide_peak
+  int64_t peak_reserved_ = 0;
+  std::optional<CudaPressureScope> pressure_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes) {
+  PS_CHECK(device < c10::cuda::device_count(), ArgumentError, "local_rank ", device, " names a GPU that is not there; ",
+           static_cast<int>(c10::cuda::device_count()), " are visible");
+  return std::make_unique<CudaBackend>(device, limit_bytes);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,31 @@
+// PyTorch's caching allocator asks for memory before it goes to the driver; this passes the question on.
+//
+// c10 keeps a registry of "free memory callbacks" per process, so the handler of the running engine stands in one
+// process-wide slot here. The callback does not say how much is wanted and runs whenever no cached block fits, so it only
+// acts when little is left under the allocator's limit.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device_allocator.h"
+
+namespace patrickstar {
+
+// While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `limit_bytes` are left to reserve on
+// `device`. One at a time.
+class CudaPressureScope {
+ public:
+  CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, PressureHandler* handler);
+  ~CudaPressureScope();
+  CudaPressureScope(const CudaPressureScope&) = delete;
+  CudaPressureScope& operator=(const CudaPressureScope&) = delete;
+};
+
+// The calling thread allocates slots: the handler must not be asked from inside.
+class CudaSlotAllocationScope {
+ public:
+  CudaSlotAllocationScope();
+  ~CudaSlotAllocationScope();
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,147 @@
+#include "backend/device_meter.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+thread_local int host_scopes = 0;
+
+void raise_to(std::atomic<int64_t>& maximum, int64_t value) {
+  int64_t seen = maximum.load();
+  while (seen < value && !maximum.compare_exchange_weak(seen, value)) {
+  }
+}
+
+// What is known of each metered allocation, by address. A table instead of a header or a context of our own: oneDNN keeps
+// memory that it got by c10's raw interface, which must stay a plain address that any CPU allocator of the process can
+// free, also one that is installed later or was before. One table per process, since a deleter gets an address only.
+struct Metered {
+  int64_t num_bytes;
+  std::shared_ptr<DeviceMeter> meter;
+};
+
+class MeteredTable {
+ public:
+  void insert(void* data, Metered metered) {
+    Shard& shard = shard_of(data);
+    const std::lock_guard<std::mutex> lock(shard.mutex);
+    shard.entries.insert_or_assign(data, std::move(metered));
+  }
+  // An empty entry when the address was not metered.
+  Metered take(void* data) {
+    Shard& shard = shard_of(data);
+    const std::lock_guard<std::mutex> lock(shard.mutex);
+    const auto found = shard.entries.find(data);
+    if (found == shard.entries.end()) return {0, nullptr};
+    Metered metered = std::move(found->second);
+    shard.entries.erase(found);
+    return metered;
+  }
+
+ private:
+  struct Shard {
+    std::mutex mutex;
+    std::unordered_map<void*, Metered> entries;
+  };
+  Shard& shard_of(void* data) { return shards_[reinterpret_cast<uintptr_t>(data) / 64 % shards_.size()]; }
+
+  std::array<Shard, 16> shards_;
+};
+
+// Never destroyed: tensors may be freed while the process ends.
+MeteredTable& metered_table() {
+  static auto* table = new MeteredTable;
+  return *table;
+}
+
+std::atomic<c10::DeleterFnPtr> base_deleter{nullptr};
+
+void free_metered(void* data) {
+  const Metered metered = metered_table().take(data);
+  if (metered.meter != nullptr) metered.meter->subtract_tide(metered.num_bytes);
+  base_deleter.load()(data);
+}
+
+}  // namespace
+
+void DeviceMeter::note_peaks() {
+  raise_to(tide_peak_, tide_);
+  raise_to(peak_, in_use());
+}
+
+void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
+  if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return;
+  if (PressureHandler* handler = handler_) handler->release_device_memory(in_use() + num_bytes - limit_);
+  const int64_t need = in_use() + num_bytes;
+  if (need <= limit_) return;
+  raise_to(least_limit_, need);
+  if (policy_ == LimitPolicy::kMeasure) return;
+  const std::string message =
+      detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", in_use(), " of ", limit_,
+                   " are in use by activations and by chunks that running operations hold; raise device_memory to at "
+                   "least ", need, " bytes, or lower the batch size");
+  throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+}
+
+void DeviceMeter::add_tide(int64_t num_bytes) {
+  tide_ += num_bytes;
+  note_peaks();
+}
+
+bool DeviceMeter::try_add_slot(int64_t num_bytes) {
+  if (limit_ != kUnlimited && in_use() + num_bytes > limit_) return false;
+  slots_ += num_bytes;
+  note_peaks();
+  return true;
+}
+
+void DeviceMeter::add_slot_over_limit(int64_t num_bytes) {
+  slots_ += num_bytes;
+  raise_to(least_limit_, in_use());
+  note_peaks();
+}
+
+MeteredAllocator::MeteredAllocator(std::shared_ptr<DeviceMeter> meter)
+    : meter_(std::move(meter)), base_(c10::GetCPUAllocator()) {
+  PS_CHECK(base_->raw_deleter() != nullptr, StateError, "PyTorch's CPU allocator was replaced by one without a raw deleter; "
+           "PatrickStar cannot count its memory, so remove it to use the simulated device");
+  PS_CHECK(base_->raw_deleter() != &free_metered, StateError, "another simulated device is open in this process; close its engine first");
+  base_deleter = base_->raw_deleter();
+  // The highest priority: an allocator that somebody set before stays underneath and is put back.
+  c10::SetCPUAllocator(this, /*priority=*/255);
+}
+
+MeteredAllocator::~MeteredAllocator() {
+  if (c10::GetCPUAllocator() == this) c10::SetCPUAllocator(base_, /*priority=*/255);
+}
+
+c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
+  if (num_bytes == 0 || host_scopes > 0) return base_->allocate(num_bytes);
+  const auto bytes = static_cast<int64_t>(num_bytes);
+  meter_->make_room_for_tide(bytes);
+  c10::DataPtr memory = base_->allocate(num_bytes);
+  if (!memory.compare_exchange_deleter(base_->raw_deleter(), &free_metered)) return memory;  // not plain memory
+  meter_->add_tide(bytes);
+  metered_table().insert(memory.get(), {bytes, meter_});
+  return memory;
+}
+
+c10::DeleterFnPtr MeteredAllocator::raw_deleter() const { return &free_metered; }
+
+void MeteredAllocator::copy_data(void* to, const void* from, std::size_t count) const { std::memcpy(to, from, count); }
+
+HostAllocationScope::HostAllocationScope() { ++host_scopes; }
+HostAllocationScope::~HostAllocationScope() { --host_scopes; }
+
+}  // namespace patrickstar

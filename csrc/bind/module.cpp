@@ -1,0 +1,14 @@
+#include "bind/bind.h"
+
+PYBIND11_MODULE(_C, module) {
+  namespace bind = patrickstar::bind;
+  module.doc() = "The core of PatrickStar: chunks, transfers, planner, hybrid Adam, loss scaling.";
+  bind::register_build(module);
+  bind::register_errors(module);
+  bind::register_types(module);
+  bind::register_optim(module);
+  bind::register_plan(module);
+  bind::register_collective(module);
+  bind::register_memory(module);
+  bind::register_runtime(module);
+}

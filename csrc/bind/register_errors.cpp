@@ -1,0 +1,15 @@
+#include "bind/bind.h"
+#include "common/check.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+void register_errors(py::module_& module) {
+  // ArgumentError is a std::invalid_argument, which pybind11 maps to ValueError.
+  py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
+  py::register_exception<MemoryBudgetError>(module, "MemoryBudgetError", PyExc_RuntimeError);
+  py::register_exception<SystemError>(module, "SystemError", PyExc_RuntimeError);
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,301 @@
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "bind/bind.h"
+#include "common/check.h"
+#include "common/thread_pool.h"
+#include "optim/cpu_isa.h"
+#include "optim/loss_scaler.h"
+#ifdef PATRICKSTAR_WITH_CUDA
+#include "optim/cuda_kernels.h"
+#endif
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using Address = uintptr_t;
+
+template <class Element>
+Element* pointer(Address address) {
+  return reinterpret_cast<Element*>(address);
+}
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const char* isa : optim::kIsaNames) {
+    if (optim::cpu_kernels_named(isa) != nullptr) names.emplace_back(isa);
+  }
+  return names;
+}
+
+const optim::CpuKernels& kernels_of(const std::string& isa) {
+  const optim::CpuKernels* kernels = optim::cpu_kernels_named(isa.c_str());
+  if (kernels == nullptr) {
+    std::string names;
+    for (const std::string& name : supported_isas()) names += (names.empty() ? "" : ", ") + name;
+    throw ArgumentError("isa is \"" + isa + "\", this processor has " + names + "; pass one of these");
+  }
+  return *kernels;
+}
+
+// fn(first element, number of elements), on ranges that start at whole blocks of statistics.
+template <class Function>
+void split(int num_threads, int64_t numel, const Function& fn) {
+  PS_CHECK(numel >= 0, ArgumentError, "numel is ", numel, ", it must be at least 0; pass a tensor's numel()");
+  ThreadPool pool(num_threads);
+  pool.parallel_for(numel, optim::kSquaresBlock, [&](int64_t begin, int64_t end) { fn(begin, end - begin); });
+}
+
+Address offset(Address address, DType dtype, int64_t elements) {
+  return address + static_cast<Address>(elements * element_size(dtype));
+}
+
+struct AdamArrays {
+  Address master, momentum, variance, grad, param;
+  DType grad_dtype, param_dtype;
+
+  optim::AdamRange range(int64_t begin, int64_t numel) const {
+    return {pointer<float>(master) + begin,
+            pointer<float>(momentum) + begin,
+            pointer<float>(variance) + begin,
+            pointer<const void>(offset(grad, grad_dtype, begin)),
+            param == 0 ? nullptr : pointer<void>(offset(param, param_dtype, begin)),
+            grad_dtype,
+            param_dtype,
+            numel};
+  }
+};
+
+void check_arrays(const AdamArrays& arrays, int64_t numel) {
+  if (numel == 0) return;
+  PS_CHECK(arrays.master != 0 && arrays.momentum != 0 && arrays.variance != 0 && arrays.grad != 0, ArgumentError,
+           "master, momentum, variance and grad must not be null; only param may be 0 (no compute copy)");
+  PS_CHECK(arrays.param != arrays.grad || element_size(arrays.param_dtype) == element_size(arrays.grad_dtype),
+           ArgumentError, "param has the address of grad, but elements of ", element_size(arrays.param_dtype),
+           " bytes where grad's have ", element_size(arrays.grad_dtype), "; give param memory of its own");
+}
+
+struct ScalarField {
+  const char* name;
+  float optim::AdamScalars::*member;
+};
+constexpr ScalarField kScalarFields[] = {
+    {"grad_scale", &optim::AdamScalars::grad_scale},
+    {"weight_decay", &optim::AdamScalars::weight_decay},
+    {"decay", &optim::AdamScalars::decay},
+    {"beta2", &optim::AdamScalars::beta2},
+    {"one_minus_beta1", &optim::AdamScalars::one_minus_beta1},
+    {"one_minus_beta2", &optim::AdamScalars::one_minus_beta2},
+    {"inv_sqrt_bias_correction2", &optim::AdamScalars::inv_sqrt_bias_correction2},
+    {"eps", &optim::AdamScalars::eps},
+    {"step_size", &optim::AdamScalars::step_size},
+};
+
+optim::AdamScalars scalars_of(const py::kwargs& kwargs) {
+  optim::AdamScalars scalars{};
+  for (const ScalarField& field : kScalarFields) {
+    PS_CHECK(kwargs.contains(field.name), ArgumentError, "adam got no ", field.name,
+             "; pass all fields of AdamScalars");
+    scalars.*field.member = kwargs[field.name].cast<float>();
+  }
+  PS_CHECK(kwargs.size() == std::size(kScalarFields), ArgumentError, "adam got ", kwargs.size(),
+           " keyword arguments, it takes the ", std::size(kScalarFields), " fields of AdamScalars; remove the others");
+  return scalars;
+}
+
+constexpr const char* kAdamDoc =
+    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32, grad "
+    "and param of their dtypes; param may be grad, or 0. Keyword arguments: the fields of AdamScalars, all of them. "
+    "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
+
+void register_cpu_kernels(py::module_& module) {
+  module.def(
+      "adam",
+      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, int num_threads, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        const py::gil_scoped_release release;
+        split(num_threads, numel,
+              [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
+      },
+      kAdamDoc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"));
+  module.def(
+      "cast_from_float",
+      [](const std::string& isa, Address in, Address out, DType out_dtype, int64_t numel, int num_threads) {
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          kernels.cast_from_float(pointer<const float>(in) + begin, pointer<void>(offset(out, out_dtype, begin)),
+                                  out_dtype, size);
+        });
+      },
+      "out[i] = round(in[i]), in float32.", py::arg("isa"), py::arg("in_"), py::arg("out"), py::arg("out_dtype"),
+      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+  module.def(
+      "cast_to_float",
+      [](const std::string& isa, Address in, DType in_dtype, Address out, int64_t numel, int num_threads) {
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          kernels.cast_to_float(pointer<const void>(offset(in, in_dtype, begin)), in_dtype,
+                                pointer<float>(out) + begin, size);
+        });
+      },
+      "out[i] = in[i], out float32.", py::arg("isa"), py::arg("in_"), py::arg("in_dtype"), py::arg("out"),
+      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+}
+
+void register_cpu_sums(py::module_& module) {
+  module.def(
+      "add",
+      [](const std::string& isa, Address sum, Address x, DType dtype, int64_t numel, int num_threads) {
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          kernels.add(pointer<void>(offset(sum, dtype, begin)), pointer<const void>(offset(x, dtype, begin)), dtype,
+                      size);
+        });
+      },
+      "sum[i] = round(sum[i] + x[i]), both of dtype.", py::arg("isa"), py::arg("sum"), py::arg("x"), py::arg("dtype"),
+      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+  module.def(
+      "add_to_float",
+      [](const std::string& isa, Address sum, Address x, DType x_dtype, int64_t numel, int num_threads) {
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          kernels.add_to_float(pointer<float>(sum) + begin, pointer<const void>(offset(x, x_dtype, begin)), x_dtype,
+                               size);
+        });
+      },
+      "sum[i] += x[i], sum float32.", py::arg("isa"), py::arg("sum"), py::arg("x"), py::arg("x_dtype"),
+      py::arg("numel"), py::arg("num_threads"), ReleaseGil());
+  module.def(
+      "sum_squares",
+      [](const std::string& isa, Address x, DType dtype, int64_t numel, Address partials, int num_threads) {
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          kernels.sum_squares(pointer<const void>(offset(x, dtype, begin)), dtype, size,
+                              pointer<double>(partials) + begin / optim::kSquaresBlock);
+        });
+      },
+      "partials[b] = sum of squares of block b of SQUARES_BLOCK elements; partials float64, one per block begun.",
+      py::arg("isa"), py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("partials"), py::arg("num_threads"),
+      ReleaseGil());
+}
+
+#ifdef PATRICKSTAR_WITH_CUDA
+cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// `stream` is torch.cuda.Stream.cuda_stream. The calls enqueue on the current device and return.
+void register_cuda_kernels(py::module_& module) {
+  module.def(
+      "cuda_adam",
+      [](Address master, Address momentum, Address variance, Address grad, DType grad_dtype, Address param,
+         DType param_dtype, int64_t numel, Address stream, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        check_arrays(arrays, numel);
+        const py::gil_scoped_release release;
+        optim::cuda::adam(arrays.range(0, numel), scalars, stream_of(stream));
+      },
+      kAdamDoc, py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"));
+  module.def(
+      "cuda_cast_from_float",
+      [](Address in, Address out, DType out_dtype, int64_t numel, Address stream) {
+        optim::cuda::cast_from_float(pointer<const float>(in), pointer<void>(out), out_dtype, numel,
+                                     stream_of(stream));
+      },
+      py::arg("in_"), py::arg("out"), py::arg("out_dtype"), py::arg("numel"), py::arg("stream"), ReleaseGil());
+  module.def(
+      "cuda_cast_to_float",
+      [](Address in, DType in_dtype, Address out, int64_t numel, Address stream) {
+        optim::cuda::cast_to_float(pointer<const void>(in), in_dtype, pointer<float>(out), numel, stream_of(stream));
+      },
+      py::arg("in_"), py::arg("in_dtype"), py::arg("out"), py::arg("numel"), py::arg("stream"), ReleaseGil());
+  module.def(
+      "cuda_add",
+      [](Address sum, Address x, DType dtype, int64_t numel, Address stream) {
+        optim::cuda::add(pointer<void>(sum), pointer<const void>(x), dtype, numel, stream_of(stream));
+      },
+      py::arg("sum"), py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("stream"), ReleaseGil());
+  module.def(
+      "cuda_add_to_float",
+      [](Address sum, Address x, DType x_dtype, int64_t numel, Address stream) {
+        optim::cuda::add_to_float(pointer<float>(sum), pointer<const void>(x), x_dtype, numel, stream_of(stream));
+      },
+      py::arg("sum"), py::arg("x"), py::arg("x_dtype"), py::arg("numel"), py::arg("stream"), ReleaseGil());
+  module.def(
+      "cuda_sum_squares",
+      [](Address x, DType dtype, int64_t numel, Address partials, Address stream) {
+        optim::cuda::sum_squares(pointer<const void>(x), dtype, numel, pointer<double>(partials), stream_of(stream));
+      },
+      py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("partials"), py::arg("stream"), ReleaseGil());
+}
+#endif
+
+py::dict describe_state(const optim::LossScaler& scaler) {
+  const optim::LossScalerState& state = scaler.state();
+  py::dict result;
+  result["scale"] = state.scale;
+  result["iteration"] = state.iteration;
+  result["last_overflow_iteration"] = state.last_overflow_iteration;
+  result["hysteresis_left"] = state.hysteresis_left;
+  return result;
+}
+
+void register_loss_scaler(py::module_& module) {
+  using optim::LossScaler;
+  const optim::LossScalerOptions defaults;
+  py::class_<LossScaler>(module, "LossScaler",
+                         "The factor that keeps float16 gradients in range (optim/loss_scaler.h). loss_scale > 0: "
+                         "constant; 0: dynamic, after DeepSpeed's rule. Raises ValueError for options out of range.")
+      .def(py::init([](double loss_scale, int initial_scale_power, int64_t scale_window, double min_scale,
+                       int64_t hysteresis, bool consecutive_hysteresis) {
+             return LossScaler(
+                 {loss_scale, initial_scale_power, scale_window, min_scale, hysteresis, consecutive_hysteresis});
+           }),
+           py::kw_only(), py::arg("loss_scale") = defaults.loss_scale,
+           py::arg("initial_scale_power") = defaults.initial_scale_power,
+           py::arg("scale_window") = defaults.scale_window, py::arg("min_scale") = defaults.min_scale,
+           py::arg("hysteresis") = defaults.hysteresis,
+           py::arg("consecutive_hysteresis") = defaults.consecutive_hysteresis)
+      .def_property_readonly("scale", &LossScaler::scale)
+      .def_property_readonly("is_dynamic", &LossScaler::is_dynamic)
+      .def_property_readonly("is_at_minimum", &LossScaler::is_at_minimum)
+      .def("update", &LossScaler::update, py::arg("overflow"), "Once per optimizer step, also a skipped one.")
+      .def("state", &describe_state, "What set_state() takes: a dict of numbers.")
+      .def(
+          "set_state",
+          [](LossScaler& self, double scale, int64_t iteration, int64_t last_overflow_iteration,
+             int64_t hysteresis_left) {
+            self.set_state({scale, iteration, last_overflow_iteration, hysteresis_left});
+          },
+          py::kw_only(), py::arg("scale"), py::arg("iteration"), py::arg("last_overflow_iteration"),
+          py::arg("hysteresis_left"), "Restores state(). Raises ValueError when no run can lead to it.");
+}
+
+}  // namespace
+
+void register_optim(py::module_& module) {
+  py::module_ optim_module = module.def_submodule("optim", "Adam's leaf kernels and the loss scaler.");
+  optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
+  optim_module.def("isa", [] { return optim::cpu_kernels().isa; }, "The ISA whose kernels this process uses.");
+  optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
+  register_cpu_kernels(optim_module);
+  register_cpu_sums(optim_module);
+#ifdef PATRICKSTAR_WITH_CUDA
+  register_cuda_kernels(optim_module);
+#endif
+  register_loss_scaler(optim_module);
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,151 @@
+#include <pybind11/stl.h>
+
+#include "bind/bind.h"
+#include "runtime/placement.h"
+#include "runtime/runtime.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+void register_layout(py::module_& module) {
+  py::class_<Layout>(module, "Layout", "Which chunk and offset each parameter has (chunk/layout.h).")
+      .def_static(
+          "pack",
+          [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
+             int64_t chunk_numel) {
+            std::vector<ParamSpec> params;
+            for (size_t i = 0; i < numels.size(); ++i) params.push_back({numels[i], dtypes.at(i), trainable.at(i)});
+            return Layout::pack(params, chunk_numel);
+          },
+          py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"))
+      .def_property_readonly("num_chunks", &Layout::num_chunks)
+      .def_property_readonly("chunk_numel", &Layout::chunk_numel)
+      .def("placement", [](const Layout& self, ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
+      .def("chunk", [](const Layout& self, ChunkId id) {
+        const ChunkSpec& chunk = self.chunks().at(static_cast<size_t>(id));
+        py::dict result;
+        result["numel"] = chunk.numel;
+        result["dtype"] = chunk.dtype;
+        result["trainable"] = chunk.trainable;
+        result["params"] = chunk.params;
+        return result;
+      });
+}
+
+void register_options(py::module_& module) {
+  py::enum_<Partition>(module, "Partition").value("TIDE", Partition::kTide).value("STATIC", Partition::kStatic);
+  py::enum_<StatePlacement>(module, "StatePlacement").value("HYBRID", StatePlacement::kHybrid).value("HOST", StatePlacement::kHost);
+  py::enum_<Tracking>(module, "Tracking").value("TRAINING", Tracking::kTraining).value("UNTRACKED", Tracking::kUntracked);
+  py::enum_<HoldUntil>(module, "HoldUntil").value("SCOPE_END", HoldUntil::kScopeEnd).value("NEXT_EVENT", HoldUntil::kNextEvent);
+  py::enum_<WeightDecay>(module, "WeightDecay").value("L2", WeightDecay::kL2).value("DECOUPLED", WeightDecay::kDecoupled);
+  py::class_<RuntimeOptions>(module, "RuntimeOptions")
+      .def(py::init<>())
+      .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
+      .def_readwrite("device_limit_bytes", &RuntimeOptions::device_limit_bytes)
+      .def_readwrite("host_limit_bytes", &RuntimeOptions::host_limit_bytes)
+      .def_readwrite("ample_limit_bytes", &RuntimeOptions::ample_limit_bytes)
+      .def_readwrite("ample_extra_bytes", &RuntimeOptions::ample_extra_bytes)
+      .def_readwrite("warmup_payload_ratio", &RuntimeOptions::warmup_payload_ratio)
+      .def_readwrite("margin_use_ratio", &RuntimeOptions::margin_use_ratio)
+      .def_readwrite("partition", &RuntimeOptions::partition)
+      .def_readwrite("state_placement", &RuntimeOptions::state_placement)
+      .def_readwrite("num_threads", &RuntimeOptions::num_threads);
+  py::class_<GroupOptions>(module, "GroupOptions")
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
+             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("mode"));
+}
+
+py::dict report(Runtime& self) {
+  py::dict result;
+  Backend& backend = self.backend();
+  const Counters& counters = self.counters();
+  result["device_budget_bytes"] = backend.limit_bytes();
+  result["device_peak_bytes"] = backend.peak_bytes();
+  result["device_tide_bytes"] = backend.tide_bytes();
+  result["device_payload_bytes"] = self.payload_bytes();
+  result["host_budget_bytes"] = self.arena().limit_bytes();
+  result["host_bytes"] = self.arena().mapped_bytes();
+  result["host_peak_bytes"] = self.arena().peak_mapped_bytes();
+  result["uploaded_bytes"] = self.transfer_counters().uploaded_bytes;
+  result["downloaded_bytes"] = self.transfer_counters().downloaded_bytes;
+  result["num_evictions"] = counters.num_evictions;
+  result["num_prefetch_hits"] = counters.num_prefetch_hits;
+  result["num_on_demand_fetches"] = counters.num_on_demand_fetches;
+  result["num_moments"] = counters.num_moments;
+  result["num_replayed_moments"] = counters.num_replayed_moments;
+  result["num_plans"] = counters.num_plans;
+  result["num_steps"] = counters.num_steps;
+  result["num_skipped_steps"] = counters.num_skipped_steps;
+  result["num_chunks"] = self.layout().num_chunks();
+  result["chunk_numel"] = self.layout().chunk_numel();
+  result["num_device_state_chunks"] = self.num_device_state_chunks();
+  result["planned_uploaded_bytes"] = self.plan().uploaded_bytes;
+  result["planned_downloaded_bytes"] = self.plan().downloaded_bytes;
+  return result;
+}
+
+}  // namespace
+
+void register_runtime(py::module_& module) {
+  register_layout(module);
+  register_options(module);
+  module.attr("UNLIMITED") = kUnlimited;
+  module.def("working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
+             "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
+  py::class_<Runtime>(module, "Runtime", "The core's façade (runtime/runtime.h).")
+      .def(py::init<Layout, std::vector<std::string>, std::vector<std::vector<ParamId>>, const RuntimeOptions&>(),
+           py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"), ReleaseGil())
+      .def("bind_storage", [](Runtime& self, ChunkId chunk, uintptr_t storage) {
+        self.bind_storage(chunk, reinterpret_cast<c10::StorageImpl*>(storage));
+      })
+      .def("seal_storage", &Runtime::seal_storage)
+      .def("write_values", [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
+        self.write_values(param, kind, reinterpret_cast<const float*>(values));
+      }, ReleaseGil())
+      .def("read_values", [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
+        self.read_values(param, kind, reinterpret_cast<float*>(values));
+      }, ReleaseGil())
+      .def("close", &Runtime::close, ReleaseGil())
+      .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
+      .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
+      .def("end_forward", &Runtime::end_forward, ReleaseGil())
+      .def("open_scope", &Runtime::open_scope, ReleaseGil())
+      .def("close_scope", &Runtime::close_scope, ReleaseGil())
+      .def("tick", &Runtime::tick)
+      .def("touch", &Runtime::touch, ReleaseGil())
+      .def("begin_backward", &Runtime::begin_backward, ReleaseGil())
+      .def("enter_backward", &Runtime::enter_backward, ReleaseGil())
+      .def("fold_gradient", [](Runtime& self, ParamId param, uintptr_t data) {
+        self.fold_gradient(param, reinterpret_cast<const void*>(data));
+      }, ReleaseGil())
+      .def("end_backward", &Runtime::end_backward, ReleaseGil())
+      .def("abort", &Runtime::abort, ReleaseGil())
+      .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
+      .def("apply_step", &Runtime::apply_step, ReleaseGil())
+      .def("skip_step", &Runtime::skip_step, ReleaseGil())
+      .def("clear_gradients", &Runtime::clear_gradients, ReleaseGil())
+      .def("forget_plan", &Runtime::forget_plan)
+      .def("clear_gradient", &Runtime::clear_gradient, ReleaseGil())
+      .def("has_gradient", &Runtime::has_gradient)
+      .def("gradients_pending", &Runtime::gradients_pending)
+      .def("set_group", [](Runtime& self, ParamId param, int group) { self.optimizer().set_group(param, group); })
+      .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
+      .def("set_step_count", [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
+      .def_property_readonly("closed", &Runtime::closed)
+      .def("report", &report)
+      .def("reset_report", &Runtime::reset_report)
+      .def("param_state", [](const Runtime& self, ParamId param) { return state_name(self.store().param_state(param)); })
+      .def("chunk_state", [](const Runtime& self, ChunkId chunk) { return state_name(self.store().chunk_state(chunk)); })
+      .def("is_on_device", [](const Runtime& self, ChunkId chunk, ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
+      .def("timeline", [](const Runtime& self) { return describe_timeline(self.last_timeline()); })
+      .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); });
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,40 @@
+#include "bind/bind.h"
+#include "chunk/state.h"
+#include "common/check.h"
+#include "common/dtype.h"
+#include "common/types.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+State parse_state(const std::string& name) {
+  for (int state = 0; state <= static_cast<int>(State::kReleased); ++state) {
+    if (name == state_name(static_cast<State>(state))) return static_cast<State>(state);
+  }
+  throw ArgumentError("there is no state " + name);
+}
+
+}  // namespace
+
+void register_types(py::module_& module) {
+  py::enum_<DType>(module, "DType", "Element type of a chunk's arrays.")
+      .value("FLOAT32", DType::kFloat32)
+      .value("BFLOAT16", DType::kBFloat16)
+      .value("FLOAT16", DType::kFloat16);
+  py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
+      .value("PARAM", ArrayKind::kParam)
+      .value("GRAD", ArrayKind::kGrad)
+      .value("GRAD_SUM", ArrayKind::kGradSum)
+      .value("MASTER", ArrayKind::kMaster)
+      .value("MOMENTUM", ArrayKind::kMomentum)
+      .value("VARIANCE", ArrayKind::kVariance);
+  module.def(
+      "check_transition",
+      [](const std::string& from, const std::string& to) { check_transition(parse_state(from), parse_state(to), "a parameter"); },
+      "Throws StateError when chunk/state.h has no such move.");
+}
+
+}  // namespace patrickstar::bind

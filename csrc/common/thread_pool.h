@@ -1,0 +1,55 @@
+// A fixed set of worker threads that split one range of indices at a time.
+//
+// The pool belongs to whoever made it (the runtime). `parallel_for` may be called by one thread at a
+// time; the caller works too, so a pool of n threads starts n - 1. Work is split by index only, so results
+// of elementwise work do not depend on the number of threads.
+//
+//   ThreadPool pool(4);
+//   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace patrickstar {
+
+// Processors this process may run on: the affinity mask, cut by the cgroup's CPU quota.
+int num_available_cpus();
+
+class ThreadPool {
+ public:
+  // num_threads counts the calling thread; at least 1.
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls fn(begin, end) on disjoint ranges that cover [0, size); each range starts at a multiple of
+  // `grain`. Returns when all are done; rethrows the first exception.
+  void parallel_for(int64_t size, int64_t grain, const std::function<void(int64_t, int64_t)>& fn);
+
+ private:
+  void work(int index);
+  void run_share(int index);
+
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable start_;
+  std::condition_variable finished_;
+  const std::function<void(int64_t, int64_t)>* fn_ = nullptr;  // guarded by mutex_, constant during a job
+  int64_t size_ = 0;
+  int64_t grain_ = 1;
+  uint64_t job_ = 0;
+  int num_running_ = 0;
+  bool stopping_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,58 @@
+// Identifiers and the vocabulary that several layers share.
+//
+//   parameter   one nn.Parameter of the user's module. Its id is its index in registration order.
+//   chunk       a contiguous block that holds many parameters. Its id is its index in the layout.
+//   array       one of the blocks that a chunk consists of (see ArrayKind); a chunk's arrays share one
+//               layout, element for element.
+//   payload     the bytes of one array. It can be on the device, on the host, on both, or nowhere.
+//   tide        device memory taken by everything that is not a payload (activations, workspaces).
+//   moment      one step of the access sequence: some arrays are needed at once.
+#pragma once
+
+#include <cstdint>
+
+namespace patrickstar {
+
+using ParamId = int32_t;
+using ChunkId = int32_t;
+
+// The arrays of a chunk. What makes up a chunk's optimizer state is said once, in optimizer_arrays().
+enum class ArrayKind : uint8_t {
+  kParam,     // compute copy, in the chunk's compute dtype; the only array of a frozen chunk
+  kGrad,      // gradient of the running micro-batch, in the compute dtype
+  kGradSum,   // sum of earlier micro-batches' gradients, float32; exists only while accumulating
+  kMaster,    // float32 parameter
+  kMomentum,  // float32 first moment
+  kVariance,  // float32 second moment
+};
+constexpr int kNumArrayKinds = 6;
+
+constexpr const char* array_kind_name(ArrayKind kind) {
+  constexpr const char* names[kNumArrayKinds] = {"param", "grad", "grad_sum", "master", "momentum", "variance"};
+  return names[static_cast<int>(kind)];
+}
+
+struct OptimizerArrays {
+  ArrayKind kinds[3] = {ArrayKind::kMaster, ArrayKind::kMomentum, ArrayKind::kVariance};
+  const ArrayKind* begin() const { return kinds; }
+  const ArrayKind* end() const { return kinds + 3; }
+};
+constexpr OptimizerArrays optimizer_arrays() { return {}; }
+
+// Names one payload: an array of a chunk.
+struct ArrayId {
+  ChunkId chunk = -1;
+  ArrayKind kind = ArrayKind::kParam;
+
+  int index() const { return chunk * kNumArrayKinds + static_cast<int>(kind); }
+  static ArrayId from_index(int index) {
+    return {index / kNumArrayKinds, static_cast<ArrayKind>(index % kNumArrayKinds)};
+  }
+  friend bool operator==(ArrayId a, ArrayId b) { return a.index() == b.index(); }
+  friend bool operator!=(ArrayId a, ArrayId b) { return !(a == b); }
+  friend bool operator<(ArrayId a, ArrayId b) { return a.index() < b.index(); }
+};
+
+enum class Tier : uint8_t { kHost, kDevice };
+
+}  // namespace patrickstar

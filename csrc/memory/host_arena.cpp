@@ -1,0 +1,152 @@
+#include "memory/host_arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int64_t kPage = 4096;
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Anonymous memory that starts at a huge page when it is large enough to hold one.
+char* map_memory(int64_t num_bytes) {
+  const int64_t slack = num_bytes >= kHugePage ? kHugePage : 0;
+  void* mapped = mmap(nullptr, static_cast<size_t>(num_bytes + slack), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  PS_CHECK(mapped != MAP_FAILED, SystemError, "cannot map ", num_bytes, " bytes of host memory: ", std::strerror(errno),
+           "; lower host_memory or overall_cpu_mem_ratio");
+  if (slack == 0) return static_cast<char*>(mapped);
+  const auto address = reinterpret_cast<int64_t>(mapped);
+  const int64_t begin = round_up(address, kHugePage);
+  if (begin > address) munmap(mapped, static_cast<size_t>(begin - address));
+  const int64_t tail = address + num_bytes + slack - (begin + num_bytes);
+  if (tail > 0) munmap(reinterpret_cast<void*>(begin + num_bytes), static_cast<size_t>(tail));
+  madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint: may fail
+  return reinterpret_cast<char*>(begin);
+}
+
+}  // namespace
+
+HostArena::HostArena(int64_t limit_bytes, RegionHooks hooks) : limit_bytes_(limit_bytes), hooks_(std::move(hooks)) {}
+
+HostArena::~HostArena() {
+  for (auto& region : regions_) unmap(*region);
+}
+
+void HostArena::reserve(const std::vector<int64_t>& block_bytes) {
+  int64_t total = 0;
+  for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
+  PS_CHECK(mapped_bytes_ + total <= limit_bytes_, MemoryBudgetError, "the chunks need ", total,
+           " bytes of host memory, the limit is ", limit_bytes_, "; raise host_memory");
+  int64_t group = 0;
+  for (int64_t bytes : block_bytes) {
+    const int64_t size = round_up(bytes, kBlockAlignment);
+    if (group > 0 && group + size > kMaxRegionBytes) map_region(std::exchange(group, 0));
+    group += size;
+  }
+  if (group > 0) map_region(group);
+}
+
+HostBlock HostArena::allocate(int64_t num_bytes) {
+  const HostBlock block = try_allocate(num_bytes);
+  PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", mapped_bytes_, " of ",
+           limit_bytes_, " are taken; raise host_memory (or overall_cpu_mem_ratio), or give the device more of the "
+           "model with device_memory");
+  return block;
+}
+
+HostBlock HostArena::try_allocate(int64_t num_bytes) {
+  const int64_t size = round_up(num_bytes, kBlockAlignment);
+  Region* best = nullptr;
+  std::map<int64_t, int64_t>::iterator best_range;
+  for (auto& region : regions_) {
+    for (auto range = region->free.begin(); range != region->free.end(); ++range) {
+      if (range->second >= size && (best == nullptr || range->second < best_range->second)) {
+        best = region.get();
+        best_range = range;
+      }
+    }
+  }
+  if (best == nullptr) {
+    if (mapped_bytes_ + size > limit_bytes_) return {};
+    best = map_region(size);
+    best_range = best->free.begin();
+  }
+  const int64_t offset = best_range->first;
+  const int64_t left = best_range->second - size;
+  best->free.erase(best_range);
+  if (left > 0) best->free.emplace(offset + size, left);
+  const bool zeroed = offset >= best->touched;
+  best->touched = std::max(best->touched, offset + size);
+  used_bytes_ += size;
+  return {best->data + offset, num_bytes, zeroed};
+}
+
+void HostArena::free(const HostBlock& block) {
+  if (!block) return;
+  const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const auto& region) {
+    return block.data >= region->data && block.data < region->data + region->num_bytes;
+  });
+  PS_CHECK(found != regions_.end(), StateError, "a block that is not of this arena was freed");
+  Region& region = **found;
+  int64_t offset = static_cast<char*>(block.data) - region.data;
+  int64_t size = round_up(block.num_bytes, kBlockAlignment);
+  used_bytes_ -= size;
+  auto next = region.free.lower_bound(offset);
+  if (next != region.free.end() && next->first == offset + size) {
+    size += next->second;
+    next = region.free.erase(next);
+  }
+  if (next != region.free.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      previous->second += size;
+      return;
+    }
+  }
+  region.free.emplace(offset, size);
+}
+
+void HostArena::trim() {
+  const auto is_free = [](const std::unique_ptr<Region>& region) {
+    return region->free.size() == 1 && region->free.begin()->second == region->num_bytes;
+  };
+  for (auto& region : regions_) {
+    if (is_free(region)) unmap(*region);
+  }
+  regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& region) { return !region->data; }),
+                 regions_.end());
+}
+
+HostArena::Region* HostArena::map_region(int64_t num_bytes) {
+  auto region = std::make_unique<Region>();
+  region->num_bytes = round_up(num_bytes, kPage);
+  region->data = map_memory(region->num_bytes);
+  region->free.emplace(0, region->num_bytes);
+  mapped_bytes_ += region->num_bytes;
+  peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
+  regions_.push_back(std::move(region));
+  Region* added = regions_.back().get();
+  if (hooks_.prepare) hooks_.prepare(added->data, added->num_bytes);
+  return added;
+}
+
+void HostArena::unmap(Region& region) {
+  if (region.data == nullptr) return;
+  if (hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
+  munmap(region.data, static_cast<size_t>(region.num_bytes));
+  mapped_bytes_ -= region.num_bytes;
+  region.data = nullptr;
+}
+
+}  // namespace patrickstar

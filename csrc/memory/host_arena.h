@@ -1,0 +1,81 @@
+// Host memory for payloads: an arena of our own instead of malloc or cudaHostAlloc.
+//
+// Memory comes from mmap in regions, asks for huge pages (the CPU's Adam runs 15 % faster on them), and a
+// region is pinned as a whole by the function given (cudaHostRegister on CUDA: measured 12 GB/s including a parallel
+// first touch, against 3.3 for cudaHostAlloc). A block lies in one region, so one pinned range covers it.
+// Blocks are found best-fit and coalesce when freed. Guarded by the runtime's lock.
+//
+//   HostArena arena(/*limit_bytes=*/8 << 30, {});
+//   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
+//   arena.free(block);
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace patrickstar {
+
+struct HostBlock {
+  void* data = nullptr;
+  int64_t num_bytes = 0;
+  bool zeroed = false;  // fresh from the system: all bytes are zero
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// What to do with a new region before use and with an old one before it is unmapped; both may be empty.
+struct RegionHooks {
+  std::function<void(void* data, int64_t num_bytes)> prepare;
+  std::function<void(void* data, int64_t num_bytes)> dispose;
+};
+
+class HostArena {
+ public:
+  static constexpr int64_t kBlockAlignment = 256;
+  static constexpr int64_t kMaxRegionBytes = int64_t{4} << 30;
+
+  HostArena(int64_t limit_bytes, RegionHooks hooks);
+  ~HostArena();
+  HostArena(const HostArena&) = delete;
+  HostArena& operator=(const HostArena&) = delete;
+
+  // Maps regions that fit the given blocks exactly, so that later allocations of these sizes find room.
+  // Throws MemoryBudgetError when they exceed the limit.
+  void reserve(const std::vector<int64_t>& block_bytes);
+
+  HostBlock allocate(int64_t num_bytes);
+  // An empty block instead of an error.
+  HostBlock try_allocate(int64_t num_bytes);
+  void free(const HostBlock& block);
+  // Gives regions without any block back to the system.
+  void trim();
+
+  int64_t limit_bytes() const { return limit_bytes_; }
+  int64_t used_bytes() const { return used_bytes_; }
+  int64_t mapped_bytes() const { return mapped_bytes_; }
+  int64_t peak_mapped_bytes() const { return peak_mapped_bytes_; }
+  void reset_peak() { peak_mapped_bytes_ = mapped_bytes_; }
+
+ private:
+  struct Region {
+    char* data = nullptr;
+    int64_t num_bytes = 0;
+    int64_t touched = 0;                 // bytes below were handed out before
+    std::map<int64_t, int64_t> free;     // offset -> size
+  };
+
+  Region* map_region(int64_t num_bytes);
+  void unmap(Region& region);
+
+  int64_t limit_bytes_;
+  RegionHooks hooks_;
+  std::vector<std::unique_ptr<Region>> regions_;
+  int64_t used_bytes_ = 0;
+  int64_t mapped_bytes_ = 0;
+  int64_t peak_mapped_bytes_ = 0;
+};
+
+}  // namespace patrickstar

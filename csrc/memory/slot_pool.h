@@ -1,0 +1,51 @@
+// Device slots: the blocks of device memory that payloads occupy.
+//
+// A released slot stays here for reuse (its last user's event goes with it, so that reuse needs no host
+// synchronisation) until somebody needs the memory for something else. Slots count against the device
+// limit whether in use or idle. Guarded by the runtime's lock.
+#pragma once
+
+#include <cstdint>
+#include <map>
+
+#include "common/device_allocator.h"
+#include "common/event.h"
+
+namespace patrickstar {
+
+struct Slot {
+  void* data = nullptr;
+  int64_t num_bytes = 0;
+  Event busy_until;  // whoever writes next must wait for it
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+enum class OverLimit { kRefuse, kAllow };
+
+class SlotPool {
+ public:
+  // An idle slot serves a request if it is larger by at most this share of it; 0 asks for the very size.
+  SlotPool(DeviceAllocator& allocator, double max_waste_ratio) : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
+  ~SlotPool() { trim(INT64_MAX); }
+  SlotPool(const SlotPool&) = delete;
+  SlotPool& operator=(const SlotPool&) = delete;
+
+  // An empty slot when there is no room.
+  Slot acquire(int64_t num_bytes, OverLimit over_limit = OverLimit::kRefuse);
+  void release(Slot slot);
+  // Gives idle slots back to the allocator until at least `num_bytes` are freed or none is idle.
+  int64_t trim(int64_t num_bytes);
+
+  int64_t used_bytes() const { return used_bytes_; }
+  int64_t idle_bytes() const { return idle_bytes_; }
+
+ private:
+  DeviceAllocator& allocator_;
+  double max_waste_ratio_;
+  std::multimap<int64_t, Slot> idle_;  // by size
+  int64_t used_bytes_ = 0;
+  int64_t idle_bytes_ = 0;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,38 @@
+// Where the leaf kernels run: on the host's thread pool, or on the device's compute queue.
+//
+// The same bits come out of both (kernels.h). Host calls return when the work is done, device calls when it is
+// enqueued. On the simulated device the two are the same object.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common/thread_pool.h"
+#include "optim/kernels.h"
+
+namespace patrickstar::optim {
+
+struct AdamJob {
+  AdamRange range;
+  AdamScalars scalars;
+};
+
+class Compute {
+ public:
+  virtual ~Compute() = default;
+  virtual void adam(const std::vector<AdamJob>& jobs) = 0;
+  virtual void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel) = 0;
+  virtual void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel) = 0;
+  virtual void add(void* sum, const void* x, DType dtype, int64_t numel) = 0;
+  virtual void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) = 0;
+  virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
+};
+
+// `pool` must outlive the result.
+std::unique_ptr<Compute> make_host_compute(ThreadPool& pool);
+#ifdef PATRICKSTAR_WITH_CUDA
+// Runs on PyTorch's current stream of `device`.
+std::unique_ptr<Compute> make_cuda_compute(int device);
+#endif
+
+}  // namespace patrickstar::optim

@@ -1,0 +1,78 @@
+// Eight floats at a time: AVX2, FMA, F16C (x86-64-v3).
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "optim/cpu_isa.h"
+
+#pragma GCC target("avx2,fma,f16c")
+
+namespace patrickstar::optim {
+
+namespace {
+
+#include "optim/scalar_lane.inl"
+
+struct Vector {
+  using Float = __m256;
+  struct Squares {
+    __m256d low, high;
+  };
+  static constexpr int64_t kWidth = 8;
+  static constexpr int64_t kSquareVectors = 4;
+
+  static Float set(float x) { return _mm256_set1_ps(x); }
+  static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
+  static Float load_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
+  }
+  static Float load_f16(const uint16_t* p) { return _mm256_cvtph_ps(load16(p)); }
+  static __m128i to_bf16(Float x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  }
+  static __m128i to_f16(Float x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static void store16(uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+  static void stream16(uint16_t* p, __m128i x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
+  static void end_stream() { _mm_sfence(); }
+
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
+  static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float sqrt(Float a) { return _mm256_sqrt_ps(a); }
+  static Float quiet(Float a) {
+    return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  }
+
+  static Squares zero_squares() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+  static Squares add_squares(Squares sums, Float x) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    return {_mm256_fmadd_pd(low, low, sums.low), _mm256_fmadd_pd(high, high, sums.high)};
+  }
+  static void store_squares(double* p, Squares sums) {
+    _mm256_storeu_pd(p, sums.low);
+    _mm256_storeu_pd(p + 4, sums.high);
+  }
+
+ private:
+  static __m128i load16(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+};
+
+#include "optim/kernel_body.inl"
+
+}  // namespace
+
+const CpuKernels kAvx2Kernels = table("avx2");
+
+}  // namespace patrickstar::optim
+
+#endif  // __x86_64__

@@ -1,0 +1,81 @@
+// Sixteen floats at a time: AVX-512 F, BW, VL, DQ (x86-64-v4). The bfloat16 instructions are not used:
+// VCVTNEPS2BF16 flushes denormals.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "optim/cpu_isa.h"
+
+// GCC 12's own header initialises "undefined" vectors by themselves (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+
+namespace patrickstar::optim {
+
+namespace {
+
+#include "optim/scalar_lane.inl"
+
+struct Vector {
+  using Float = __m512;
+  struct Squares {
+    __m512d low, high;
+  };
+  static constexpr int64_t kWidth = 16;
+  static constexpr int64_t kSquareVectors = 4;
+
+  static Float set(float x) { return _mm512_set1_ps(x); }
+  static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
+  static Float load_bf16(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(p)), 16));
+  }
+  static Float load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load16(p)); }
+  static __m256i to_bf16(Float x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16));
+  }
+  static __m256i to_f16(Float x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static void store16(uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+  static void stream16(uint16_t* p, __m256i x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+  static void end_stream() { _mm_sfence(); }
+
+  static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
+  static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
+  static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
+  // One instruction: the first operand where `a` is a NaN (the two lowest hexadecimal digits of the table), else `a`.
+  static Float quiet(Float a) {
+    return _mm512_fixupimm_ps(_mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)), a, _mm512_set1_epi32(0x11111100), 0);
+  }
+
+  static Squares zero_squares() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+  static Squares add_squares(Squares sums, Float x) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+    return {_mm512_fmadd_pd(low, low, sums.low), _mm512_fmadd_pd(high, high, sums.high)};
+  }
+  static void store_squares(double* p, Squares sums) {
+    _mm512_storeu_pd(p, sums.low);
+    _mm512_storeu_pd(p + 8, sums.high);
+  }
+
+ private:
+  static __m256i load16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+};
+
+#include "optim/kernel_body.inl"
+
+}  // namespace
+
+const CpuKernels kAvx512Kernels = table("avx512");
+
+}  // namespace patrickstar::optim
+
+#endif  // __x86_64__

@@ -1,0 +1,50 @@
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "optim/compute.h"
+#include "optim/cuda_kernels.h"
+
+namespace patrickstar::optim {
+
+namespace {
+
+class CudaCompute final : public Compute {
+ public:
+  explicit CudaCompute(int device) : device_(static_cast<c10::DeviceIndex>(device)) {}
+
+  void adam(const std::vector<AdamJob>& jobs) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    for (const AdamJob& job : jobs) cuda::adam(job.range, job.scalars, stream());
+  }
+  void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::cast_from_float(in, out, dtype, numel, stream());
+  }
+  void cast_to_float(const void* in, DType dtype, float* out, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::cast_to_float(in, dtype, out, numel, stream());
+  }
+  void add(void* sum, const void* x, DType dtype, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::add(sum, x, dtype, numel, stream());
+  }
+  void add_to_float(float* sum, const void* x, DType dtype, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::add_to_float(sum, x, dtype, numel, stream());
+  }
+  void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::sum_squares(x, dtype, numel, partials, stream());
+  }
+
+ private:
+  cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }
+
+  c10::DeviceIndex device_;
+};
+
+}  // namespace
+
+std::unique_ptr<Compute> make_cuda_compute(int device) { return std::make_unique<CudaCompute>(device); }
+
+}  // namespace patrickstar::optim

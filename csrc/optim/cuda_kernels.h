@@ -1,0 +1,19 @@
+// The same leaf kernels on a CUDA device: same bits as kernels.h ([Note: one order of operations] and
+// [Note: one order of summation] there). Pointers are device pointers; calls enqueue on `stream` and return;
+// a failed launch throws SystemError. The caller selects the device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "optim/kernels.h"
+
+namespace patrickstar::optim::cuda {
+
+void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t stream);
+void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel, cudaStream_t stream);
+void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel, cudaStream_t stream);
+void add(void* sum, const void* x, DType dtype, int64_t numel, cudaStream_t stream);
+void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel, cudaStream_t stream);
+void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cudaStream_t stream);
+
+}  // namespace patrickstar::optim::cuda

@@ -1,0 +1,82 @@
+#include <algorithm>
+
+#include "optim/compute.h"
+
+namespace patrickstar::optim {
+
+namespace {
+
+constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data, and whole blocks of statistics
+
+void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
+const void* at(const void* data, DType dtype, int64_t index) {
+  return static_cast<const char*>(data) + index * element_size(dtype);
+}
+
+AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
+  return {range.master + begin,
+          range.momentum + begin,
+          range.variance + begin,
+          at(range.grad, range.grad_dtype, begin),
+          range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin),
+          range.grad_dtype,
+          range.param_dtype,
+          end - begin};
+}
+
+class HostCompute final : public Compute {
+ public:
+  explicit HostCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
+
+  // Jobs are laid end to end and split evenly, so that many small ones still keep all threads busy.
+  void adam(const std::vector<AdamJob>& jobs) override {
+    std::vector<int64_t> starts;
+    int64_t total = 0;
+    for (const AdamJob& job : jobs) {
+      starts.push_back(total);
+      total += job.range.numel;
+    }
+    pool_.parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
+      auto index = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
+      for (; index < jobs.size() && starts[index] < end; ++index) {
+        const AdamRange& range = jobs[index].range;
+        const int64_t from = std::max(begin - starts[index], int64_t{0});
+        const int64_t to = std::min(end - starts[index], range.numel);
+        if (from < to) kernels_.adam(subrange(range, from, to), jobs[index].scalars);
+      }
+    });
+  }
+
+  void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) { kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size); });
+  }
+  void cast_to_float(const void* in, DType dtype, float* out, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) { kernels_.cast_to_float(at(in, dtype, begin), dtype, out + begin, size); });
+  }
+  void add(void* sum, const void* x, DType dtype, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) { kernels_.add(at(sum, dtype, begin), at(x, dtype, begin), dtype, size); });
+  }
+  void add_to_float(float* sum, const void* x, DType dtype, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) { kernels_.add_to_float(sum + begin, at(x, dtype, begin), dtype, size); });
+  }
+  void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) override {
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.sum_squares(at(x, dtype, begin), dtype, size, partials + begin / kSquaresBlock);
+    });
+  }
+
+ private:
+  template <typename Function>
+  void split(int64_t numel, const Function& function) {
+    pool_.parallel_for(numel, kGrain, [&](int64_t begin, int64_t end) { function(begin, end - begin); });
+  }
+
+  ThreadPool& pool_;
+  const CpuKernels& kernels_;
+};
+
+}  // namespace
+
+std::unique_ptr<Compute> make_host_compute(ThreadPool& pool) { return std::make_unique<HostCompute>(pool); }
+
+}  // namespace patrickstar::optim

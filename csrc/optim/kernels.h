@@ -1,0 +1,96 @@
+// The leaf kernels of the optimizer: fused Adam, casts, gradient sums, gradient statistics.
+//
+// Vocabulary and numerics are written down here once; every implementation (scalar, AVX2, AVX-512,
+// CUDA) gives the same bits for the same input.  [Note: one order of operations]
+//
+// Each arithmetic step below is one correctly rounded IEEE-754 binary32 operation (round to nearest
+// even; no flush of denormals, no contraction, no fast-math), executed in the order written:
+//
+//   g = float(grad) * grad_scale            1/loss_scale times the clipping coefficient
+//   p = master
+//   g = fma(weight_decay, p, g)             Adam's L2 term (0 with decoupled decay)
+//   p = p * decay                           AdamW's decoupled decay 1 - lr*wd (1 with L2)
+//   m = fma(one_minus_beta1, g - m, m)
+//   v = fma(one_minus_beta2 * g, g, beta2 * v)
+//   d = fma(sqrt(v), inv_sqrt_bias_correction2, eps)
+//   p = fma(-step_size, m / d, p)           step_size = lr / bias_correction1
+//   master, momentum, variance = p, m, v;  param = round(p)
+//
+// (Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2; the arrangement is that of
+// torch.optim.Adam.) Casts to 16 bits round to nearest even; a NaN becomes the quiet NaN 0x7fc0
+// (bfloat16) or 0x7e00 (float16), whatever its payload and sign were.
+//
+// Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
+// a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
+// l + 2*lanes, ..., added in that order by fma(x, x, sum); then lanes are folded in halves:
+// for (s = lanes/2; s > 0; s /= 2) lane[l] += lane[l + s] for l < s. lane[0] is the block's partial. So a
+// tensor's statistic does not depend on chunk size, device, ISA or number of threads. A partial is
+// finite exactly when every element of its block is.
+//
+// All functions take raw pointers, allocate nothing, throw nothing, and may be called from any thread
+// on disjoint ranges. No alignment beyond the element's own is required; 64 bytes is fastest.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace patrickstar::optim {
+
+constexpr int64_t kSquaresBlock = 4096;
+constexpr int64_t kSquaresLanes = 64;
+
+constexpr int64_t num_square_partials(int64_t numel) { return (numel + kSquaresBlock - 1) / kSquaresBlock; }
+
+// What one step of Adam needs beside the arrays; the same for all tensors of a parameter group that
+// have the same step count.
+struct AdamScalars {
+  float grad_scale;
+  float weight_decay;
+  float decay;
+  float beta2;
+  float one_minus_beta1;
+  float one_minus_beta2;
+  float inv_sqrt_bias_correction2;
+  float eps;
+  float step_size;
+};
+
+// One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
+// are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted.
+struct AdamRange {
+  float* master;
+  float* momentum;
+  float* variance;
+  const void* grad;
+  void* param;
+  DType grad_dtype;
+  DType param_dtype;
+  int64_t numel;
+};
+
+// One ISA's functions. Obtained from cpu_kernels() or cpu_kernels_named(); tables are constant.
+struct CpuKernels {
+  const char* isa;
+  void (*adam)(const AdamRange& range, const AdamScalars& scalars);
+  // out[i] = round(in[i])
+  void (*cast_from_float)(const float* in, void* out, DType out_dtype, int64_t numel);
+  // out[i] = float(in[i])
+  void (*cast_to_float)(const void* in, DType in_dtype, float* out, int64_t numel);
+  // sum[i] = round(float(sum[i]) + float(x[i])), both of `dtype`: what torch's add does
+  void (*add)(void* sum, const void* x, DType dtype, int64_t numel);
+  // sum[i] = sum[i] + float(x[i])
+  void (*add_to_float)(float* sum, const void* x, DType x_dtype, int64_t numel);
+  // partials[b] for every block b of x, see [Note: one order of summation]
+  void (*sum_squares)(const void* x, DType dtype, int64_t numel, double* partials);
+};
+
+// The widest ISA this processor has, or the one that PATRICKSTAR_ISA names (scalar, avx2, avx512).
+// Chosen once per process. Throws ArgumentError when the variable names an ISA that is unknown or that
+// this processor lacks.
+const CpuKernels& cpu_kernels();
+
+// A given ISA's table, or null when it is unknown or this processor lacks it.
+const CpuKernels* cpu_kernels_named(const char* isa);
+
+}  // namespace patrickstar::optim

@@ -1,0 +1,207 @@
+#include "plan/planner.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kNever = INT64_MAX;
+
+// One sweep over the timeline, from a given set of resident arrays.
+class Sweep {
+ public:
+  Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start);
+
+  Plan take_plan() { return std::move(plan_); }
+  // What is on the device after the last moment and still valid in the next step.
+  std::set<int> survivors() const;
+
+ private:
+  void run_moment(size_t t);
+  void plan_prefetch(size_t t, const std::set<int>& in_use);
+  // The farthest-used arrays outside `keep` whose eviction lets `more_bytes` fit at moment t; all of them, and
+  // false, when that is not enough.
+  bool choose_victims(size_t t, int64_t more_bytes, const std::set<int>& keep, std::vector<int>& chosen) const;
+  void evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted);
+  std::vector<std::pair<int64_t, int>> victims(size_t t, const std::set<int>& keep) const;
+
+  int64_t room(size_t t) const;
+  int64_t next_use(int array, size_t t) const;
+  const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
+  int64_t missing_bytes(const std::set<int>& arrays) const;
+  void add(int array);
+  void remove(int array);
+
+  const PlanProblem& problem_;
+  const std::vector<Moment>& moments_;
+  std::vector<std::vector<int64_t>> uses_;
+  std::vector<std::set<int>> needed_;  // by moment: all arrays read or written
+  std::set<int> resident_;
+  int64_t resident_bytes_ = 0;
+  Plan plan_;
+};
+
+Sweep::Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start)
+    : problem_(problem),
+      moments_(problem.timeline->moments),
+      uses_(problem.arrays.size()),
+      needed_(moments_.size()) {
+  for (size_t t = 0; t < moments_.size(); ++t) {
+    for (const Access& access : moments_[t].accesses) {
+      if (access.mode == AccessMode::kRetire) continue;
+      if (needed_[t].insert(access.array.index()).second) {
+        uses_[static_cast<size_t>(access.array.index())].push_back(static_cast<int64_t>(t));
+      }
+    }
+  }
+  for (int array : resident_at_start) add(array);
+  plan_.moments.resize(moments_.size());
+  for (size_t t = 0; t < moments_.size(); ++t) run_moment(t);
+}
+
+void Sweep::run_moment(size_t t) {
+  const std::set<int>& needed = needed_[t];
+  MomentPlan& plan = plan_.moments[t];
+  int64_t in_use_bytes = 0;
+  for (int array : needed) in_use_bytes += cost(array).num_bytes;
+  plan_.least_limit_bytes = std::max(plan_.least_limit_bytes,
+                                     problem_.fixed_bytes + in_use_bytes + moments_[t].tide_peak_bytes);
+
+  // When a moment does not fit even alone, everything else is evicted and the runtime reports the rest.
+  std::vector<int> chosen;
+  choose_victims(t, missing_bytes(needed), needed, chosen);
+  evict(chosen, plan.evict);
+  for (const Access& access : moments_[t].accesses) {
+    const int array = access.array.index();
+    if (access.mode == AccessMode::kRetire || resident_.count(array)) continue;
+    const bool created = access.mode == AccessMode::kWrite && uses_[static_cast<size_t>(array)].front() == static_cast<int64_t>(t);
+    if (!created) {
+      plan.fetch.push_back(access.array);
+      plan_.uploaded_bytes += cost(array).fetch_bytes;
+    }
+    add(array);
+  }
+  for (const Access& access : moments_[t].accesses) {
+    const int array = access.array.index();
+    if (access.mode != AccessMode::kRetire) continue;
+    plan_.downloaded_bytes += cost(array).retire_bytes;
+    if (resident_.count(array)) remove(array);
+  }
+  if (t + 1 < moments_.size()) plan_prefetch(t, needed);
+}
+
+void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
+  std::set<int> wanted;
+  for (const Access& access : moments_[t + 1].accesses) {
+    const int array = access.array.index();
+    if (access.mode == AccessMode::kRead && !resident_.count(array)) wanted.insert(array);
+  }
+  if (wanted.empty()) return;
+  const std::set<int>& next = needed_[t + 1];
+  std::set<int> keep = in_use;
+  keep.insert(next.begin(), next.end());
+  // The room of moment t must hold both what is in use and what comes, and nothing may be evicted for it
+  // that the next moment would keep: a prefetch saves time, it must not cost bytes.
+  std::vector<int> chosen;
+  std::vector<int> chosen_later;
+  if (!choose_victims(t, missing_bytes(wanted), keep, chosen)) return;
+  choose_victims(t + 1, missing_bytes(next), next, chosen_later);
+  const std::set<int> later(chosen_later.begin(), chosen_later.end());
+  if (!std::all_of(chosen.begin(), chosen.end(), [&](int array) { return later.count(array) > 0; })) return;
+  MomentPlan& plan = plan_.moments[t];
+  evict(chosen, plan.evict_ahead);
+  for (int array : wanted) {
+    plan.prefetch.push_back(ArrayId::from_index(array));
+    plan_.uploaded_bytes += cost(array).fetch_bytes;
+    add(array);
+  }
+}
+
+std::vector<std::pair<int64_t, int>> Sweep::victims(size_t t, const std::set<int>& keep) const {
+  std::vector<std::pair<int64_t, int>> candidates;
+  for (int array : resident_) {
+    if (!keep.count(array)) candidates.emplace_back(next_use(array, t), array);
+  }
+  // Farthest first; among equals the one that costs nothing to evict.
+  std::sort(candidates.begin(), candidates.end(), [this](const auto& a, const auto& b) {
+    if (a.first != b.first) return a.first > b.first;
+    const int64_t cost_a = cost(a.second).evict_bytes;
+    const int64_t cost_b = cost(b.second).evict_bytes;
+    return cost_a != cost_b ? cost_a < cost_b : a.second < b.second;
+  });
+  return candidates;
+}
+
+bool Sweep::choose_victims(size_t t, int64_t more_bytes, const std::set<int>& keep, std::vector<int>& chosen) const {
+  int64_t excess = resident_bytes_ + more_bytes - room(t);
+  if (excess <= 0) return true;
+  for (const auto& [use, array] : victims(t, keep)) {
+    if (excess <= 0) break;
+    chosen.push_back(array);
+    excess -= cost(array).num_bytes;
+  }
+  return excess <= 0;
+}
+
+void Sweep::evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted) {
+  for (int array : arrays) {
+    evicted.push_back(ArrayId::from_index(array));
+    plan_.downloaded_bytes += cost(array).evict_bytes;
+    remove(array);
+  }
+}
+
+int64_t Sweep::room(size_t t) const {
+  int64_t room = problem_.payload_limit_bytes;
+  if (problem_.limit_bytes != INT64_MAX) {
+    room = std::min(room, problem_.limit_bytes - problem_.fixed_bytes - moments_[t].tide_peak_bytes);
+  }
+  return room;
+}
+
+int64_t Sweep::next_use(int array, size_t t) const {
+  const auto& uses = uses_[static_cast<size_t>(array)];
+  const auto found = std::upper_bound(uses.begin(), uses.end(), static_cast<int64_t>(t));
+  if (found != uses.end()) return *found;
+  if (cost(array).evict_bytes > 0) return static_cast<int64_t>(moments_.size());  // the optimizer reads it
+  if (!cost(array).survives_step || uses.empty()) return kNever;
+  return static_cast<int64_t>(moments_.size()) + uses.front();
+}
+
+int64_t Sweep::missing_bytes(const std::set<int>& arrays) const {
+  int64_t bytes = 0;
+  for (int array : arrays) {
+    if (!resident_.count(array)) bytes += cost(array).num_bytes;
+  }
+  return bytes;
+}
+
+void Sweep::add(int array) {
+  if (resident_.insert(array).second) resident_bytes_ += cost(array).num_bytes;
+}
+
+void Sweep::remove(int array) {
+  if (resident_.erase(array) > 0) resident_bytes_ -= cost(array).num_bytes;
+}
+
+std::set<int> Sweep::survivors() const {
+  std::set<int> result;
+  for (int array : resident_) {
+    if (cost(array).survives_step) result.insert(array);
+  }
+  return result;
+}
+
+}  // namespace
+
+Plan make_plan(const PlanProblem& problem) {
+  // A step starts with what the step before left; the second sweep has reached that steady state.
+  Sweep first(problem, {});
+  Sweep second(problem, first.survivors());
+  return second.take_plan();
+}
+
+}  // namespace patrickstar

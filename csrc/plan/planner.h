@@ -1,0 +1,56 @@
+// The planner: a pure function from an observed timeline and a memory limit to a plan for the next step.
+//
+// At every moment the limit minus the tide is what payloads may take. The planner sweeps the moments and evicts,
+// whenever room is short, the array whose next use is farthest (Belady 1966). For arrays of one size this
+// moves the fewest bytes that any policy can, also when the room varies from moment to moment (an interval may be
+// kept or not; the greedy choice by end time keeps the most). Prefetches look one moment ahead and are planned
+// only where the room of the earlier moment allows them with the same evictions.
+//
+//   Plan plan = make_plan(problem);
+//   plan.moments[t].evict   // at the start of moment t, before its fetches
+//
+// Nothing here is shared; any thread may call it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/timeline.h"
+#include "common/types.h"
+
+namespace patrickstar {
+
+// What the planner must know of an array beside the timeline. Costs are bytes over the link.
+struct ArrayCost {
+  int64_t num_bytes = 0;       // of device memory while resident
+  int64_t fetch_bytes = 0;     // to bring it back; 0 when it can be derived on the device
+  int64_t evict_bytes = 0;     // to push it out before its time; 0 when clean. A dirty array is of use until it retires.
+  int64_t retire_bytes = 0;    // when the timeline says that it leaves
+  bool survives_step = false;  // a copy on the device is still valid in the next step
+};
+
+struct PlanProblem {
+  const Timeline* timeline = nullptr;
+  std::vector<ArrayCost> arrays;     // by ArrayId::index()
+  int64_t limit_bytes = INT64_MAX;   // for tide, fixed and planned payloads together
+  int64_t fixed_bytes = 0;           // payloads that stay on the device throughout
+  int64_t payload_limit_bytes = INT64_MAX;  // for planned payloads alone (a static partition)
+};
+
+struct MomentPlan {
+  std::vector<ArrayId> evict;        // before the fetches of this moment
+  std::vector<ArrayId> fetch;        // needed now, not on the device
+  std::vector<ArrayId> evict_ahead;  // after the fetches, to make room for the prefetches
+  std::vector<ArrayId> prefetch;     // needed at the next moment
+};
+
+struct Plan {
+  std::vector<MomentPlan> moments;
+  int64_t uploaded_bytes = 0;    // per step, in the steady state
+  int64_t downloaded_bytes = 0;  // per step, in the steady state
+  int64_t least_limit_bytes = 0; // the smallest limit_bytes under which every moment fits
+};
+
+Plan make_plan(const PlanProblem& problem);
+
+}  // namespace patrickstar

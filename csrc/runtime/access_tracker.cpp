@@ -1,0 +1,115 @@
+#include "runtime/access_tracker.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+AccessTracker::AccessTracker(Core core, Pager& pager)
+    : core_(core), pager_(pager), uses_(static_cast<size_t>(core.store.layout().num_params()), 0) {}
+
+Tick AccessTracker::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
+  release_transient();
+  acquire(params);
+  const Tick begin = tick();
+  const bool transient = until == HoldUntil::kNextEvent;
+  if (transient) transient_ = params;
+  scopes_.push_back({begin, transient ? std::vector<ParamId>{} : params, until});
+  return begin;
+}
+
+void AccessTracker::close_scope() {
+  PS_CHECK(!scopes_.empty(), StateError, "a module ended that had not begun; was a forward hook of PatrickStar removed?");
+  release_transient();
+  const Hold scope = std::move(scopes_.back());
+  scopes_.pop_back();
+  release(scope.params, forward_release_state());
+}
+
+Tick AccessTracker::touch(const std::vector<ParamId>& params) {
+  if (!std::all_of(params.begin(), params.end(), [this](ParamId param) { return is_held(param); })) {
+    acquire(params);
+    const bool transient = scopes_.empty() || scopes_.back().until == HoldUntil::kNextEvent;
+    auto& holder = transient ? transient_ : scopes_.back().params;
+    holder.insert(holder.end(), params.begin(), params.end());
+  }
+  return tick();
+}
+
+void AccessTracker::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
+  release_transient();
+  std::vector<Hold> over;
+  const auto still_open = std::stable_partition(backward_.begin(), backward_.end(),
+                                                [end](const Hold& hold) { return hold.begin <= end; });
+  std::move(still_open, backward_.end(), std::back_inserter(over));
+  backward_.erase(still_open, backward_.end());
+  for (const Hold& hold : over) release(hold.params, State::kHoldAfterBwd);
+  acquire(params);
+  backward_.push_back({begin, params, HoldUntil::kScopeEnd});
+}
+
+void AccessTracker::release_all() {
+  release_transient();
+  while (!scopes_.empty()) close_scope();
+  for (const Hold& hold : std::exchange(backward_, {})) release(hold.params, State::kHoldAfterBwd);
+}
+
+void AccessTracker::release_transient() {
+  if (!transient_.empty()) release(std::exchange(transient_, {}), forward_release_state());
+}
+
+State AccessTracker::forward_release_state() const {
+  return tracking_ == Tracking::kTraining ? State::kHoldAfterFwd : State::kHold;
+}
+
+void AccessTracker::acquire(const std::vector<ParamId>& params) {
+  if (params.empty()) return;
+  std::vector<ArrayId> arrays;
+  bool all_held = true;
+  for (ParamId param : params) {
+    arrays.push_back({core_.store.layout().placement(param).chunk, ArrayKind::kParam});
+    all_held = all_held && core_.store.array(arrays.back()).holds > 0;
+  }
+  std::sort(arrays.begin(), arrays.end());
+  arrays.erase(std::unique(arrays.begin(), arrays.end()), arrays.end());
+  // Held before anything is brought in: making room for one must not evict another.
+  for (ParamId param : params) {
+    ++uses_[static_cast<size_t>(param)];
+    ++core_.store.array({core_.store.layout().placement(param).chunk, ArrayKind::kParam}).holds;
+  }
+  try {
+    if (all_held) {
+      // Their chunks are in use already: nothing moves, and no moment of its own.
+    } else if (tracking_ == Tracking::kTraining) {
+      pager_.begin_moment(phase_, arrays);
+    } else {
+      pager_.bring_untracked(arrays);
+    }
+  } catch (...) {
+    for (ParamId param : params) {
+      --uses_[static_cast<size_t>(param)];
+      --core_.store.array({core_.store.layout().placement(param).chunk, ArrayKind::kParam}).holds;
+    }
+    throw;
+  }
+  for (ParamId param : params) core_.store.move_param(param, State::kCompute);
+}
+
+void AccessTracker::release(const std::vector<ParamId>& params, State to) {
+  for (ParamId param : params) {
+    const ChunkId chunk = core_.store.layout().placement(param).chunk;
+    --core_.store.array({chunk, ArrayKind::kParam}).holds;
+    if (--uses_[static_cast<size_t>(param)] == 0) core_.store.move_param(param, to);
+  }
+  if (to != State::kHoldAfterBwd || !on_backward_release_) return;
+  ChunkId last = -1;
+  for (ParamId param : params) {
+    const ChunkId chunk = core_.store.layout().placement(param).chunk;
+    if (chunk != std::exchange(last, chunk)) on_backward_release_(chunk);
+  }
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,85 @@
+// Gradients on their way from autograd to the optimizer.
+//
+// Within one backward a parameter's gradient is folded into its chunk's gradient slot (kGrad, compute dtype). When a
+// chunk has all the gradients it had in the backward before (in the first one: one for each trainable parameter), and its
+// parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the optimizer
+// states are on the host, the gradient goes down in their place.
+//
+// [Note: accumulation] A second backward before the step first moves what is there into a float32 sum (kGradSum), on
+// whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
+// ((g1 + g2) + g3) in float32 for every placement.
+//
+// A parameter without a gradient in a step is "unused": has_gradient() is false and the optimizer leaves it alone.
+// Guarded by the runtime's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/access_tracker.h"
+#include "runtime/pager.h"
+
+namespace patrickstar {
+
+class GradientFlow {
+ public:
+  GradientFlow(Core core, Pager& pager, AccessTracker& tracker);
+  ~GradientFlow();
+
+  void begin_backward();
+  // `data` is a device pointer to the parameter's gradient in the chunk's dtype, in the memory order of the parameter.
+  // It may be freed after the call (in the order of the compute queue).
+  void fold(ParamId param, const void* data);
+  void end_backward();
+  // Forgets what the running micro-batch has contributed (an exception left the backward).
+  void abort_backward();
+  // Forgets all gradients (zero_grad, or after the step).
+  void clear();
+  void clear_param(ParamId param);
+
+  // Called by the tracker when a use in backward was released.
+  void on_backward_release(ChunkId chunk);
+
+  // Sum of the squares of all gradients, in parameter order; inf or NaN when any gradient is. Completes all statistics.
+  // Waits for the device.
+  double sum_of_squares();
+
+  bool has_gradient(ParamId param) const { return has_grad_[static_cast<size_t>(param)] || has_sum_[static_cast<size_t>(param)]; }
+  bool has_gradient_in(ChunkId chunk) const;
+  // kGradSum when micro-batches were accumulated, else kGrad.
+  ArrayKind source(ChunkId chunk) const;
+  bool pending() const { return num_backwards_ > 0; }
+
+ private:
+  struct ChunkProgress {
+    int folds = 0;           // in this backward
+    int expected_folds = 0;  // as in the backward before
+    bool complete = false;
+  };
+  enum class Statistics : uint8_t { kNone, kOnDevice, kOnHost };
+
+  void maybe_retire(ChunkId chunk);
+  void retire(ChunkId chunk);
+  void add_to_sums();
+  void add_to_sum(ChunkId chunk);
+  void compute_statistics(ChunkId chunk);
+  void forget(ChunkId chunk);
+  bool states_on_device(ChunkId chunk) const;
+  double* device_partials(ParamId param);
+  ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
+
+  Core core_;
+  Pager& pager_;
+  AccessTracker& tracker_;
+  std::vector<uint8_t> has_grad_;  // by parameter: a gradient of the running or last micro-batch is in kGrad
+  std::vector<uint8_t> has_sum_;   // by parameter: earlier micro-batches are in kGradSum
+  std::vector<ChunkProgress> progress_;
+  std::vector<Statistics> statistics_;      // by chunk
+  std::vector<int64_t> partial_offsets_;    // by parameter, in doubles
+  std::vector<double> partials_;            // on the host
+  Slot device_partials_;                    // the same layout on the device; empty on the simulated device
+  int num_backwards_ = 0;                   // since the last clear()
+  bool accumulates_ = false;                // the step before had several micro-batches
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,192 @@
+#include "runtime/optimizer_step.h"
+
+#include <cmath>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Host chunks are updated in batches of at least this many elements, so that small chunks keep all threads busy.
+constexpr int64_t kBatchNumel = int64_t{4} << 20;
+
+char* at(void* data, int64_t offset, DType dtype) { return static_cast<char*>(data) + offset * element_size(dtype); }
+const char* at(const void* data, int64_t offset, DType dtype) {
+  return static_cast<const char*>(data) + offset * element_size(dtype);
+}
+
+}  // namespace
+
+optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
+  const auto step = static_cast<double>(step_count);
+  const double bias_correction1 = 1 - std::pow(options.beta1, step);
+  const double bias_correction2 = 1 - std::pow(options.beta2, step);
+  const bool l2 = options.mode == WeightDecay::kL2;
+  optim::AdamScalars scalars{};
+  scalars.grad_scale = grad_scale;
+  scalars.weight_decay = l2 ? static_cast<float>(options.weight_decay) : 0.0f;
+  scalars.decay = l2 ? 1.0f : static_cast<float>(1 - options.lr * options.weight_decay);
+  scalars.beta2 = static_cast<float>(options.beta2);
+  scalars.one_minus_beta1 = static_cast<float>(1 - options.beta1);
+  scalars.one_minus_beta2 = static_cast<float>(1 - options.beta2);
+  scalars.inv_sqrt_bias_correction2 = static_cast<float>(1 / std::sqrt(bias_correction2));
+  scalars.eps = static_cast<float>(options.eps);
+  scalars.step_size = static_cast<float>(options.lr / bias_correction1);
+  return scalars;
+}
+
+OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients)
+    : core_(core),
+      pager_(pager),
+      gradients_(gradients),
+      group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
+      step_counts_(group_of_.size(), 0) {}
+
+void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const auto scale = static_cast<float>(grad_scale);
+  std::vector<ChunkId> on_host;
+  for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    if (!gradients_.has_gradient_in(chunk)) continue;
+    if (core_.store.array({chunk, ArrayKind::kMaster}).on_device) {
+      apply_on_device(chunk, groups, scale);
+    } else {
+      // Downloads of all chunks are under way before the first update waits for one.
+      pager_.push_out({chunk, gradients_.source(chunk)});
+      on_host.push_back(chunk);
+    }
+  }
+  std::vector<ChunkId> batch;
+  int64_t numel = 0;
+  for (ChunkId chunk : on_host) {
+    batch.push_back(chunk);
+    numel += core_.store.layout().chunk(chunk).numel;
+    if (numel < kBatchNumel) continue;
+    apply_on_host(std::exchange(batch, {}), groups, scale);
+    numel = 0;
+  }
+  if (!batch.empty()) apply_on_host(batch, groups, scale);
+}
+
+void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
+  for (ArrayKind kind : optimizer_arrays()) used.push_back({chunk, kind});
+  for (ArrayId id : used) ++core_.store.array(id).holds;
+  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
+  for (ArrayId id : used) pager_.bring(id);
+  const Target target = open_target(chunk, /*on_device=*/true);
+  std::vector<optim::AdamJob> jobs;
+  add_jobs(chunk, target, groups, grad_scale, jobs);
+  core_.device_compute.adam(jobs);
+  for (ArrayKind kind : optimizer_arrays()) pager_.set_on_device({chunk, kind});
+  for (ArrayId id : used) --core_.store.array(id).holds;
+  close_target(chunk, target);
+}
+
+void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
+                                  float grad_scale) {
+  std::vector<Target> targets;
+  std::vector<optim::AdamJob> jobs;
+  for (ChunkId chunk : chunks) {
+    pager_.bring_to_host({chunk, gradients_.source(chunk)});
+    for (ArrayKind kind : optimizer_arrays()) {
+      pager_.ensure_state({chunk, kind}, Tier::kHost);
+      pager_.bring_to_host({chunk, kind});
+    }
+    targets.push_back(open_target(chunk, /*on_device=*/false));
+    add_jobs(chunk, targets.back(), groups, grad_scale, jobs);
+  }
+  core_.host_compute.adam(jobs);
+  for (size_t i = 0; i < chunks.size(); ++i) close_target(chunks[i], targets[i]);
+}
+
+OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) {
+  const ArrayId grad{chunk, gradients_.source(chunk)};
+  const ArrayId param{chunk, ArrayKind::kParam};
+  const ArrayRecord& record = core_.store.array(grad);
+  Target target{};
+  target.on_device = on_device;
+  target.in_place = grad.kind == ArrayKind::kGrad;
+  target.grad_dtype = target.in_place ? core_.store.layout().chunk(chunk).dtype : DType::kFloat32;
+  target.grad = on_device ? record.slot.data : record.block.data;
+  if (target.in_place) {
+    pager_.discard(param);
+    target.param = const_cast<void*>(target.grad);
+  } else if (on_device) {
+    target.param = pager_.open_for_write(param);
+  } else {
+    pager_.drop_slot(param);
+    pager_.ensure_block(param);
+    core_.transfer.await_on_host(param);
+    target.param = core_.store.array(param).block.data;
+  }
+  restore_unused(chunk, target);
+  return target;
+}
+
+void OptimizerStep::restore_unused(ChunkId chunk, const Target& target) {
+  const Layout& layout = core_.store.layout();
+  const DType dtype = layout.chunk(chunk).dtype;
+  const ArrayRecord& master = core_.store.array({chunk, ArrayKind::kMaster});
+  const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
+  optim::Compute& compute = target.on_device ? core_.device_compute : core_.host_compute;
+  for (ParamId param : layout.chunk(chunk).params) {
+    if (gradients_.has_gradient(param)) continue;
+    const int64_t offset = layout.placement(param).offset;
+    compute.cast_from_float(from + offset, at(target.param, offset, dtype), dtype, layout.param(param).numel);
+  }
+}
+
+void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups,
+                             float grad_scale, std::vector<optim::AdamJob>& jobs) {
+  const Layout& layout = core_.store.layout();
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const auto array = [&](ArrayKind kind) {
+    const ArrayRecord& record = core_.store.array({chunk, kind});
+    return static_cast<float*>(target.on_device ? record.slot.data : record.block.data);
+  };
+  // Neighbours of one group and step count are updated as one range.
+  int64_t end = -1;
+  std::pair<int, int64_t> last_key{-1, -1};
+  for (ParamId param : spec.params) {
+    if (!gradients_.has_gradient(param)) continue;
+    const int64_t offset = layout.placement(param).offset;
+    const int64_t numel = layout.param(param).numel;
+    const int group = group_of_[static_cast<size_t>(param)];
+    const std::pair<int, int64_t> key{group, ++step_counts_[static_cast<size_t>(param)]};
+    if (offset == end && key == last_key) {
+      jobs.back().range.numel += numel;
+    } else {
+      jobs.push_back({{array(ArrayKind::kMaster) + offset, array(ArrayKind::kMomentum) + offset,
+                       array(ArrayKind::kVariance) + offset, at(target.grad, offset, target.grad_dtype),
+                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel},
+                      make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
+    }
+    end = offset + numel;
+    last_key = key;
+  }
+}
+
+void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
+  const ArrayId param_id{chunk, ArrayKind::kParam};
+  ArrayRecord& param = core_.store.array(param_id);
+  ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
+  if (target.in_place && target.on_device) {
+    param.slot = std::exchange(grad.slot, {});
+    param.device_ready = std::exchange(grad.device_ready, nullptr);
+    grad.on_device = false;
+  } else if (target.in_place) {
+    param.block = std::exchange(grad.block, {});
+    grad.on_host = false;
+  }
+  if (target.on_device) {
+    pager_.set_on_device(param_id);
+    if (core_.store.storage(chunk)) core_.store.storage(chunk).attach(param.slot.data);
+  } else {
+    pager_.set_on_host(param_id);
+  }
+  for (ParamId id : core_.store.layout().chunk(chunk).params) core_.store.move_param(id, State::kHold);
+}
+
+}  // namespace patrickstar

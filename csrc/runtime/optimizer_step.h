@@ -1,0 +1,70 @@
+// One step of Adam over all chunks, each where its optimizer states are.
+//
+// Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
+// torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
+// the gradients' place, on the tier of the update. Guarded by the runtime's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/gradient_flow.h"
+#include "runtime/pager.h"
+
+namespace patrickstar {
+
+enum class WeightDecay : uint8_t {
+  kL2,         // Adam: the decay is added to the gradient
+  kDecoupled,  // AdamW
+};
+
+struct GroupOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  WeightDecay mode = WeightDecay::kDecoupled;
+};
+
+class OptimizerStep {
+ public:
+  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients);
+
+  // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
+  void apply(const std::vector<GroupOptions>& groups, double grad_scale);
+
+  void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
+  int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
+  void set_step_count(ParamId param, int64_t count) { step_counts_[static_cast<size_t>(param)] = count; }
+
+ private:
+  // Where one chunk's update happens and where its result goes.
+  struct Target {
+    bool on_device;
+    const void* grad;
+    DType grad_dtype;
+    void* param;
+    bool in_place;  // the result replaces the gradient in its memory
+  };
+
+  void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
+  Target open_target(ChunkId chunk, bool on_device);
+  void close_target(ChunkId chunk, const Target& target);
+  void add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups, float grad_scale,
+                std::vector<optim::AdamJob>& jobs);
+  // Writes round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
+  void restore_unused(ChunkId chunk, const Target& target);
+
+  Core core_;
+  Pager& pager_;
+  GradientFlow& gradients_;
+  std::vector<int> group_of_;
+  std::vector<int64_t> step_counts_;
+};
+
+// The float32 constants of one step, from the options in binary64 (kernels.h).
+optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale);
+
+}  // namespace patrickstar

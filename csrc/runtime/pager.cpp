@@ -1,0 +1,316 @@
+#include "runtime/pager.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
+
+ArrayId array_of(ArrayId id, ArrayKind kind) { return {id.chunk, kind}; }
+
+}  // namespace
+
+Pager::Pager(Core core) : core_(core) { core_.backend.set_pressure_handler(this); }
+
+Pager::~Pager() { core_.backend.set_pressure_handler(nullptr); }
+
+void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
+  ++clock_;
+  ++core_.counters.num_moments;
+  core_.recorder.begin_moment(phase, acquired, tide_of_running_moment());
+  const auto t = static_cast<size_t>(core_.recorder.position());
+  if (replaying_) {
+    const auto& planned = core_.recorder.last().moments;
+    replaying_ = t < planned.size() && planned[t].phase == phase && planned[t].acquired == acquired;
+  }
+  if (replaying_) {
+    ++core_.counters.num_replayed_moments;
+    for (ArrayId id : plan_.moments[t].evict) evict(id);
+  }
+  for (ArrayId id : acquired) bring(id);
+  if (replaying_) replay(t);
+  // What was evicted above is not part of this moment's tide.
+  if (measures_tide()) core_.backend.take_tide_peak();
+}
+
+bool Pager::measures_tide() const { return !replaying_ || core_.backend.measures_tide_freely(); }
+
+int64_t Pager::tide_of_running_moment() {
+  if (measures_tide()) return core_.backend.take_tide_peak();
+  const auto& planned = core_.recorder.last().moments;
+  const int64_t position = core_.recorder.position();
+  return position < 0 ? 0 : planned[static_cast<size_t>(position)].tide_peak_bytes;
+}
+
+void Pager::bring_untracked(const std::vector<ArrayId>& acquired) {
+  ++clock_;
+  for (ArrayId id : acquired) bring(id);
+}
+
+void Pager::replay(size_t moment) {
+  for (ArrayId id : plan_.moments[moment].evict_ahead) evict(id);
+  for (ArrayId id : plan_.moments[moment].prefetch) prefetch(id);
+}
+
+void Pager::prefetch(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (array.on_device) return;
+  array.slot = core_.slots.acquire(core_.store.num_bytes(id));
+  if (!array.slot) return;  // the tide is above the trace: the use itself will make room
+  if (array.on_host) {
+    core_.transfer.upload(id);
+  } else {
+    derive_on_device(id);
+  }
+  array.prefetched = true;
+}
+
+void Pager::bring(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  array.last_use = static_cast<uint64_t>(clock_);
+  if (array.on_device) {
+    core_.counters.num_prefetch_hits += array.prefetched ? 1 : 0;
+  } else {
+    ++core_.counters.num_on_demand_fetches;
+    ++array.holds;  // making room must not evict what the derivation below reads
+    ensure_slot(id);
+    if (array.on_host) {
+      core_.transfer.upload(id);
+    } else {
+      derive_on_device(id);
+    }
+    --array.holds;
+  }
+  array.prefetched = false;
+  core_.transfer.await_on_device(id);
+  if (id.kind == ArrayKind::kParam && core_.store.storage(id.chunk)) {
+    core_.store.storage(id.chunk).attach(array.slot.data);
+  }
+}
+
+// Deriving the compute copy: round(master), on the tier where the master is.
+void Pager::derive_on_device(ArrayId id) {
+  const ArrayId master_id = array_of(id, ArrayKind::kMaster);
+  ArrayRecord& array = core_.store.array(id);
+  ArrayRecord& master = core_.store.array(master_id);
+  PS_CHECK(id.kind == ArrayKind::kParam && master.exists(), StateError, core_.store.describe(id), " has no value");
+  const ChunkSpec& chunk = core_.store.layout().chunk(id.chunk);
+  if (master.on_device) {
+    core_.transfer.await_on_device(master_id);
+    core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+    core_.device_compute.cast_from_float(static_cast<const float*>(master.slot.data), array.slot.data, chunk.dtype,
+                                         chunk.numel);
+    set_on_device(id);
+    return;
+  }
+  bring_to_host(id);
+  core_.transfer.upload(id);
+}
+
+void Pager::bring_to_host(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (!array.on_host && array.on_device) {
+    ensure_block(id);
+    core_.transfer.download(id);
+  }
+  if (!array.on_host) {
+    const ArrayId master_id = array_of(id, ArrayKind::kMaster);
+    PS_CHECK(id.kind == ArrayKind::kParam && core_.store.array(master_id).exists(), StateError,
+             core_.store.describe(id), " has no value");
+    bring_to_host(master_id);
+    ensure_block(id);
+    const ChunkSpec& chunk = core_.store.layout().chunk(id.chunk);
+    core_.host_compute.cast_from_float(static_cast<const float*>(core_.store.array(master_id).block.data),
+                                       array.block.data, chunk.dtype, chunk.numel);
+    array.on_host = true;
+  }
+  core_.transfer.await_on_host(id);
+}
+
+void* Pager::open_for_write(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  array.last_use = static_cast<uint64_t>(clock_);
+  if (!array.on_device) {
+    ensure_slot(id);
+    if (array.on_host) {
+      core_.transfer.upload(id);
+    } else {
+      core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+    }
+  }
+  core_.transfer.await_on_device(id);
+  // The host's copy, if any, is about to be stale.
+  drop_block(id);
+  set_on_device(id);
+  return array.slot.data;
+}
+
+bool Pager::push_out(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (!array.on_device) return true;
+  if (!array.on_host) {
+    if (!array.block) array.block = core_.arena.try_allocate(core_.store.num_bytes(id));
+    if (!array.block) return false;
+    core_.transfer.download(id);
+  }
+  drop_slot(id);
+  return true;
+}
+
+void Pager::discard(ArrayId id) {
+  drop_slot(id);
+  drop_block(id);
+}
+
+void Pager::drop_slot(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (!array.slot) return;
+  if (id.kind == ArrayKind::kParam && core_.store.storage(id.chunk)) core_.store.storage(id.chunk).detach();
+  core_.transfer.mark_busy(id);
+  core_.slots.release(std::exchange(array.slot, {}));
+  array.device_ready = nullptr;
+  array.on_device = false;
+  array.prefetched = false;
+}
+
+void Pager::drop_block(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (!array.block) return;
+  core_.transfer.await_on_host(id);
+  core_.arena.free(std::exchange(array.block, {}));
+  array.on_host = false;
+}
+
+void Pager::ensure_block(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (!array.block) array.block = core_.arena.allocate(core_.store.num_bytes(id));
+}
+
+void Pager::ensure_slot(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  if (array.slot) return;
+  const int64_t num_bytes = core_.store.num_bytes(id);
+  keep_within_payload_limit(num_bytes);
+  array.slot = core_.slots.acquire(num_bytes);
+  while (!array.slot && evict_one()) array.slot = core_.slots.acquire(num_bytes);
+  // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
+  // would be needed, later it is an error that says it.
+  if (!array.slot) array.slot = core_.slots.acquire(num_bytes, OverLimit::kAllow);
+  PS_CHECK(array.slot, MemoryBudgetError, core_.store.describe(id), " needs ", num_bytes, " bytes on the device; ",
+           core_.slots.used_bytes(), " bytes of chunks are in use and ", core_.backend.tide_bytes(),
+           " bytes of activations, of ", core_.backend.limit_bytes(), "; raise device_memory or lower the batch size");
+}
+
+void Pager::set_on_device(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  array.on_device = true;
+  array.on_host = false;
+}
+
+void Pager::set_on_host(ArrayId id) {
+  ArrayRecord& array = core_.store.array(id);
+  array.on_host = true;
+  array.on_device = false;
+}
+
+void Pager::ensure_state(ArrayId id, Tier tier) {
+  ArrayRecord& array = core_.store.array(id);
+  if (array.exists()) return;
+  const int64_t num_bytes = core_.store.num_bytes(id);
+  if (tier == Tier::kDevice) {
+    ensure_slot(id);
+    core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+    core_.backend.fill_zero(Queue::kCompute, array.slot.data, num_bytes);
+    set_on_device(id);
+    return;
+  }
+  ensure_block(id);
+  core_.transfer.await_on_host(id);
+  if (!array.block.zeroed) {
+    core_.pool.parallel_for(num_bytes, kZeroGrain, [&](int64_t begin, int64_t end) {
+      std::memset(static_cast<char*>(array.block.data) + begin, 0, static_cast<size_t>(end - begin));
+    });
+  }
+  set_on_host(id);
+}
+
+bool Pager::is_derivable(ArrayId id) const {
+  return id.kind == ArrayKind::kParam && core_.store.layout().chunk(id.chunk).trainable;
+}
+
+void Pager::set_plan(Plan plan, NextUse next_use) {
+  plan_ = std::move(plan);
+  next_use_ = std::move(next_use);
+  ++core_.counters.num_plans;
+}
+
+void Pager::restart_replay() { replaying_ = !plan_.moments.empty(); }
+
+int64_t Pager::next_use(ArrayId id) const { return next_use_.after(id, core_.recorder.position()); }
+
+bool Pager::is_evictable(ArrayId id) const {
+  const ArrayRecord& array = core_.store.array(id);
+  return array.slot && array.on_device && array.holds == 0;
+}
+
+bool Pager::evict_one() {
+  struct Candidate {
+    int64_t farness;
+    uint64_t last_use;
+    ArrayId id;
+  };
+  std::vector<Candidate> candidates;
+  for (int index = 0; index < core_.store.num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (!is_evictable(id)) continue;
+    // Optimizer states live here by placement: the last to go.
+    const bool optimizer_state =
+        id.kind == ArrayKind::kMaster || id.kind == ArrayKind::kMomentum || id.kind == ArrayKind::kVariance;
+    const bool dirty = !core_.store.array(id).on_host && !is_derivable(id);
+    int64_t farness = next_use_.empty() ? 1 : next_use(id);
+    if (dirty) farness = std::min(farness, static_cast<int64_t>(plan_.moments.size()));  // the optimizer reads it
+    if (optimizer_state) farness = 0;
+    candidates.push_back({farness, core_.store.array(id).last_use, id});
+  }
+  std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+    return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
+  });
+  // One that cannot leave (host memory is full and it is dirty) does not save the others.
+  return std::any_of(candidates.begin(), candidates.end(), [this](const Candidate& victim) { return evict(victim.id); });
+}
+
+bool Pager::evict(ArrayId id) {
+  if (!is_evictable(id)) return false;
+  ArrayRecord& array = core_.store.array(id);
+  // A dirty value goes down first, unless it can be derived again.
+  if (!array.on_host && !is_derivable(id)) {
+    if (!push_out(id)) return false;
+  } else {
+    drop_slot(id);
+  }
+  ++core_.counters.num_evictions;
+  return true;
+}
+
+void Pager::keep_within_payload_limit(int64_t more_bytes) {
+  while (core_.slots.used_bytes() + more_bytes > payload_limit_bytes_ && evict_one()) {
+  }
+}
+
+void Pager::release_device_memory(int64_t num_bytes) {
+  // Another thread may hold the lock while it waits for PyTorch's allocator, whose lock this thread holds on CUDA:
+  // giving up after a moment is the way out of that.
+  std::unique_lock<std::recursive_timed_mutex> lock(core_.mutex, std::chrono::milliseconds(50));
+  if (!lock.owns_lock()) return;
+  int64_t freed = core_.slots.trim(num_bytes);
+  while (freed < num_bytes && evict_one()) freed += core_.slots.trim(num_bytes - freed);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,30 @@
+// Which chunks have their optimizer states on the device. Pure functions of sizes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "chunk/layout.h"
+#include "common/types.h"
+
+namespace patrickstar {
+
+// Bytes of a chunk's optimizer states, and of everything it takes where its states are (states plus the compute
+// copy or the gradient in its place).
+int64_t optimizer_bytes(const ChunkSpec& chunk);
+int64_t home_bytes(const ChunkSpec& chunk);
+
+// Before the tide is known: the host first, then the device as long as `device_room_bytes` lasts; with an unlimited
+// device, all of it there. Throws MemoryBudgetError when both together are too small. By chunk.
+std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
+                                    bool device_unlimited);
+
+// After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
+// are resident at the highest tide, times `use_ratio` (the first PatrickStar's rule).
+int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_peak_bytes, double use_ratio);
+
+// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks.
+// `module_params` lists the parameters each module owns.
+int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params);
+
+}  // namespace patrickstar

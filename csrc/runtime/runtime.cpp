@@ -1,0 +1,467 @@
+#include "runtime/runtime.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "common/check.h"
+#include "runtime/placement.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Of a device limit, what chunk states may take before activations are known.
+constexpr double kInitialDeviceShare = 0.7;
+// On CUDA PyTorch's allocator needs some room to round and to fragment.
+constexpr double kCudaSlackRatio = 0.04;
+constexpr double kCudaSlotWaste = 0.125;
+constexpr int64_t kTouchGrain = int64_t{2} << 20;
+
+std::unique_ptr<Backend> make_backend(const RuntimeOptions& options) {
+#ifdef PATRICKSTAR_WITH_CUDA
+  if (options.cuda_device >= 0) return make_cuda_backend(options.cuda_device, options.device_limit_bytes);
+#endif
+  PS_CHECK(options.cuda_device < 0, ArgumentError, "this build of PatrickStar has no CUDA part; build it with a CUDA "
+           "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
+  return make_cpu_backend(options.device_limit_bytes);
+}
+
+std::unique_ptr<optim::Compute> make_device_compute(const RuntimeOptions& options) {
+#ifdef PATRICKSTAR_WITH_CUDA
+  if (options.cuda_device >= 0) return optim::make_cuda_compute(options.cuda_device);
+#endif
+  (void)options;
+  return nullptr;
+}
+
+int choose_num_threads(const RuntimeOptions& options) {
+  if (options.num_threads > 0) return options.num_threads;
+  // On CUDA one core is left to the thread that launches kernels.
+  return std::max(num_available_cpus() - (options.cuda_device >= 0 ? 1 : 0), 1);
+}
+
+// First touch by all threads, then pinning: what cudaHostRegister does alone takes three times as long.
+RegionHooks region_hooks(Backend& backend, ThreadPool& pool, bool pinned) {
+  if (!pinned) return {};
+  return {[&backend, &pool](void* data, int64_t num_bytes) {
+            pool.parallel_for(num_bytes, kTouchGrain, [&](int64_t begin, int64_t end) {
+              std::memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(end - begin));
+            });
+            backend.pin(data, num_bytes);
+          },
+          [&backend](void* data, int64_t num_bytes) { backend.unpin(data, num_bytes); }};
+}
+
+bool same_structure(const Timeline& a, const Timeline& b) {
+  return std::equal(a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
+    return x.phase == y.phase && x.acquired == y.acquired &&
+           std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
+                      [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
+  });
+}
+
+bool tide_rose(const Timeline& before, const Timeline& now) {
+  for (size_t t = 0; t < now.moments.size(); ++t) {
+    if (now.moments[t].tide_peak_bytes > before.moments[t].tide_peak_bytes) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Runtime::Runtime(Layout layout, std::vector<std::string> param_names, std::vector<std::vector<ParamId>> module_params,
+                 const RuntimeOptions& options)
+    : options_(options),
+      backend_(make_backend(options)),
+      pool_(choose_num_threads(options)),
+      host_compute_(optim::make_host_compute(pool_)),
+      cuda_compute_(make_device_compute(options)),
+      slots_(*backend_, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
+      arena_(options.host_limit_bytes, region_hooks(*backend_, pool_, options.cuda_device >= 0)),
+      store_(std::move(layout), std::move(param_names)),
+      transfer_(*backend_, store_),
+      pager_(std::make_unique<Pager>(core())),
+      tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
+      gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
+      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_)),
+      module_params_(std::move(module_params)) {
+  const int64_t working_set = working_set_bytes(store_.layout(), module_params_);
+  PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
+           options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
+           working_set, " bytes; raise device_memory to at least ", working_set,
+           " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(), " elements)");
+  // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
+  backend_->set_limit_policy(LimitPolicy::kMeasure);
+  place_initially();
+  pager_->set_payload_limit(fixed_payload_limit());
+}
+
+// The share of the device that payloads may take before the tide is known, or always with a static partition.
+int64_t Runtime::fixed_payload_limit() const {
+  if (options_.device_limit_bytes == kUnlimited) return kUnlimited;
+  auto limit = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * options_.warmup_payload_ratio);
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    if (tiers_[static_cast<size_t>(chunk)] == Tier::kDevice) limit += optimizer_bytes(layout().chunk(chunk));
+  }
+  return limit;
+}
+
+Runtime::Entry::Entry(Runtime& runtime) : lock_(runtime.mutex_) {
+  PS_CHECK(!runtime.closed_, StateError, "this engine is closed, but something of it is still used (the backward of an old loss?); "
+           "build a new engine to train on");
+}
+
+Runtime::~Runtime() {
+  if (!closed_) close();
+}
+
+void Runtime::close() {
+  const Entry entry(*this);
+  tracker_->release_all();
+  for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
+  closed_ = true;
+  slots_.trim(INT64_MAX);
+  arena_.trim();
+  backend_->shut_down();
+}
+
+Core Runtime::core() {
+  return {*backend_, store_, slots_, arena_, transfer_, pool_, *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
+          recorder_, counters_, mutex_};
+}
+
+void Runtime::place_initially() {
+  const bool unlimited = options_.device_limit_bytes == kUnlimited && options_.state_placement == StatePlacement::kHybrid;
+  const auto room = options_.device_limit_bytes == kUnlimited
+                        ? kUnlimited
+                        : static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * kInitialDeviceShare);
+  // One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
+  int64_t spare = 0;
+  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGrad));
+  tiers_ = initial_placement(layout(), options_.host_limit_bytes - spare, room, unlimited);
+  std::vector<int64_t> blocks;
+  for (ChunkId id = 0; id < layout().num_chunks(); ++id) {
+    if (tiers_[static_cast<size_t>(id)] == Tier::kDevice) continue;
+    const ChunkSpec& chunk = layout().chunk(id);
+    if (chunk.trainable) {
+      for (ArrayKind kind : optimizer_arrays()) blocks.push_back(chunk.num_bytes(kind));
+    }
+    blocks.push_back(chunk.num_bytes(ArrayKind::kParam));
+  }
+  arena_.reserve(blocks);
+}
+
+void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
+  const Entry entry(*this);
+  const ArrayId id{chunk, ArrayKind::kParam};
+  store_.storage(chunk) = ParamStorage(
+      storage, store_.num_bytes(id),
+      store_.describe(id) + ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
+      "torch function uses them; code that reads a tensor's memory in another way must run inside the module that owns it.");
+}
+
+void Runtime::seal_storage(ChunkId chunk) {
+  const Entry entry(*this);
+  store_.storage(chunk).detach();
+}
+
+void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
+  const Entry entry(*this);
+  tracker_->release_transient();
+  const Placement place = layout().placement(param);
+  const ChunkSpec& chunk = layout().chunk(place.chunk);
+  const int64_t numel = layout().param(param).numel;
+  const ArrayId compute_id{place.chunk, ArrayKind::kParam};
+  PS_CHECK(store_.array(compute_id).holds == 0, StateError, store_.param_name(param),
+           " cannot be written while a module that uses it runs; write it between steps");
+  if (!chunk.trainable) {
+    ArrayRecord& record = store_.array(compute_id);
+    if (record.exists()) {
+      pager_->bring_to_host(compute_id);
+    } else {
+      pager_->ensure_block(compute_id);
+    }
+    host_compute_->cast_from_float(values, static_cast<char*>(record.block.data) + place.offset * element_size(chunk.dtype),
+                                   chunk.dtype, numel);
+    pager_->drop_slot(compute_id);
+    pager_->set_on_host(compute_id);
+    return;
+  }
+  const ArrayId id{place.chunk, kind};
+  pager_->ensure_state(id, tiers_[static_cast<size_t>(place.chunk)]);
+  ArrayRecord& record = store_.array(id);
+  const auto num_bytes = static_cast<size_t>(numel) * sizeof(float);
+  if (record.on_device) {
+    transfer_.await_on_device(id);
+    backend_->copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values, static_cast<int64_t>(num_bytes));
+    backend_->synchronize(backend_->record(Queue::kCompute));
+    pager_->set_on_device(id);
+  } else {
+    pager_->bring_to_host(id);
+    std::memcpy(static_cast<float*>(record.block.data) + place.offset, values, num_bytes);
+    pager_->set_on_host(id);
+  }
+  if (kind == ArrayKind::kMaster) pager_->discard(compute_id);
+}
+
+void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
+  const Entry entry(*this);
+  const Placement place = layout().placement(param);
+  const ChunkSpec& chunk = layout().chunk(place.chunk);
+  const int64_t numel = layout().param(param).numel;
+  if (!chunk.trainable) {
+    PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ", array_kind_name(kind));
+    const ArrayId id{place.chunk, ArrayKind::kParam};
+    pager_->bring_to_host(id);
+    const auto* data = static_cast<const char*>(store_.array(id).block.data) + place.offset * element_size(chunk.dtype);
+    host_compute_->cast_to_float(data, chunk.dtype, values, numel);
+    return;
+  }
+  const ArrayId id{place.chunk, kind};
+  const ArrayRecord& record = store_.array(id);
+  const auto num_bytes = static_cast<int64_t>(static_cast<size_t>(numel) * sizeof(float));
+  if (!record.exists()) {  // a moment before the first step
+    std::memset(values, 0, static_cast<size_t>(num_bytes));
+  } else if (record.on_device) {
+    transfer_.await_on_device(id);
+    backend_->wait(Queue::kDownload, backend_->record(Queue::kCompute));
+    backend_->copy(Queue::kDownload, values, static_cast<const float*>(record.slot.data) + place.offset, num_bytes);
+    backend_->synchronize(backend_->record(Queue::kDownload));
+  } else {
+    pager_->bring_to_host(id);
+    std::memcpy(values, static_cast<const float*>(record.block.data) + place.offset, static_cast<size_t>(num_bytes));
+  }
+}
+
+void Runtime::release_chunk(ChunkId chunk) {
+  const Entry entry(*this);
+  tracker_->release_all();
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) pager_->discard({chunk, static_cast<ArrayKind>(kind)});
+  slots_.trim(INT64_MAX);
+  arena_.trim();
+}
+
+void Runtime::begin_forward(Tracking tracking) {
+  const Entry entry(*this);
+  tracker_->release_transient();
+  tracker_->set_tracking(tracking);
+  tracker_->set_phase(Phase::kForward);
+  if (tracking == Tracking::kTraining && recorder_.position() < 0) {
+    backend_->take_tide_peak();
+    pager_->restart_replay();
+  }
+}
+
+void Runtime::end_forward() {
+  const Entry entry(*this);
+  tracker_->release_all();
+  tracker_->set_tracking(Tracking::kUntracked);
+  if (!warmed_up_ && recorder_.position() < 0) check_least_limit("this forward pass");
+}
+
+Tick Runtime::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
+  const Entry entry(*this);
+  return tracker_->open_scope(params, until);
+}
+
+void Runtime::close_scope() {
+  const Entry entry(*this);
+  tracker_->close_scope();
+}
+
+Tick Runtime::tick() {
+  const Entry entry(*this);
+  return tracker_->tick();
+}
+
+Tick Runtime::touch(const std::vector<ParamId>& params) {
+  const Entry entry(*this);
+  return tracker_->touch(params);
+}
+
+void Runtime::begin_backward() {
+  const Entry entry(*this);
+  tracker_->release_transient();
+  tracker_->set_tracking(Tracking::kTraining);
+  tracker_->set_phase(Phase::kBackward);
+  gradients_->begin_backward();
+}
+
+void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
+  const Entry entry(*this);
+  tracker_->enter_backward(begin, end, params);
+}
+
+void Runtime::fold_gradient(ParamId param, const void* data) {
+  const Entry entry(*this);
+  gradients_->fold(param, data);
+}
+
+void Runtime::end_backward() {
+  const Entry entry(*this);
+  tracker_->release_all();
+  gradients_->end_backward();
+  tracker_->set_tracking(Tracking::kUntracked);
+  if (!warmed_up_) check_least_limit("this step");
+}
+
+void Runtime::check_least_limit(const char* when) {
+  int64_t least = backend_->least_limit_bytes();
+  if (least >= options_.ample_limit_bytes) least += options_.ample_extra_bytes;
+  const int64_t limit = options_.device_limit_bytes;
+  if (least <= limit) return;
+  gradients_->clear();
+  recorder_.abandon_step();
+  backend_->reset_least_limit();
+  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", when, " needs ", least,
+           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
+           " bytes, or lower the batch size or default_chunk_size. Nothing was updated");
+}
+
+void Runtime::abort() {
+  const Entry entry(*this);
+  tracker_->release_all();
+  tracker_->set_tracking(Tracking::kUntracked);
+  gradients_->abort_backward();
+  recorder_.abandon_step();
+}
+
+double Runtime::prepare_step() {
+  const Entry entry(*this);
+  tracker_->release_all();
+  const double sum = gradients_->sum_of_squares();
+  if (!warmed_up_ && recorder_.position() >= 0) place_in_margin();
+  return sum;
+}
+
+void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const Entry entry(*this);
+  step_->apply(groups, grad_scale);
+  ++counters_.num_steps;
+  finish_step();
+}
+
+void Runtime::skip_step() {
+  const Entry entry(*this);
+  ++counters_.num_skipped_steps;
+  finish_step();
+}
+
+void Runtime::clear_gradients() {
+  const Entry entry(*this);
+  if (!gradients_->pending()) return;
+  gradients_->clear();
+  recorder_.abandon_step();
+}
+
+void Runtime::clear_gradient(ParamId param) {
+  const Entry entry(*this);
+  gradients_->clear_param(param);
+}
+
+void Runtime::forget_plan() {
+  const Entry entry(*this);
+  pager_->set_plan({}, {});
+}
+
+bool Runtime::has_gradient(ParamId param) {
+  const Entry entry(*this);
+  return gradients_->has_gradient(param);
+}
+
+bool Runtime::gradients_pending() {
+  const Entry entry(*this);
+  return gradients_->pending();
+}
+
+void Runtime::finish_step() {
+  gradients_->clear();
+  for (ParamId param = 0; param < layout().num_params(); ++param) {
+    const bool exists = store_.array({layout().placement(param).chunk, ArrayKind::kParam}).exists();
+    if (store_.param_state(param) != State::kFree || exists) store_.move_param(param, exists ? State::kHold : State::kFree);
+  }
+  if (recorder_.position() < 0) return;
+  const bool first = !warmed_up_;
+  const Timeline previous = recorder_.last();
+  recorder_.finish_step(pager_->tide_of_running_moment());
+  if (first) {
+    warmed_up_ = true;
+    backend_->set_limit_policy(LimitPolicy::kEnforce);
+    if (options_.partition == Partition::kTide) pager_->set_payload_limit(kUnlimited);
+  }
+  make_next_plan(previous);
+}
+
+void Runtime::make_next_plan(const Timeline& previous) {
+  const Timeline& last = recorder_.last();
+  if (!pager_->plan().moments.empty() && same_structure(previous, last) && !tide_rose(previous, last)) return;
+  pager_->set_plan(make_plan(plan_problem()), NextUse(last, store_.num_arrays()));
+}
+
+PlanProblem Runtime::plan_problem() const {
+  PlanProblem problem;
+  problem.timeline = &recorder_.last();
+  problem.arrays.resize(static_cast<size_t>(store_.num_arrays()));
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    const bool trainable = layout().chunk(chunk).trainable;
+    const bool states_on_device = trainable && store_.array({chunk, ArrayKind::kMaster}).on_device;
+    const ArrayId param{chunk, ArrayKind::kParam};
+    const ArrayId grad{chunk, ArrayKind::kGrad};
+    const int64_t bytes = store_.num_bytes(param);
+    problem.arrays[static_cast<size_t>(param.index())] = {bytes, states_on_device ? 0 : bytes, 0, 0, states_on_device || !trainable};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
+    if (!states_on_device) continue;
+    for (ArrayKind kind : optimizer_arrays()) problem.fixed_bytes += store_.num_bytes({chunk, kind});
+  }
+  if (options_.device_limit_bytes == kUnlimited) return problem;
+  const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
+  problem.limit_bytes = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
+  if (options_.partition == Partition::kStatic) problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
+  return problem;
+}
+
+void Runtime::place_in_margin() {
+  if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
+  int64_t tide_peak = pager_->tide_of_running_moment();
+  for (const Moment& moment : recorder_.running().moments) tide_peak = std::max(tide_peak, moment.tide_peak_bytes);
+  const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
+  const int64_t limit = options_.device_limit_bytes == kUnlimited
+                            ? kUnlimited
+                            : static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
+  pager_->set_payload_limit(INT64_MAX);
+  const int count = num_margin_chunks(layout(), limit, tide_peak, options_.margin_use_ratio);
+  for (ChunkId chunk = 0; chunk < count; ++chunk) {
+    if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
+  }
+  arena_.trim();
+}
+
+void Runtime::move_states_to_device(ChunkId chunk) {
+  for (ArrayKind kind : optimizer_arrays()) {
+    const ArrayId id{chunk, kind};
+    ArrayRecord& record = store_.array(id);
+    if (record.on_device || !record.exists()) continue;
+    ++record.holds;
+    pager_->bring(id);
+    --record.holds;
+    pager_->drop_block(id);
+  }
+  tiers_[static_cast<size_t>(chunk)] = Tier::kDevice;
+}
+
+int Runtime::num_device_state_chunks() const {
+  int count = 0;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) count += store_.array({chunk, ArrayKind::kMaster}).on_device;
+  return count;
+}
+
+void Runtime::reset_report() {
+  const Entry entry(*this);
+  counters_ = {};
+  transfer_.counters() = {};
+  backend_->reset_peak();
+  arena_.reset_peak();
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,156 @@
+// The façade of the core: what Python's hooks, engine and optimizer call. It owns the parts, holds their one lock,
+// and keeps the order of a step:
+//
+//   begin_forward  open_scope/touch/close_scope ...  end_forward
+//   begin_backward enter_backward/fold ...           end_backward
+//   prepare_step   apply_step or skip_step
+//
+// Calls may come from any thread (on CUDA, backward hooks run on an autograd thread); each takes the lock. None needs
+// the Python interpreter. Hooks never see the optimizer; the runtime never sees an nn.Module.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "runtime/access_tracker.h"
+#include "runtime/counters.h"
+#include "runtime/gradient_flow.h"
+#include "runtime/optimizer_step.h"
+#include "runtime/pager.h"
+
+namespace patrickstar {
+
+enum class Partition : uint8_t {
+  kTide,    // payloads get what the tide leaves, moment by moment
+  kStatic,  // payloads get a fixed share of the device
+};
+
+enum class StatePlacement : uint8_t {
+  kHybrid,  // optimizer states in the device's margin, the others on the host
+  kHost,    // all optimizer states on the host
+};
+
+struct RuntimeOptions {
+  int cuda_device = -1;  // -1: the simulated device
+  int64_t device_limit_bytes = kUnlimited;
+  int64_t host_limit_bytes = kUnlimited;
+  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names the
+  // least limit).
+  int64_t ample_limit_bytes = kUnlimited;
+  int64_t ample_extra_bytes = 0;
+  double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
+  double margin_use_ratio = 0.8;
+  Partition partition = Partition::kTide;
+  StatePlacement state_placement = StatePlacement::kHybrid;
+  int num_threads = 0;  // 0: all available
+};
+
+class Runtime {
+ public:
+  Runtime(Layout layout, std::vector<std::string> param_names, std::vector<std::vector<ParamId>> module_params,
+          const RuntimeOptions& options);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  // Setting up: chunks get their storages, then parameters their values.
+  void bind_storage(ChunkId chunk, c10::StorageImpl* storage);
+  // All views of the chunk's storage are made: from now on it guards its memory.
+  void seal_storage(ChunkId chunk);
+  // One value of a parameter's float32 arrays, in the parameter's memory order. kMaster of a frozen parameter means its
+  // compute value. `values` is host memory.
+  void write_values(ParamId param, ArrayKind kind, const float* values);
+  void read_values(ParamId param, ArrayKind kind, float* values);
+  // Forgets all arrays of a chunk (a model that leaves its engine).
+  void release_chunk(ChunkId chunk);
+  // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError: autograd
+  // graphs may outlive the engine and still refer to this object.
+  void close();
+  bool closed() const { return closed_; }
+
+  // Forward.
+  void begin_forward(Tracking tracking);
+  void end_forward();
+  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
+  void close_scope();
+  Tick tick();
+  Tick touch(const std::vector<ParamId>& params);
+
+  // Backward.
+  void begin_backward();
+  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
+  void fold_gradient(ParamId param, const void* data);
+  void end_backward();
+  // An exception left the forward or the backward: what it held is released, its gradients are forgotten.
+  void abort();
+
+  // Step.
+  double prepare_step();  // the gradients' sum of squares
+  void apply_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  void skip_step();
+  void clear_gradients();
+  // Goes back to fetching on demand until the next step is over (what changes is time, not numbers).
+  void forget_plan();
+  void clear_gradient(ParamId param);
+  bool has_gradient(ParamId param);
+  bool gradients_pending();
+  OptimizerStep& optimizer() { return *step_; }
+
+  const Layout& layout() const { return store_.layout(); }
+  const Counters& counters() const { return counters_; }
+  const TransferCounters& transfer_counters() { return transfer_.counters(); }
+  Backend& backend() { return *backend_; }
+  const HostArena& arena() const { return arena_; }
+  const ChunkStore& store() const { return store_; }
+  const Timeline& last_timeline() const { return recorder_.last(); }
+  const Plan& plan() const { return pager_->plan(); }
+  int num_device_state_chunks() const;
+  int64_t payload_bytes() const { return slots_.used_bytes(); }
+  void reset_report();
+
+ private:
+  // Holds the lock for one call; throws StateError when the runtime is closed.
+  class Entry {
+   public:
+    explicit Entry(Runtime& runtime);
+
+   private:
+    std::lock_guard<std::recursive_timed_mutex> lock_;
+  };
+
+  Core core();
+  void place_initially();
+  int64_t fixed_payload_limit() const;
+  void place_in_margin();
+  void move_states_to_device(ChunkId chunk);
+  void check_least_limit(const char* when);
+  void finish_step();
+  void make_next_plan(const Timeline& previous);
+  PlanProblem plan_problem() const;
+
+  RuntimeOptions options_;
+  std::recursive_timed_mutex mutex_;
+  bool closed_ = false;
+  std::unique_ptr<Backend> backend_;
+  ThreadPool pool_;
+  std::unique_ptr<optim::Compute> host_compute_;
+  std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
+  SlotPool slots_;
+  HostArena arena_;
+  ChunkStore store_;
+  TransferEngine transfer_;
+  Recorder recorder_;
+  Counters counters_;
+  std::unique_ptr<Pager> pager_;
+  std::unique_ptr<AccessTracker> tracker_;
+  std::unique_ptr<GradientFlow> gradients_;
+  std::unique_ptr<OptimizerStep> step_;
+  std::vector<Tier> tiers_;
+  std::vector<std::vector<ParamId>> module_params_;
+  bool warmed_up_ = false;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,59 @@
+#include "trace/recorder.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace patrickstar {
+
+void Recorder::note_tide(int64_t tide_peak) {
+  if (running_.moments.empty()) return;
+  int64_t& peak = running_.moments.back().tide_peak_bytes;
+  peak = std::max(peak, tide_peak);
+}
+
+void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak) {
+  note_tide(tide_peak);
+  Moment moment;
+  moment.phase = phase;
+  for (ArrayId array : acquired) moment.accesses.push_back({array, AccessMode::kRead});
+  moment.acquired = std::move(acquired);
+  running_.moments.push_back(std::move(moment));
+}
+
+void Recorder::add(Access access) {
+  if (running_.moments.empty()) return;
+  auto& accesses = running_.moments.back().accesses;
+  const bool known = std::any_of(accesses.begin(), accesses.end(), [&](const Access& other) {
+    return other.array == access.array && other.mode == access.mode;
+  });
+  if (!known) accesses.push_back(access);
+}
+
+void Recorder::finish_step(int64_t tide_peak) {
+  if (running_.moments.empty()) return;
+  note_tide(tide_peak);
+  last_ = std::move(running_);
+  running_ = {};
+  has_last_ = true;
+}
+
+void Recorder::abandon_step() { running_ = {}; }
+
+NextUse::NextUse(const Timeline& timeline, int num_arrays) : uses_(static_cast<size_t>(num_arrays)) {
+  for (size_t t = 0; t < timeline.moments.size(); ++t) {
+    for (const Access& access : timeline.moments[t].accesses) {
+      if (access.mode == AccessMode::kRetire) continue;
+      auto& uses = uses_[static_cast<size_t>(access.array.index())];
+      if (uses.empty() || uses.back() != static_cast<int64_t>(t)) uses.push_back(static_cast<int64_t>(t));
+    }
+  }
+}
+
+int64_t NextUse::after(ArrayId array, int64_t position) const {
+  if (uses_.empty()) return kNever;
+  const auto& uses = uses_[static_cast<size_t>(array.index())];
+  const auto found = std::upper_bound(uses.begin(), uses.end(), position);
+  return found == uses.end() ? kNever : *found;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,56 @@
+// Records the timeline of the running step, and remembers the last complete one.
+//
+//   recorder.begin_moment(Phase::kForward, acquired, tide_peak_of_the_moment_before);
+//   recorder.add({grad, AccessMode::kWrite});
+//   recorder.finish_step(tide_peak);   // the recording becomes last()
+//
+// Guarded by the runtime's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/timeline.h"
+
+namespace patrickstar {
+
+class Recorder {
+ public:
+  // `tide_peak` is the highest tide since the moment before began.
+  void begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak);
+  // Adds an access to the running moment; dropped when no moment has begun.
+  void add(Access access);
+  void finish_step(int64_t tide_peak);
+  // Forgets the running step's recording (an exception left the step).
+  void abandon_step();
+
+  bool has_last() const { return has_last_; }
+  const Timeline& last() const { return last_; }
+  const Timeline& running() const { return running_; }
+  // Index of the running moment in the step; -1 before the first.
+  int64_t position() const { return static_cast<int64_t>(running_.moments.size()) - 1; }
+
+ private:
+  void note_tide(int64_t tide_peak);
+
+  Timeline running_;
+  Timeline last_;
+  bool has_last_ = false;
+};
+
+// When each array is used next, by the last complete timeline.
+class NextUse {
+ public:
+  static constexpr int64_t kNever = INT64_MAX;
+
+  NextUse() = default;
+  NextUse(const Timeline& timeline, int num_arrays);
+  // First moment after `position` that reads or writes the array, or kNever.
+  int64_t after(ArrayId array, int64_t position) const;
+  bool empty() const { return uses_.empty(); }
+
+ private:
+  std::vector<std::vector<int64_t>> uses_;  // by array index, ascending
+};
+
+}  // namespace patrickstar

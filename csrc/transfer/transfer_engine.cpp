@@ -1,0 +1,56 @@
+#include "transfer/transfer_engine.h"
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+void TransferEngine::upload(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  PS_CHECK(array.on_host && array.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
+  const int64_t num_bytes = store_.num_bytes(id);
+  backend_.wait(Queue::kUpload, array.slot.busy_until);
+  backend_.wait(Queue::kUpload, array.host_ready);
+  backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
+  array.device_ready = backend_.record(Queue::kUpload);
+  array.slot.busy_until = array.device_ready;
+  array.block_busy_until = array.device_ready;
+  array.on_device = true;
+  counters_.uploaded_bytes += num_bytes;
+}
+
+void TransferEngine::download(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  PS_CHECK(array.on_device && array.block, StateError, store_.describe(id), " has nothing to download or no block");
+  const int64_t num_bytes = store_.num_bytes(id);
+  backend_.wait(Queue::kDownload, array.device_ready);
+  backend_.wait(Queue::kDownload, backend_.record(Queue::kCompute));
+  backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
+  array.host_ready = backend_.record(Queue::kDownload);
+  array.slot.busy_until = array.host_ready;
+  array.on_host = true;
+  counters_.downloaded_bytes += num_bytes;
+}
+
+void TransferEngine::await_on_device(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  if (array.device_ready == nullptr) return;
+  backend_.wait(Queue::kCompute, array.device_ready);
+  array.device_ready = nullptr;
+}
+
+void TransferEngine::await_on_host(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  backend_.synchronize(array.host_ready);
+  backend_.synchronize(array.block_busy_until);
+  array.host_ready = nullptr;
+  array.block_busy_until = nullptr;
+}
+
+void TransferEngine::mark_busy(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  // A transfer under way ends before the compute queue goes on, so one event covers both.
+  backend_.wait(Queue::kCompute, array.slot.busy_until);
+  array.slot.busy_until = backend_.record(Queue::kCompute);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,254 @@
+"""Classifies Chinese text with BERT or GPT-2: CLUE's tasks on sentences and sentence pairs. Nothing is downloaded.
+
+Usage:
+    python examples/finetune_clue.py --data tnews --arch bert             # a small model with its own vocabulary
+    python examples/finetune_clue.py --data tnews --arch gpt2 --device-memory 64MiB
+    python examples/finetune_clue.py --data afqmc --pretrained FOLDER --lr 5e-5        # a local Hugging Face folder
+
+Without --pretrained the small model is first trained as a language model, on the training sentences and, if the folder
+has it, unlabeled.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import common
+import torch
+import transformers
+from common import IGNORED, Batch, Task
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+WHERE_CLUE_IS = """--data is missing: give a folder with the JSON lines of a CLUE classification task.
+CLUE is had from https://github.com/CLUEbenchmark: TNEWS, IFLYTEK, AFQMC and others from its repository CLUE
+(train.json, dev.json), few-shot editions from FewCLUE (train_few_all.json, dev_few_all.json, test_public.json)."""
+
+TRAIN_FILES = ("train.json", "train_few_all.json")
+HELD_OUT_FILES = ("dev.json", "dev_few_all.json")
+TEST_FILE = "test_public.json"  # CLUE's own test.json has no labels
+UNLABELED_FILE = "unlabeled.json"
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+}
+MASK_SHARE = 0.2
+LM_HELD_OUT_SHARE = 0.05
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with a CLUE task")
+    parser.add_argument("--arch", choices=["bert", "gpt2"], default="bert")
+    parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder: model and tokenizer")
+    parser.add_argument("--seq-len", type=int, help="tokens per example (default: what most sentences need, up to 128)")
+    small = parser.add_argument_group("the small model, without --pretrained")
+    small.add_argument("--hidden", type=int, default=256)
+    small.add_argument("--layers", type=int, default=4)
+    small.add_argument("--heads", type=int, default=4)
+    small.add_argument("--vocab-size", type=int, default=8000)
+    small.add_argument("--lm-epochs", type=float, default=10.0, help="epochs as a language model; 0: none")
+    small.add_argument("--lm-lr", type=float, default=1e-3)
+    common.add_training_arguments(parser)
+    parser.set_defaults(batch_size=32, epochs=8.0, lr=2e-4)
+    return parser.parse_args(argv)
+
+
+# Data.
+
+
+def read_examples(path: Path) -> list[dict]:
+    """The labelled examples of a file of JSON lines."""
+    examples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [example for example in examples if example.get("label") != "-"]  # "-": the annotators disagreed
+
+
+def find_file(folder: Path, names: tuple[str, ...]) -> Path:
+    """The first of ``names`` that ``folder`` has."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    sys.exit(f"{folder} has none of {', '.join(names)}; give the folder of one CLUE task")
+
+
+def texts_of(example: dict) -> tuple[str, ...]:
+    """An example's sentence, or its two sentences."""
+    return (example["sentence"],) if "sentence" in example else (example["sentence1"], example["sentence2"])
+
+
+def train_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """BERT's WordPiece with a vocabulary from ``sentences``: each Chinese character is a token."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = list(SPECIAL_TOKENS.values())
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
+    tokenizer.post_processor = processors.BertProcessing(*ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+
+
+def choose_seq_len(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]]) -> int:
+    """A multiple of 8, up to 128, that does for 98 % of the texts."""
+    lengths = sorted(len(tokenizer(*text).input_ids) for text in texts)
+    return min(128, -(-lengths[int(0.98 * (len(lengths) - 1))] // 8) * 8)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]], args: argparse.Namespace) -> Batch:
+    """The model's inputs for ``texts``, all of ``args.seq_len``."""
+    inputs = tokenizer(
+        *(list(column) for column in zip(*texts, strict=True)), padding="max_length", truncation=True,
+        max_length=args.seq_len, return_tensors="pt", return_token_type_ids=args.arch == "bert",
+    )
+    return dict(inputs)
+
+
+# Models.
+
+
+def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> transformers.PretrainedConfig:
+    """The small model's configuration."""
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "use_cache": False}
+    if args.arch == "bert":
+        return transformers.BertConfig(
+            hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.heads,
+            intermediate_size=4 * args.hidden, max_position_embeddings=args.seq_len,
+            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout, **sizes,
+        )
+    return transformers.GPT2Config(
+        n_embd=args.hidden, n_layer=args.layers, n_head=args.heads, n_positions=args.seq_len,
+        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
+        bos_token_id=tokenizer.cls_token_id, eos_token_id=tokenizer.sep_token_id, **sizes,
+    )
+
+
+def build_language_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """A masked (BERT) or causal (GPT-2) language model from scratch."""
+    classes = {"bert": transformers.BertForMaskedLM, "gpt2": transformers.GPT2LMHeadModel}
+    model = classes[args.arch](build_config(args, tokenizer))
+    model.loss_type = "ForMaskedLM" if args.arch == "bert" else "ForCausalLM"
+    return with_checkpointing(model, args)
+
+
+def build_classifier(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, labels: list[str],
+                     body: dict[str, torch.Tensor] | None) -> nn.Module:
+    """The architecture's classifier, from ``--pretrained`` or small, with the language model's ``body`` if there is one."""
+    classes = {"bert": transformers.BertForSequenceClassification, "gpt2": transformers.GPT2ForSequenceClassification}
+    if args.pretrained:
+        config = transformers.AutoConfig.from_pretrained(args.pretrained, pad_token_id=tokenizer.pad_token_id)
+    else:
+        config = build_config(args, tokenizer)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
+    config.problem_type = "single_label_classification"
+    if args.pretrained:
+        model = classes[args.arch].from_pretrained(args.pretrained, config=config, dtype=torch.float32)
+    else:
+        model = classes[args.arch](config)
+    if body:
+        model.base_model.load_state_dict(body, strict=False)  # a masked language model has no pooler
+    return with_checkpointing(model, args)
+
+
+def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """``model``, recomputing its activations if the flags ask for it."""
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+# Tasks.
+
+
+def mask_tokens(batch: Batch, generator: torch.Generator, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """BERT's task: of the chosen tokens 80 % become [MASK], 10 % others, 10 % stay; the labels are what they were."""
+    tokens = batch["input_ids"]
+    ordinary = tokens >= len(SPECIAL_TOKENS)
+    chosen = (torch.rand(tokens.shape, generator=generator) < MASK_SHARE) & ordinary
+    dice = torch.rand(tokens.shape, generator=generator)
+    others = torch.randint(len(SPECIAL_TOKENS), len(tokenizer), tokens.shape, generator=generator)
+    masked = torch.where(chosen & (dice < 0.8), tokenizer.mask_token_id, tokens)
+    masked = torch.where(chosen & (dice >= 0.9), others, masked)
+    return {**batch, "input_ids": masked, "labels": tokens.masked_fill(~chosen, IGNORED)}
+
+
+def language_model_task(inputs: Batch, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Learns the sentences themselves; the trivial answer is the unigram distribution."""
+    generator = torch.Generator().manual_seed(args.seed)
+    order = torch.randperm(common.num_rows(inputs), generator=generator)
+    inputs = {name: values[order] for name, values in inputs.items()}
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    cut = max(1, int(LM_HELD_OUT_SHARE * len(order)))
+    train = {name: values[cut:] for name, values in inputs.items()}
+    held_out = {name: values[:cut] for name, values in inputs.items()}
+    masked = args.arch == "bert"
+    if masked:
+        held_out = mask_tokens(held_out, generator, tokenizer)
+    labels = held_out["labels"] if masked else held_out["labels"][:, 1:]
+    return Task(
+        name="masked language modelling" if masked else "language modelling", train=train, held_out=held_out,
+        baseline_name="unigram baseline", baseline=common.unigram_score(train["labels"], labels), shift=not masked,
+        prepare=(lambda batch, generator: mask_tokens(batch, generator, tokenizer)) if masked else None,
+    )
+
+
+def classification_task(files: dict[str, list[dict]], args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
+                        labels: list[str]) -> Task:
+    """The CLUE task; the trivial answer is the most frequent class."""
+    sets = {}
+    for name, examples in files.items():
+        sets[name] = encode(tokenizer, [texts_of(example) for example in examples], args)
+        sets[name]["labels"] = torch.tensor([labels.index(str(example["label"])) for example in examples])
+    baseline = common.unigram_score(sets["train"]["labels"], sets["held_out"]["labels"])
+    return Task(name=args.data.name, baseline_name="majority class", baseline=baseline, **sets)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the example; returns the exit code."""
+    args = parse_arguments(argv)
+    if args.data is None:
+        print(WHERE_CLUE_IS, file=sys.stderr)
+        return 2
+    files = {"train": read_examples(find_file(args.data, TRAIN_FILES))}
+    files["held_out"] = read_examples(find_file(args.data, HELD_OUT_FILES))
+    if (args.data / TEST_FILE).is_file():
+        files["test"] = read_examples(args.data / TEST_FILE)
+    labels = sorted({str(example["label"]) for example in files["train"]})
+    texts = [texts_of(example) for example in files["train"]]
+    if (args.data / UNLABELED_FILE).is_file():
+        unlabeled = [texts_of(example) for example in read_examples(args.data / UNLABELED_FILE)]
+    else:
+        unlabeled = []
+
+    if args.pretrained:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.pretrained)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # GPT-2's own has none
+    else:
+        tokenizer = train_tokenizer([sentence for text in texts + unlabeled for sentence in text], args.vocab_size)
+    args.seq_len = args.seq_len or choose_seq_len(tokenizer, texts)
+    body = None
+    if not args.pretrained and args.lm_epochs > 0:
+        task = language_model_task(encode(tokenizer, texts + unlabeled, args), args, tokenizer)
+        lm_args = common.with_changes(args, epochs=args.lm_epochs, lr=args.lm_lr, steps=None)
+        run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args)
+        common.print_run(run, task, lm_args)
+        common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png")
+        body = run.module.base_model.state_dict()
+
+    task = classification_task(files, args, tokenizer, labels)
+    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args)
+    common.print_run(run, task, args)
+    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png")
+    if args.save:
+        common.save_model(run, tokenizer, args.output_dir / "model")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Trains or fine-tunes GPT-2 on text within a device memory budget. Nothing is downloaded.
+
+Usage:
+    python examples/finetune_gpt2.py                  # a small GPT-2 on the Python reference, from scratch
+    python examples/finetune_gpt2.py --demo           # with and without a budget: the same losses, bit by bit
+    python examples/finetune_gpt2.py --model-size gpt2-xl --device-memory 8GiB --checkpointing --text book.txt
+    python examples/finetune_gpt2.py --pretrained FOLDER --text book.txt --lr 5e-5     # a local Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import pydoc_data.topics
+import sys
+from pathlib import Path
+
+import common
+import torch
+from common import Run, Task, format_bytes
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+HELD_OUT_SHARE = 0.05
+
+MODEL_SIZES = {  # hidden, layers, heads
+    "tiny": (64, 2, 2),
+    "small": (384, 6, 6),
+    "base": (512, 8, 8),
+    "gpt2": (768, 12, 12),
+    "gpt2-medium": (1024, 24, 16),
+    "gpt2-large": (1280, 36, 20),
+    "gpt2-xl": (1600, 48, 25),
+    "4b": (3072, 36, 24),
+}
+CPU_DEMO = {"device_memory": "96MiB", "vocab_size": 512, "batch_size": 2, "steps": 240, "lr": 4e-4}
+GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 8, "steps": 240, "lr": 3e-4}
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line; ``--demo`` changes the defaults, other flags still count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", action="store_true", help="train with and without a budget and compare")
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's reference")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per example")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model-size", choices=MODEL_SIZES, default="small")
+    model.add_argument("--hidden", type=int, help="instead of --model-size's; --layers and --heads likewise")
+    model.add_argument("--layers", type=int)
+    model.add_argument("--heads", type=int)
+    model.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer trained on the text")
+    model.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder with a model and its tokenizer")
+    common.add_training_arguments(parser)
+    parser.set_defaults(dropout=0.0, batch_size=4)
+    if "--demo" in argv:
+        parser.set_defaults(**(GPU_DEMO if torch.cuda.is_available() else CPU_DEMO))
+    return parser.parse_args(argv)
+
+
+def python_reference() -> str:
+    """The language reference that every CPython carries for ``help()``; what several topics repeat comes once."""
+    topics = pydoc_data.topics.topics
+    paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
+    return "\n\n".join({" ".join(paragraph.split()): paragraph for paragraph in paragraphs}.values())
+
+
+def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: GPT-2's, but small."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+
+
+def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> common.Batch:
+    """Cuts the text into examples of ``seq_len`` tokens; the last tokens that fill none are dropped."""
+    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    if len(tokens) < seq_len:
+        sys.exit(f"a part of the text has {len(tokens)} tokens, --seq-len is {seq_len}; give more text or a shorter one")
+    rows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
+    return {"input_ids": rows, "labels": rows}
+
+
+def make_task(tokenizer: PreTrainedTokenizerBase, train_text: str, held_out_text: str, seq_len: int) -> Task:
+    """Causal language modelling; the trivial answer is the unigram distribution."""
+    train = make_rows(tokenizer, train_text, seq_len)
+    held_out = make_rows(tokenizer, held_out_text, seq_len)
+    baseline = common.unigram_score(train["labels"], held_out["labels"][:, 1:])
+    return Task(
+        name="language modelling", train=train, held_out=held_out, shift=True,
+        baseline_name="unigram baseline", baseline=baseline,
+    )
+
+
+def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """A GPT-2 from ``--pretrained``, else from scratch."""
+    options = {"use_cache": False, "resid_pdrop": args.dropout, "embd_pdrop": args.dropout, "attn_pdrop": args.dropout}
+    if args.pretrained:
+        model = GPT2LMHeadModel.from_pretrained(args.pretrained, dtype=torch.float32, **options)
+    else:
+        hidden, layers, heads = MODEL_SIZES[args.model_size]
+        config = GPT2Config(
+            n_embd=args.hidden or hidden, n_layer=args.layers or layers, n_head=args.heads or heads,
+            vocab_size=len(tokenizer), n_positions=args.seq_len,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own function, in one kernel
+            **options,
+        )
+        model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers would use as well, with a warning
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def state_hash(module: nn.Module) -> str:
+    """SHA-256 of all names and bytes in the state dict."""
+    digest = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def compare_with_unbounded(run: Run, task: Task, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Trains again without the budget, prints the demo's summary and returns whether both runs are bitwise equal."""
+    bounded_hash = state_hash(run.module)
+    print("\nThe same run without the budget")
+    unbounded_args = common.with_changes(args, device_memory=None)
+    unbounded = common.train(lambda: build_model(args, tokenizer), task, unbounded_args)
+    common.print_run(unbounded, task, unbounded_args)
+    same_scores = run.scores == unbounded.scores and run.evaluations == unbounded.evaluations
+    same_state = bounded_hash == state_hash(unbounded.module)
+    verdicts = {True: "bitwise the same without the budget", False: "DIFFERENT WITHOUT THE BUDGET"}
+    report, peak = run.report, format_bytes(unbounded.report["device_peak_bytes"])
+    print("\nDemo")
+    print(f"  model data         {format_bytes(common.model_data_bytes(run, args))}")
+    print(f"  device budget      {format_bytes(report['device_budget_bytes'])}")
+    print(f"  device peak        {format_bytes(report['device_peak_bytes'])} (without the budget: {peak})")
+    print(f"  to the device      {format_bytes(report['uploaded_bytes'])} in {len(run.scores)} steps")
+    print(f"  final loss         {run.scores[-1].loss:.6f}")
+    print(f"  held-out loss      {run.final.loss:.6f} (unigram baseline: {task.baseline.loss:.6f})")
+    print(f"  {len(run.scores)} losses, {len(run.evaluations)} held-out scores: {verdicts[same_scores]}")
+    print(f"  final state_dict: {verdicts[same_state]} (sha256 {bounded_hash[:16]})")
+    return same_scores and same_state
+
+
+def main(argv: list[str]) -> int:
+    """Runs the example; returns the exit code."""
+    args = parse_arguments(argv)
+    if args.demo:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in args.text) if args.text else python_reference()
+    cut = int(len(text) * (1 - HELD_OUT_SHARE))
+    train_text, held_out_text = text[:cut], text[cut:]
+    if args.pretrained:
+        tokenizer = AutoTokenizer.from_pretrained(args.pretrained)
+    else:
+        tokenizer = train_tokenizer(train_text, args.vocab_size)
+    task = make_task(tokenizer, train_text, held_out_text, args.seq_len)
+    run = common.train(lambda: build_model(args, tokenizer), task, args)
+    common.print_run(run, task, args)
+    common.save_curves(run, task, args.output_dir / "gpt2-curves.png")
+    if args.save:
+        common.save_model(run, tokenizer, args.output_dir / "model")
+    if args.demo and not compare_with_unbounded(run, task, args, tokenizer):
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""The core of PatrickStar: chunks, transfers, planner, hybrid Adam, loss scaling (csrc/bind).
+
+Addresses are integers: ``tensor.data_ptr()``, or ``storage._cdata`` for a storage, or ``stream.cuda_stream``. Chunks and
+parameters are their indices in the layout. tests/test_stub.py compares this file with the module.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+class StateError(RuntimeError):
+    """The call is right, the moment is not."""
+
+class MemoryBudgetError(RuntimeError):
+    """Something does not fit a memory budget."""
+
+class SystemError(RuntimeError):
+    """The operating system, the CUDA driver or NCCL refused."""
+
+class _Enum:
+    __members__: ClassVar[dict[str, Any]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class DType(_Enum):
+    """Element type of a chunk's arrays."""
+
+    FLOAT32: ClassVar[DType]
+    BFLOAT16: ClassVar[DType]
+    FLOAT16: ClassVar[DType]
+
+@final
+class ArrayKind(_Enum):
+    """The arrays of a chunk."""
+
+    PARAM: ClassVar[ArrayKind]
+    GRAD: ClassVar[ArrayKind]
+    GRAD_SUM: ClassVar[ArrayKind]
+    MASTER: ClassVar[ArrayKind]
+    MOMENTUM: ClassVar[ArrayKind]
+    VARIANCE: ClassVar[ArrayKind]
+
+@final
+class Phase(_Enum):
+    """Which half of a step a moment is in."""
+
+    FORWARD: ClassVar[Phase]
+    BACKWARD: ClassVar[Phase]
+
+@final
+class AccessMode(_Enum):
+    """What a moment does with an array."""
+
+    READ: ClassVar[AccessMode]
+    WRITE: ClassVar[AccessMode]
+    RETIRE: ClassVar[AccessMode]
+
+@final
+class Partition(_Enum):
+    """Who sets the limit for chunks on the device."""
+
+    TIDE: ClassVar[Partition]
+    STATIC: ClassVar[Partition]
+
+@final
+class StatePlacement(_Enum):
+    """Where optimizer states may be."""
+
+    HYBRID: ClassVar[StatePlacement]
+    HOST: ClassVar[StatePlacement]
+
+@final
+class Tracking(_Enum):
+    """Whether a forward is part of a training step."""
+
+    TRAINING: ClassVar[Tracking]
+    UNTRACKED: ClassVar[Tracking]
+
+@final
+class HoldUntil(_Enum):
+    """How long a scope's parameters stay."""
+
+    SCOPE_END: ClassVar[HoldUntil]
+    NEXT_EVENT: ClassVar[HoldUntil]
+
+@final
+class WeightDecay(_Enum):
+    """Adam's L2 term or AdamW's decoupled decay."""
+
+    L2: ClassVar[WeightDecay]
+    DECOUPLED: ClassVar[WeightDecay]
+
+UNLIMITED: int
+"""The limit of a budget without one, in bytes."""
+
+def build_info() -> dict[str, Any]:
+    """What this module was compiled with: ``compiler``, ``cplusplus``, ``torch``, and ``cuda`` and ``nccl`` or None."""
+
+def num_available_cpus() -> int:
+    """Processors this process may run on."""
+
+def check_transition(from_: str, to: str, /) -> None:
+    """Raises StateError when a parameter may not go from one state to the other."""
+
+def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
+    """Least device memory for payloads: the largest module's chunks and their gradients'."""
+
+def make_plan(
+    moments: list[dict[str, Any]],
+    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+    *,
+    limit_bytes: int,
+    fixed_bytes: int = 0,
+) -> dict[str, Any]:
+    """The plan for a timeline.
+
+    ``moments``: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each; ``costs``:
+    ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
+    """
+
+class HostAllocations:
+    """Context: CPU tensors made here are host memory, not memory of the simulated device."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
+
+class HostArena:
+    """Host memory for payloads, not pinned."""
+
+    def __init__(self, limit_bytes: int) -> None: ...
+    def reserve(self, sizes: Sequence[int], /) -> None: ...
+    def allocate(self, num_bytes: int, /) -> int: ...
+    def free(self, data: int, num_bytes: int, /) -> None: ...
+    def trim(self) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def peak_mapped_bytes(self) -> int: ...
+
+class Layout:
+    """Which chunk and offset each parameter has."""
+
+    @staticmethod
+    def pack(numels: Sequence[int], dtypes: Sequence[DType], trainable: Sequence[bool], chunk_numel: int) -> Layout: ...
+    @property
+    def num_chunks(self) -> int: ...
+    @property
+    def chunk_numel(self) -> int: ...
+    def placement(self, param: int, /) -> tuple[int, int]:
+        """(chunk, offset in elements)."""
+
+    def chunk(self, chunk: int, /) -> dict[str, Any]:
+        """``numel``, ``dtype``, ``trainable``, ``params``."""
+
+class RuntimeOptions:
+    """What a Runtime is made with; all fields have defaults."""
+
+    cuda_device: int
+    """-1: the simulated device."""
+    device_limit_bytes: int
+    host_limit_bytes: int
+    ample_limit_bytes: int
+    ample_extra_bytes: int
+    warmup_payload_ratio: float
+    margin_use_ratio: float
+    partition: Partition
+    state_placement: StatePlacement
+    num_threads: int
+    """0: all available."""
+    def __init__(self) -> None: ...
+
+class GroupOptions:
+    """Adam's options for one parameter group."""
+
+    def __init__(
+        self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, mode: WeightDecay
+    ) -> None: ...
+
+class Runtime:
+    """The core's façade (csrc/runtime/runtime.h says what each call does and in which order they come)."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        param_names: Sequence[str],
+        module_params: Sequence[Sequence[int]],
+        options: RuntimeOptions,
+    ) -> None: ...
+    def bind_storage(self, chunk: int, storage: int, /) -> None: ...
+    def seal_storage(self, chunk: int, /) -> None: ...
+    def write_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
+    def read_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
+    def release_chunk(self, chunk: int, /) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def begin_forward(self, tracking: Tracking, /) -> None: ...
+    def end_forward(self) -> None: ...
+    def open_scope(self, params: Sequence[int], until: HoldUntil, /) -> int: ...
+    def close_scope(self) -> None: ...
+    def tick(self) -> int: ...
+    def touch(self, params: Sequence[int], /) -> int: ...
+    def begin_backward(self) -> None: ...
+    def enter_backward(self, first: int, last: int, params: Sequence[int], /) -> None: ...
+    def fold_gradient(self, param: int, data: int, /) -> None: ...
+    def end_backward(self) -> None: ...
+    def abort(self) -> None: ...
+    def prepare_step(self) -> float:
+        """Sum of squares of all gradients."""
+
+    def apply_step(self, groups: Sequence[GroupOptions], grad_scale: float, /) -> None: ...
+    def skip_step(self) -> None: ...
+    def clear_gradients(self) -> None: ...
+    def clear_gradient(self, param: int, /) -> None: ...
+    def has_gradient(self, param: int, /) -> bool: ...
+    def gradients_pending(self) -> bool: ...
+    def forget_plan(self) -> None: ...
+    def set_group(self, param: int, group: int, /) -> None: ...
+    def step_count(self, param: int, /) -> int: ...
+    def set_step_count(self, param: int, count: int, /) -> None: ...
+    def report(self) -> dict[str, Any]: ...
+    def reset_report(self) -> None: ...
+    def param_state(self, param: int, /) -> str: ...
+    def chunk_state(self, chunk: int, /) -> str: ...
+    def is_on_device(self, chunk: int, kind: ArrayKind, /) -> bool: ...
+    def timeline(self) -> list[dict[str, Any]]:
+        """The last step's moments, as ``make_plan`` takes them."""
+
+    def plan(self) -> dict[str, Any]:
+        """The current plan, as ``make_plan`` gives it."""
+
+class optim:
+    """Adam's leaf kernels and the loss scaler (a submodule)."""
+
+    SQUARES_BLOCK: ClassVar[int]
+
+    class LossScaler:
+        """The factor that keeps float16 gradients in range; ``loss_scale`` above 0 is constant, 0 dynamic."""
+
+        def __init__(
+            self,
+            *,
+            loss_scale: float = 0.0,
+            initial_scale_power: int = 16,
+            scale_window: int = 1000,
+            min_scale: float = 1.0,
+            hysteresis: int = 2,
+            consecutive_hysteresis: bool = False,
+        ) -> None: ...
+        @property
+        def scale(self) -> float: ...
+        @property
+        def is_dynamic(self) -> bool: ...
+        @property
+        def is_at_minimum(self) -> bool: ...
+        def update(self, overflow: bool) -> None: ...
+        def state(self) -> dict[str, float | int]: ...
+        def set_state(
+            self, *, scale: float, iteration: int, last_overflow_iteration: int, hysteresis_left: int
+        ) -> None: ...
+
+    @staticmethod
+    def isa() -> str: ...
+    @staticmethod
+    def supported_isas() -> list[str]: ...
+    @staticmethod
+    def adam(
+        isa: str,
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        **kwargs: float,
+    ) -> None: ...
+    @staticmethod
+    def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None: ...
+    @staticmethod
+    def cast_to_float(isa: str, in_: int, in_dtype: DType, out: int, numel: int, num_threads: int) -> None: ...
+    @staticmethod
+    def add(isa: str, sum: int, x: int, dtype: DType, numel: int, num_threads: int) -> None: ...
+    @staticmethod
+    def add_to_float(isa: str, sum: int, x: int, x_dtype: DType, numel: int, num_threads: int) -> None: ...
+    @staticmethod
+    def sum_squares(isa: str, x: int, dtype: DType, numel: int, partials: int, num_threads: int) -> None: ...
+
+    # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
+    @staticmethod
+    def cuda_adam(
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        stream: int,
+        **kwargs: float,
+    ) -> None: ...
+    @staticmethod
+    def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...
+    @staticmethod
+    def cuda_cast_to_float(in_: int, in_dtype: DType, out: int, numel: int, stream: int) -> None: ...
+    @staticmethod
+    def cuda_add(sum: int, x: int, dtype: DType, numel: int, stream: int) -> None: ...
+    @staticmethod
+    def cuda_add_to_float(sum: int, x: int, x_dtype: DType, numel: int, stream: int) -> None: ...
+    @staticmethod
+    def cuda_sum_squares(x: int, dtype: DType, numel: int, partials: int, stream: int) -> None: ...
+
+class nccl:
+    """NCCL collectives on whole chunks (a submodule; only in a module with the CUDA part)."""
+
+    @staticmethod
+    def version() -> str: ...
+    @staticmethod
+    def make_id() -> bytes: ...
+
+    class Communicator:
+        """A group of ranks."""
+
+        def __init__(self, id: bytes, *, rank: int, size: int, device: int) -> None: ...
+        @property
+        def rank(self) -> int: ...
+        @property
+        def size(self) -> int: ...
+        def all_gather(self, shard: int, whole: int, shard_numel: int, dtype: DType, stream: int, /) -> None: ...
+        def reduce_scatter(self, whole: int, shard: int, shard_numel: int, dtype: DType, stream: int, /) -> None: ...

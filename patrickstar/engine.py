@@ -1,0 +1,118 @@
+"""The engine: a thin ``nn.Module`` around the user's module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from patrickstar import _C
+from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.session import Session
+
+
+class Engine(nn.Module):
+    """Trains the user's module, which stays available as ``module``.
+
+    The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the compute dtype; float32 values are
+    what :meth:`state_dict` gives. ``close`` (or leaving a ``with`` block) turns it into an ordinary module again.
+    """
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.module = session.module
+        self._session = session
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Tensors are moved to the engine's device, floating point ones cast to the compute dtype."""
+        session = self._session
+        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs))
+        with session.forward():
+            return self.module(*args, **kwargs)
+
+    def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
+        session = self._session
+        dtype = session.config.compute_dtype
+        cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
+        return tensor.to(session.device, dtype if cast else tensor.dtype, non_blocking=True)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate gradients, in float32.
+
+        Args:
+            loss: a tensor of one element, from this engine's forward.
+            **kwargs: passed to ``Tensor.backward``, for example ``retain_graph=True``.
+
+        Raises:
+            ValueError: the loss is not a tensor of one element.
+            StateError: no forward came before, or the loss does not require grad.
+            MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that works.
+        """
+        self._session.backward(loss, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients since the last step."""
+        self._session.zero_grad()
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under their original names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's buffers under their original names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, torch.Tensor]:  # type: ignore[override]
+        """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
+
+        Frozen parameters give their compute value. Tied parameters share one tensor.
+        """
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        with torch.no_grad():
+            result = self.module.state_dict(prefix=prefix, keep_vars=True)
+            for key, value in result.items():
+                param = params.get(key.removeprefix(prefix))
+                if isinstance(param, ChunkedParameter):
+                    if param not in values:
+                        values[param] = self._session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+                    result[key] = values[param]
+                elif isinstance(value, torch.Tensor):
+                    result[key] = value.detach() if not keep_vars else value
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads values under the module's original names, of any float dtype and device.
+
+        Raises:
+            ValueError: ``assign=True``, which would replace the parameters.
+            RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it.
+        """
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out")
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def report(self) -> dict[str, Any]:
+        """All figures of this engine in one flat dict: the only source for tests, logs and benchmarks.
+
+        Bytes moved, evictions and fetches are totals, peaks are the highest, since :meth:`reset_report`.
+        """
+        return self._session.report()
+
+    def reset_report(self) -> None:
+        """Sets counters to zero and peaks to the present."""
+        self._session.runtime.reset_report()
+
+    def close(self) -> None:
+        """Turns the module back into an ordinary one and frees all chunks. May be called twice."""
+        self._session.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,58 @@
+"""``initialize_engine``: the one call that turns a model function into an engine and an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.config import Config, log_accepted_options, parse_config
+from patrickstar.engine import Engine
+from patrickstar.groups import ModelParameters, make_groups
+from patrickstar.optim import HybridAdam
+from patrickstar.preprocess import build_module
+from patrickstar.session import Session
+
+__all__ = ["initialize_engine"]
+
+
+def initialize_engine(
+    model_func: Callable[[], nn.Module],
+    local_rank: int = 0,
+    config: Mapping[str, Any] | Config | None = None,
+    model_parameters: ModelParameters = None,
+) -> tuple[Engine, HybridAdam]:
+    """Builds the model inside chunks and returns the engine and its optimizer.
+
+    Args:
+        model_func: a function without arguments that returns the model (any ``nn.Module``, also from ``from_pretrained``).
+        local_rank: which GPU of this machine; without a GPU the device is simulated in host memory.
+        config: the configuration (docs/config.md), or None for the defaults.
+        model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list of dicts whose ``params`` are
+            name patterns. None: one group of all parameters.
+
+    Raises:
+        ValueError: an argument or a configuration value is wrong.
+        MemoryBudgetError: the model does not fit into the budgets.
+        StateError: another engine is open in this process.
+    """
+    parsed = parse_config(config)
+    log_accepted_options(parsed)
+    device = _device(local_rank)
+    module = build_module(model_func)
+    groups = make_groups(module, model_parameters)
+    session = Session(module, parsed, device)
+    return Engine(session), HybridAdam(session, groups, parsed)
+
+
+def _device(local_rank: int) -> torch.device:
+    if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
+        raise ValueError(f"local_rank is {local_rank!r}; give the index of a GPU on this machine, 0 or more")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local_rank is {local_rank}, but this machine has {torch.cuda.device_count()} GPUs; give less")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

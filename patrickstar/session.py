@@ -1,0 +1,305 @@
+"""One engine's live state: the core, the hooks on the user's module, the loss scaler, and the order of a step.
+
+The engine and the optimizer are thin faces of it. It ends with ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
+from patrickstar.config import Config, make_loss_scaler
+from patrickstar.hooks import ModuleHooks
+from patrickstar.managed import ManagedParams
+from patrickstar.memory import make_budgets
+from patrickstar.observer import Observer
+from patrickstar.preprocess import (
+    ParamPlan,
+    adopt_params,
+    choose_chunk_size,
+    make_layout,
+    move_rest,
+    plan_params,
+    release_params,
+)
+
+if TYPE_CHECKING:
+    from patrickstar.optim import HybridAdam
+
+logger = logging.getLogger("patrickstar")
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
+
+
+class Stage(enum.Enum):
+    """Where in a step the session is."""
+
+    IDLE = "before the first forward of a step"
+    FORWARDED = "after a forward, before its backward"
+    BACKWARDED = "after a backward, before the step"
+
+
+@dataclasses.dataclass
+class StepOutcome:
+    """What the last step did."""
+
+    grad_norm: float = 0.0
+    """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
+    applied: bool = False
+    """Whether parameters were updated."""
+
+
+class Session:
+    """See the module's docstring.
+
+    Raises:
+        MemoryBudgetError: the model cannot fit the budgets.
+        StateError: another engine is open in this process.
+    """
+
+    def __init__(self, module: nn.Module, config: Config, device: torch.device):
+        _check_no_open_engine()
+        self.module = module
+        self.config = config
+        self.device = device
+        self.scaler = make_loss_scaler(config)
+        self.outcome = StepOutcome()
+        self.stage = Stage.IDLE
+        self.closed = False
+        self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
+        self.num_parameters = sum(p.numel() for p in module.parameters())
+        self.runtime = self._make_runtime()
+        self.observer = Observer(self.runtime)
+        adopt_params(self._plan, self.layout, self.runtime, self.observer, device)
+        move_rest(module, self._plan, device)
+        self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
+        self._hooks = ModuleHooks(module, self.observer)
+        # Weak: the garbage collector does not see what a tensor's hooks refer to, and would never free a dropped engine.
+        fold = weakref.WeakMethod(self._fold)
+        self._handles = [
+            spec.param.register_post_accumulate_grad_hook(functools.partial(_call_weak, fold))
+            for spec in self._plan.chunked if spec.param.requires_grad
+        ]
+        self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
+        self._in_backward = False
+        self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
+
+    def _make_runtime(self) -> _C.Runtime:
+        global _open_runtime
+        budgets = make_budgets(self.config, self.device)
+        tracer = self.config.client.mem_tracer
+        options = _C.RuntimeOptions()
+        options.cuda_device = self.device.index if self.device.type == "cuda" else -1
+        options.device_limit_bytes = budgets.device_bytes
+        options.host_limit_bytes = budgets.host_bytes
+        options.warmup_payload_ratio = tracer.warmup_gpu_chunk_mem_ratio
+        options.margin_use_ratio = tracer.margin_use_ratio
+        options.partition = _C.Partition.STATIC if tracer.with_static_partition else _C.Partition.TIDE
+        hybrid = self.config.optimizer.params.use_hybrid_adam
+        options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
+        default_numel = self.config.default_chunk_size
+        size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
+        if size.numel != default_numel:
+            logger.info("chunk size: %d elements instead of %d, for a device budget of %d bytes", size.numel, default_numel, budgets.device_bytes)
+        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
+        self.layout = make_layout(self._plan, size.numel)
+        runtime = _C.Runtime(self.layout, [spec.name for spec in self._plan.chunked], _owned_params(self.module, self._plan), options)
+        _open_runtime = weakref.ref(runtime)
+        return runtime
+
+    # Forward and backward.
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward of the module."""
+        self._check_open()
+        for spec in self._frozen:
+            if spec.param.requires_grad:
+                raise _C.StateError(f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with it trainable "
+                                    "and set requires_grad to False afterwards")
+        training = self.module.training and torch.is_grad_enabled()
+        self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
+        try:
+            yield
+            self.runtime.end_forward()
+        except BaseException:
+            self._abort()
+            raise
+        if training:
+            self.stage = Stage.FORWARDED
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Scales ``loss`` and runs its backward; gradients end up in chunks."""
+        self._check_open()
+        self._check_loss(loss)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        self.runtime.begin_backward()
+        self._in_backward = True
+        try:
+            (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
+            self.runtime.end_backward()
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            self._in_backward = False
+        self.stage = Stage.BACKWARDED
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(f"backward got a {type(loss).__name__}; give the loss tensor (for a Hugging Face model: output.loss)")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}; reduce it to one number, for example loss.mean()")
+        if self.stage is Stage.IDLE:
+            raise _C.StateError("backward before forward: call loss = model(inputs) in training mode first, then model.backward(loss)")
+        if not loss.requires_grad:
+            raise _C.StateError("the loss does not require grad: it was computed without the model, under torch.no_grad(), or all parameters are frozen")
+
+    def _fold(self, param: nn.Parameter) -> None:
+        """Post-accumulate hook: moves a gradient into its chunk."""
+        handle = param._patrickstar
+        grad = folded_gradient(param)
+        if not self._in_backward:
+            raise _C.StateError("loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered")
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if grad.stride() != handle.stride:
+            grad = torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        self.runtime.fold_gradient(handle.id, grad.data_ptr())
+        self._got_gradient.add(handle.id)
+
+    def _abort(self) -> None:
+        self.observer.forget_scopes()
+        self.runtime.abort()
+
+    # The step.
+
+    def step(self, optimizer: HybridAdam) -> None:
+        """One optimizer step over chunks and managed parameters."""
+        self._check_open()
+        managed_squares = self.managed.sum_of_squares()
+        if not self.runtime.gradients_pending():
+            return
+        squares = self.runtime.prepare_step() + managed_squares
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        finite = math.isfinite(squares)
+        norm = math.sqrt(squares) / scale if finite else float("nan")
+        self.outcome = StepOutcome(grad_norm=norm, applied=finite)
+        if finite:
+            clipping = self.config.gradient_clipping
+            clip = min(1.0, clipping / (norm + _CLIP_EPS)) if clipping > 0 else 1.0
+            self.managed.step(optimizer.param_groups, clip / scale)
+            self.runtime.apply_step(optimizer.group_options(), clip / scale)
+        else:
+            self.runtime.skip_step()
+            if self.scaler is None:
+                logger.warning("the gradients are not finite: this step is skipped, nothing was updated")
+            elif self.scaler.is_at_minimum:
+                logger.warning("gradients overflow at the least loss scale, %g: this step is skipped", scale)
+        if self.scaler is not None:
+            self.scaler.update(overflow=not finite)
+        self.managed.zero_grad()
+        self._hooks.finish_learning(self._got_gradient)
+        self.stage = Stage.IDLE
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        self._check_open()
+        self.runtime.clear_gradients()
+        self.managed.zero_grad()
+        if self.stage is Stage.BACKWARDED:
+            self.stage = Stage.IDLE
+
+    # State.
+
+    def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
+        self._check_open()
+        if not isinstance(param, ChunkedParameter):
+            return self.managed.state_of(param)
+        handle = param._patrickstar
+        count = self.runtime.step_count(handle.id) if handle.trainable else 0
+        if count == 0:
+            return {}
+        return {
+            "step": torch.tensor(float(count)),
+            "exp_avg": self.observer.read_values(handle, _C.ArrayKind.MOMENTUM),
+            "exp_avg_sq": self.observer.read_values(handle, _C.ArrayKind.VARIANCE),
+        }
+
+    def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
+        self._check_open()
+        if not isinstance(param, ChunkedParameter):
+            self.managed.set_state_of(param, state)
+            return
+        handle = param._patrickstar
+        if not handle.trainable:
+            return
+        zeros = torch.zeros(handle.shape)
+        self.runtime.set_step_count(handle.id, int(state.get("step", 0)))
+        self.observer.write_values(handle, _C.ArrayKind.MOMENTUM, state.get("exp_avg", zeros))
+        self.observer.write_values(handle, _C.ArrayKind.VARIANCE, state.get("exp_avg_sq", zeros))
+
+    def report(self) -> dict[str, Any]:
+        """All figures of this engine in one flat dict."""
+        self._check_open()
+        return {
+            "num_parameters": self.num_parameters,
+            **self.runtime.report(),
+            "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
+            "grad_norm": self.outcome.grad_norm,
+            "isa": _C.optim.isa(),
+        }
+
+    def close(self) -> None:
+        """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._hooks.remove()
+        self.managed.remove()
+        for handle in self._handles:
+            handle.remove()
+        release_params(self._plan, self.layout, self.runtime)
+        self.runtime.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise _C.StateError("this engine is closed; its module is an ordinary one again, build a new engine to train on")
+
+
+def _call_weak(method: weakref.WeakMethod, param: nn.Parameter) -> None:
+    target = method()
+    if target is not None:
+        target(param)
+
+
+def _check_no_open_engine() -> None:
+    def is_open() -> bool:
+        runtime = _open_runtime() if _open_runtime is not None else None
+        return runtime is not None and not runtime.closed
+
+    if is_open():
+        gc.collect()  # engine, module and hooks refer to each other in circles
+    if is_open():
+        raise _C.StateError("another engine is open in this process; close it first: model.close(), or use it in a with statement")
+
+
+def _owned_params(module: nn.Module, plan: ParamPlan) -> list[list[int]]:
+    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
+    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]

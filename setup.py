@@ -1,0 +1,110 @@
+"""Builds patrickstar._C: with CUDA and NCCL when PyTorch has CUDA and nvcc is there, else without.
+
+Environment: PATRICKSTAR_CUDA=0 leaves the CUDA part out, =1 demands it; TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and
+MAX_JOBS as usual. `python setup.py build_ext --inplace` (make build) recompiles what changed.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import patrickstar_recipe as recipe  # noqa: E402
+from patrickstar_build import expose_torch, torch_command  # noqa: E402
+from patrickstar_pins import MINIMUM_TORCH  # noqa: E402
+
+# These say what the package is without compiling it, so they work without PyTorch.
+METADATA_COMMANDS = {"egg_info", "dist_info", "sdist", "--version", "--name", "clean"}
+
+
+def prepare_cuda(torch) -> bool:
+    """Whether to build the CUDA part; sets what PyTorch's build reads from the environment."""
+    choice = os.environ.get("PATRICKSTAR_CUDA", "auto")
+    if choice == "0":
+        return False
+    cuda_home = recipe.find_cuda_home(torch.version.cuda)
+    obstacle = recipe.cuda_obstacle(torch.__version__, torch.version.cuda, cuda_home)
+    if obstacle is not None:
+        if choice == "1":
+            sys.exit(f"PATRICKSTAR_CUDA=1, but {obstacle}; or set PATRICKSTAR_CUDA=0.")
+        if torch.version.cuda is not None:
+            print(f"patrickstar: building without CUDA, because {obstacle}.", file=sys.stderr)
+        return False
+    os.environ["CUDA_HOME"] = cuda_home
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+        flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = recipe.architectures(flags, cuda_home)
+    return True
+
+
+def make_extension(torch):
+    with_cuda = prepare_cuda(torch)
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension  # reads CUDA_HOME when imported
+
+    sources = recipe.sources(ROOT, with_cuda=with_cuda)
+    # In the flags, so that another PyTorch at the same place recompiles everything.
+    macros = [("PATRICKSTAR_TORCH_VERSION", f'"{torch.__version__}"')]
+    compile_args = {"cxx": recipe.CXX_FLAGS}
+    include_dirs, library_dirs, link_args = [str(ROOT / "csrc")], [], list(recipe.LINK_FLAGS)
+    if with_cuda:
+        macros.append(recipe.CUDA_MACRO)
+        compile_args["nvcc"] = recipe.NVCC_FLAGS
+        library_dirs += recipe.link_cudart(os.environ["CUDA_HOME"], ROOT / "build" / "cudart")
+        nccl = recipe.find_nccl()
+        if nccl is not None:
+            include_dirs.append(nccl[0])
+            library_dirs.append(nccl[1])
+        # Beside this package in site-packages; PyTorch, imported first, has loaded it in any case.
+        link_args += ["-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN/../nvidia/nccl/lib"]
+    make = CUDAExtension if with_cuda else CppExtension
+    return make(
+        "patrickstar._C",
+        sources,
+        include_dirs=include_dirs,
+        library_dirs=library_dirs,
+        define_macros=macros,
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+
+
+def check_tools(torch) -> None:
+    """Exits with a remedy when the compiler is missing or PyTorch is too old; puts ninja's wheel on PATH."""
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
+        sys.exit(
+            f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
+            f"{torch.__version__}; upgrade it: {torch_command()}"
+        )
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        sys.exit(
+            f"PatrickStar compiles C++ and there is no {compiler} on PATH; install one, on Debian or Ubuntu: "
+            "apt-get install g++"
+        )
+    if shutil.which("ninja") is None:
+        try:
+            import ninja
+        except ImportError:
+            return  # PyTorch then says that it compiles without ninja, one file at a time
+        os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
+
+
+def build_options() -> dict:
+    if METADATA_COMMANDS.intersection(sys.argv[1:]):
+        return {}
+    expose_torch()
+    import torch
+
+    check_tools(torch)
+    extension = make_extension(torch)
+    from torch.utils.cpp_extension import BuildExtension
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+
+setup(**build_options())

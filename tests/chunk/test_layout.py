@@ -1,0 +1,49 @@
+"""The layout: aligned, disjoint, homogeneous, in order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import _C
+
+DTYPES = [_C.DType.FLOAT32, _C.DType.BFLOAT16, _C.DType.FLOAT16]
+ALIGNMENT = 128
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=40), st.integers(128, 4096))
+def test_any_parameters(params, chunk_numel):
+    numels, dtypes, trainable = zip(*params, strict=True)
+    layout = _C.Layout.pack(numels, dtypes, trainable, chunk_numel)
+    seen = set()
+    for index in range(layout.num_chunks):
+        chunk = layout.chunk(index)
+        assert chunk["params"] == sorted(chunk["params"])
+        end = 0
+        for param in chunk["params"]:
+            assert layout.placement(param) == (index, end)
+            assert end % ALIGNMENT == 0
+            assert (dtypes[param], trainable[param]) == (chunk["dtype"], chunk["trainable"])
+            end = -(-(end + numels[param]) // ALIGNMENT) * ALIGNMENT
+            seen.add(param)
+        assert chunk["numel"] == end
+        assert end <= chunk_numel or len(chunk["params"]) == 1
+    assert seen == set(range(len(params)))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="default_chunk_size is 64 elements"):
+        _C.Layout.pack([10], [DTYPES[0]], [True], 64)
+    with pytest.raises(ValueError, match="parameter 0 has 0 elements"):
+        _C.Layout.pack([0], [DTYPES[0]], [True], 1024)
+
+
+def test_working_set():
+    """Both chunks of a module that straddles them, and the larger one's gradient."""
+    layout = _C.Layout.pack([128, 128, 128], [DTYPES[1]] * 3, [True] * 3, 256)
+    assert layout.num_chunks == 2
+    assert _C.working_set_bytes(layout, [[0]]) == 2 * 256 * 2
+    assert _C.working_set_bytes(layout, [[1, 2]]) == (256 + 128 + 256) * 2
+    assert _C.working_set_bytes(layout, [[], [2]]) == 2 * 128 * 2

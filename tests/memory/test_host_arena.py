@@ -1,0 +1,49 @@
+"""The host arena against a model of its books."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import _C, MemoryBudgetError
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100_000), max_size=30), st.randoms(use_true_random=False))
+def test_blocks_are_disjoint_and_reused(sizes, random):
+    arena = _C.HostArena(64 * 2**20)
+    arena.reserve(sizes)
+    mapped = arena.mapped_bytes
+    live = []
+    for _ in range(3):
+        random.shuffle(sizes)
+        for size in sizes:
+            address = arena.allocate(size)
+            assert address % 256 == 0
+            assert all(address + size <= other or other + length <= address for other, length in live)
+            live.append((address, size))
+        random.shuffle(live)
+        for address, size in live:
+            arena.free(address, size)
+        live.clear()
+        assert arena.used_bytes == 0
+    arena.trim()
+    assert arena.mapped_bytes == 0
+    assert arena.peak_mapped_bytes >= mapped
+
+
+def test_limit():
+    arena = _C.HostArena(2**20)
+    arena.allocate(2**19)
+    with pytest.raises(MemoryBudgetError, match="raise host_memory"):
+        arena.allocate(2**20)
+    with pytest.raises(MemoryBudgetError, match="raise host_memory"):
+        arena.reserve([2**20])
+    arena.allocate(2**19 - 8192)
+
+
+def test_huge_blocks_start_on_huge_pages():
+    arena = _C.HostArena(64 * 2**20)
+    arena.reserve([8 * 2**20])
+    assert arena.allocate(8 * 2**20) % (2 * 2**20) == 0

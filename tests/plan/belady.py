@@ -1,0 +1,40 @@
+"""The least bytes that any policy must upload for a given timeline: a linear program, independent of the planner.
+
+Between two uses an array is either kept (it then takes room at every moment in between) or dropped and uploaded again. For arrays of one
+size the program's matrix is totally unimodular (intervals on a line), so its optimum is a real schedule; in general it is a lower
+bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import lil_matrix
+
+
+def least_uploaded_bytes(uses: list[set[int]], sizes: list[int], room: list[int]) -> float:
+    """Args:
+        uses: for each moment, the arrays it reads.
+        sizes: bytes by array.
+        room: for each moment, bytes for arrays.
+    """
+    intervals = []  # (array, last use, next use)
+    last: dict[int, int] = {}
+    uploaded = 0
+    for moment, arrays in enumerate(uses):
+        for array in arrays:
+            if array in last:
+                intervals.append((array, last[array], moment))
+            uploaded += sizes[array]
+            last[array] = moment
+    if not intervals:
+        return uploaded
+    matrix = lil_matrix((len(uses), len(intervals)))
+    left = np.array([room[moment] - sum(sizes[array] for array in arrays) for moment, arrays in enumerate(uses)], dtype=float)
+    for index, (array, begin, end) in enumerate(intervals):
+        for moment in range(begin + 1, end):
+            matrix[moment, index] = sizes[array]
+    saved = [-float(sizes[array]) for array, _, _ in intervals]
+    result = linprog(saved, A_ub=matrix.tocsr(), b_ub=left, bounds=(0, 1), method="highs")
+    assert result.status == 0, result.message
+    return uploaded + result.fun

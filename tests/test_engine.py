@@ -1,0 +1,354 @@
+"""The engine as a module: what users do beside training steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import _C, torch_scope
+from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, VOCAB, Mlp, token_batch
+from tests.training import ADAM, least_device_memory, make_config, train, train_plain
+
+
+def batch(seed=1):
+    return token_batch(torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["unlimited", "scarce"])
+def trained(request):
+    """An engine after a step, with all chunks on the device or hardly any."""
+    config = make_config("bf16", default_chunk_size=2048)
+    if request.param == "scarce":
+        config["device_memory"] = least_device_memory(MODELS["mlp"], config) + 64 * 1024
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Mlp, 0, config)
+    with engine:
+        engine.backward(engine(**batch())["loss"])
+        optimizer.step()
+        yield engine, optimizer
+
+
+def step(engine, optimizer, seed=2):
+    optimizer.zero_grad()
+    loss = engine(**batch(seed))["loss"]
+    engine.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
+def test_same_objects_and_true_shapes():
+    modules = []
+
+    def build():
+        modules.append(Mlp())
+        return modules[0]
+
+    engine, optimizer = initialize_engine(build, 0, make_config("bf16"))
+    with engine:
+        module = modules[0]
+        before = dict(module.named_parameters())
+        assert engine.module is module and type(module) is Mlp
+        assert dict(engine.named_parameters()).keys() == before.keys()
+        assert all(a is b for a, b in zip(engine.parameters(), before.values(), strict=True))
+        weight = module.head.weight
+        assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad
+        assert (weight.shape, weight.dtype, weight.numel(), weight.is_contiguous()) == ((VOCAB, 32), torch.bfloat16, VOCAB * 32, True)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+        engine.eval()
+        assert not module.training
+        engine.train()
+        assert module.layers[0].training
+
+
+def test_report_is_flat_and_complete(trained):
+    engine, _ = trained
+    report = engine.report()
+    assert {
+        "num_parameters", "device_budget_bytes", "device_peak_bytes", "host_budget_bytes", "host_peak_bytes", "uploaded_bytes",
+        "downloaded_bytes", "num_evictions", "num_prefetch_hits", "num_on_demand_fetches", "num_skipped_steps", "loss_scale", "grad_norm",
+    } <= report.keys()
+    assert all(isinstance(value, (int, float, str)) for value in report.values())
+    assert report["num_parameters"] == sum(p.numel() for p in engine.parameters())
+    engine.reset_report()
+    after = engine.report()
+    assert after["uploaded_bytes"] == after["num_evictions"] == 0
+    assert after["device_peak_bytes"] <= report["device_peak_bytes"]
+
+
+def test_evaluation_leaves_the_plan_alone(trained):
+    """Evaluation between steps, of other shapes too, changes neither numbers nor the replay."""
+    engine, optimizer = trained
+    step(engine, optimizer)
+    engine.reset_report()
+    losses = []
+    for _ in range(3):
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(**{key: value[:1, :5] for key, value in batch(9).items()})["loss"].item())
+        engine.train()
+        before = engine.report()["num_replayed_moments"]
+        step(engine, optimizer)
+        assert engine.report()["num_replayed_moments"] > before
+    assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0]
+    assert engine.report()["num_moments"] == engine.report()["num_replayed_moments"]
+
+
+def test_reading_parameters_any_time(trained):
+    """print, arithmetic, reductions, copies, numpy: right values, whatever is on the device."""
+    engine, optimizer = trained
+    state = engine.state_dict()
+    with torch.no_grad():
+        for name, param in engine.named_parameters():
+            expected = state[name].bfloat16()
+            assert torch.equal(param * 1, expected)
+            assert torch.equal(param.clone(), expected)
+            assert torch.equal(param.data.clone(), expected)
+            assert torch.equal(param.detach().float(), expected.float())
+            assert torch.equal(param.t().t() if param.ndim == 2 else param.view(-1), expected)
+            assert param.sum() == expected.sum()
+            assert torch.isfinite(param).all()
+            assert str(expected.flatten()[0].item())[:4] in repr(param.flatten()[0])
+        assert torch.nn.utils.parameters_to_vector(engine.parameters()).numel() == engine.report()["num_parameters"]
+    step(engine, optimizer)
+
+
+def test_a_parameter_off_the_device_refuses_raw_access(trained):
+    engine, _ = trained
+    runtime = engine._session.runtime
+    weight = engine.module.layers[1][0].weight
+    with torch._C.DisableTorchFunctionSubclass():
+        if runtime.is_on_device(weight._patrickstar.chunk, _C.ArrayKind.PARAM):
+            assert weight.sum().isfinite()
+        else:
+            with pytest.raises(RuntimeError, match="its memory is not on the device now"):
+                weight.sum()
+
+
+def test_writing_parameters_any_time(trained):
+    """In-place operations by the user reach the float32 master."""
+    engine, optimizer = trained
+    weight, bias = engine.module.head.weight, engine.module.head.bias
+    other = engine.module.layers[0][0].weight
+    before = engine.state_dict()
+    with torch.no_grad():
+        weight.mul_(1.0 + 2**-20)  # invisible in bfloat16, not in float32
+        bias[:3] = 7.0
+        other.data.fill_(0.125)
+        engine.module.layers[1][0].weight.copy_(other)
+        engine.module.layers[2][2].bias.data = torch.full((32,), 1 / 3)
+    torch.manual_seed(5)
+    nn.init.normal_(engine.module.layers[2][0].weight)
+    torch.manual_seed(5)
+    expected = torch.empty(64, 32).normal_()
+    after = engine.state_dict()
+    assert torch.equal(after["head.weight"], before["head.weight"] * (1.0 + 2**-20))
+    assert torch.equal(after["head.bias"], torch.cat([torch.full((3,), 7.0), before["head.bias"][3:]]))
+    assert (after["layers.0.0.weight"] == 0.125).all() and (after["layers.1.0.weight"] == 0.125).all()
+    assert (after["layers.2.2.bias"] == torch.tensor(1 / 3)).all()
+    assert torch.equal(after["layers.2.0.weight"], expected)
+    with torch.no_grad():
+        assert (other.float() == 0.125).all()  # the compute copy follows
+    with pytest.raises(RuntimeError, match="leaf parameter that requires grad"):
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="they must agree"):
+        weight.data = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match="out of its chunk"):
+        weight.data.resize_(3)
+    step(engine, optimizer)
+
+
+def test_copies_are_ordinary(trained):
+    engine, _ = trained
+    clone = copy.deepcopy(engine.module.head)
+    assert type(clone.weight) is nn.Parameter
+    with torch.no_grad():
+        assert torch.equal(clone.weight, engine.module.head.weight)
+    buffer = io.BytesIO()
+    torch.save(engine.module.head.weight, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)) is nn.Parameter
+    loaded = pickle.loads(pickle.dumps(engine.module.head.bias.detach()))
+    assert type(loaded) is torch.Tensor and loaded.shape == (VOCAB,)
+
+
+def test_module_state_dict_reads_parameters(trained):
+    """The module's own state_dict works too (in the compute dtype)."""
+    engine, _ = trained
+    full = engine.state_dict()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value.float(), full[name].bfloat16().float())
+
+
+def test_close_gives_an_ordinary_module_back(trained):
+    engine, _ = trained
+    state = engine.state_dict()
+    module = engine.module
+    engine.close()
+    assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in module.parameters())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, state[name])
+    loss = module(**batch())["loss"]
+    loss.backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+def test_memory_is_returned_on_close():
+    """Nothing of a closed engine counts, and its device memory is free."""
+    engine, optimizer = initialize_engine(Mlp, 0, make_config())
+    step(engine, optimizer)
+    runtime = weakref.ref(engine._session.runtime)
+    engine.close()
+    del engine, optimizer
+    gc.collect()
+    assert runtime() is None
+
+
+def test_saved_views_do_not_keep_evicted_memory():
+    """What autograd saves of a parameter is a view of the chunk: evicting the chunk frees the memory all the same."""
+    config = make_config(default_chunk_size=1024)
+    config["optimizer"]["params"]["use_hybrid_adam"] = False
+    engine, _ = initialize_engine(lambda: nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]), 0, {**config, "device_memory": 400_000})
+    with engine:
+        x = torch.randn(2, 128, requires_grad=True)
+        loss = engine(x).sum()
+        report = engine.report()
+        assert report["num_evictions"] > 0
+        assert report["device_payload_bytes"] <= 400_000 < 8 * 128 * 129 * 4
+        assert report["device_peak_bytes"] <= 400_000
+        engine.backward(loss)
+        assert engine.report()["device_peak_bytes"] <= 400_000
+
+
+def test_torch_scope():
+    """Parameters made in torch_scope stay float32 with PyTorch beside bfloat16 chunks, and are trained like the others."""
+
+    class Scoped(Mlp):
+        def __init__(self):
+            super().__init__()
+            with torch_scope(do_allreduce=True):
+                self.norm = nn.LayerNorm(32)
+                self.layers[1] = nn.Sequential(nn.Linear(32, 32))
+
+    from tests.models import Case
+
+    case = Case(Scoped, token_batch)
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Scoped, 0, make_config("bf16", gradient_clipping=0.1))
+    with engine:
+        assert type(engine.module.layers[1][0].weight) is nn.Parameter
+        assert engine.module.layers[1][0].weight.dtype == torch.float32
+        assert isinstance(engine.module.head.weight, ChunkedParameter)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = engine(**token_batch(generator))["loss"]
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        state = optimizer.state_dict()
+        assert len(state["state"]) == len(list(engine.parameters())) - 2  # the norm is not used
+        optimizer.load_state_dict(state)
+    reference = train_plain(case, steps=8, clipping=0.1)
+    assert max(abs(a - b) / b for a, b in zip(losses, reference.losses, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_cpu_embedding(precision):
+    """Embeddings stay in host memory, out of the device budget; a tied one stays in its chunk."""
+    config = make_config(precision, use_cpu_embedding=True, gradient_clipping=0.5)
+    run = train(MODELS["mlp"], config, steps=8)
+    reference = train_plain(MODELS["mlp"], steps=8, clipping=0.5)
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    assert max(abs(a - b) / b for a, b in zip(run.losses, reference.losses, strict=True)) < tolerance
+    engine, _ = initialize_engine(Mlp, 0, config)
+    with engine:
+        assert type(engine.module.embed.weight) is nn.Parameter and engine.module.embed.weight.dtype == torch.float32
+    tied, _ = initialize_engine(MODELS["gpt2"].build, 0, config)
+    with tied:
+        assert isinstance(tied.module.transformer.wte.weight, ChunkedParameter)
+        assert type(tied.module.transformer.wpe.weight) is nn.Parameter
+
+
+def test_tied_weights_are_one_parameter():
+    engine, optimizer = initialize_engine(MODELS["shared"].build, 0, make_config("bf16"))
+    with engine:
+        assert engine.module.head.weight is engine.module.embed.weight
+        state = engine.state_dict()
+        assert state["head.weight"] is state["embed.weight"]
+        assert len(list(engine.parameters())) == 3
+
+
+def test_optimizer_state_moves_to_pytorch_and_back():
+    """The state dicts are torch.optim's: 5 steps here, 5 there, 5 here again, as 15 with PyTorch."""
+    case = MODELS["mlp"]
+    reference = train_plain(case, steps=15)
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+
+    def ours(model, optim, count):
+        engine, optimizer = initialize_engine(Mlp, 0, make_config())
+        with engine:
+            if model is not None:
+                engine.load_state_dict(model)
+                optimizer.load_state_dict(optim)
+            for _ in range(count):
+                optimizer.zero_grad()
+                engine.backward(engine(**case.batch(generator))["loss"])
+                optimizer.step()
+            return engine.state_dict(), optimizer.state_dict()
+
+    model, optim = ours(None, None, 5)
+    module = Mlp()
+    plain = torch.optim.AdamW(module.parameters(), **ADAM)
+    module.load_state_dict(model)
+    plain.load_state_dict(optim)
+    for _ in range(5):
+        plain.zero_grad()
+        module(**case.batch(generator))["loss"].backward()
+        plain.step()
+    model, optim = ours(module.state_dict(), plain.state_dict(), 5)
+    for name, value in reference.state.items():
+        torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-6)
+    assert {entry["step"].item() for entry in optim["state"].values()} == {15.0}
+
+
+@pytest.mark.parametrize("option", [
+    {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 0.3}, {"use_fake_dist": True}, {"margin_use_ratio": 0.1}])
+def test_memory_options_do_not_change_numbers(option):
+    config = make_config("bf16")
+    budget = least_device_memory(MODELS["gpt2"], config) * 2
+    plain = train(MODELS["gpt2"], {**config, "device_memory": budget}, steps=5)
+    other = train(MODELS["gpt2"], {**config, "device_memory": budget, "client": {"mem_tracer": option}}, steps=5)
+    assert plain.losses == other.losses
+    assert other.report["device_peak_bytes"] <= budget
+
+
+def test_retain_graph(trained):
+    """Two backwards through one graph accumulate."""
+    engine, optimizer = trained
+    loss = engine(**batch())["loss"]
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    optimizer.step()
+    doubled = engine.report()["grad_norm"]
+    optimizer.zero_grad()
+    assert doubled > 0
+
+
+def test_two_forwards_one_backward(trained):
+    """A contrastive step: two forwards, then one loss."""
+    engine, optimizer = trained
+    loss = engine(**batch(3))["loss"] + engine(**batch(4))["loss"]
+    engine.backward(loss)
+    optimizer.step()
+    step(engine, optimizer)

@@ -1,0 +1,165 @@
+"""Placement never changes numbers: bitwise the same losses and parameters for any budget, chunk size, ISA and plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from patrickstar import _C
+from tests.models import LENGTH, MODELS, VOCAB, Case, gpt2
+from tests.training import assert_same, least_device_memory, make_config, relative_error, train, train_plain
+
+PRECISIONS = ["fp32", "bf16", "fp16"]
+
+
+def wide_gpt2():
+    return gpt2(hidden=128, layers=4)
+
+
+def short_batch(generator):
+    tokens = torch.randint(1, VOCAB, (1, LENGTH // 2), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+WIDE = Case(wide_gpt2, short_batch)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_budgets(precision):
+    """20 steps: unlimited = 1/4 of model data = 1/8 of it = the least that works."""
+    unlimited = train(WIDE, make_config(precision))
+    model_data = unlimited.report["num_parameters"] * (16 if precision == "fp32" else 14)
+    least = least_device_memory(WIDE, make_config(precision))
+    print(f"{precision}: model data {model_data}, unlimited peak {unlimited.report['device_peak_bytes']}, least {least}")
+    assert least < model_data // 8
+    for budget in (model_data // 4, model_data // 8, least):
+        run = train(WIDE, make_config(precision, device_memory=budget))
+        print(f"  budget {budget}: peak {run.report['device_peak_bytes']}, uploaded {run.report['uploaded_bytes']}, "
+              f"evictions {run.report['num_evictions']}, on demand {run.report['num_on_demand_fetches']}")
+        assert run.report["device_peak_bytes"] <= budget
+        assert run.report["uploaded_bytes"] > 0
+        assert_same(run, unlimited)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_chunk_sizes(precision):
+    """64 Ki to 64 Mi elements, with clipping on (the norm must not depend on the layout either)."""
+    runs = [
+        train(WIDE, make_config(precision, default_chunk_size=numel, gradient_clipping=0.1))
+        for numel in (64 * 1024, 1024 * 1024, 64 * 1024 * 1024)
+    ]
+    assert len({run.report["num_chunks"] for run in runs}) > 1
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+        assert run.grad_norms == runs[0].grad_norms
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_planned_and_on_demand(precision):
+    """A replayed plan moves bytes earlier, not numbers."""
+    budget = make_config(precision, device_memory=least_device_memory(WIDE, make_config(precision)) * 5 // 4)
+    planned = train(WIDE, budget)
+    on_demand = train(WIDE, budget, before_step=lambda engine, step: engine._session.runtime.forget_plan())
+    assert planned.report["num_replayed_moments"] > 0
+    assert planned.report["num_prefetch_hits"] > 0
+    assert on_demand.report["num_replayed_moments"] == 0
+    assert on_demand.report["num_prefetch_hits"] == 0
+    assert_same(planned, on_demand)
+
+
+@pytest.mark.parametrize("use_hybrid_adam", [True, False])
+def test_where_adam_runs(use_hybrid_adam):
+    """Optimizer states on the device or on the host."""
+    config = make_config("bf16", gradient_clipping=1.0)
+    config["optimizer"]["params"]["use_hybrid_adam"] = use_hybrid_adam
+    run = train(WIDE, config)
+    assert (run.report["num_device_state_chunks"] > 0) == use_hybrid_adam
+    assert_same(run, train(WIDE, make_config("bf16", gradient_clipping=1.0)))
+
+
+_ISA_SCRIPT = """
+import hashlib, json, sys, torch
+torch.set_num_threads(2)
+from tests.test_equality import WIDE
+from tests.training import make_config, train
+digests = {}
+for precision in ("fp32", "bf16", "fp16"):
+    run = train(WIDE, make_config(precision, gradient_clipping=0.1))
+    digest = hashlib.sha256(json.dumps(run.losses).encode())
+    for name in sorted(run.state):
+        digest.update(run.state[name].contiguous().numpy().tobytes())
+    digests[precision] = [run.report["isa"], digest.hexdigest()]
+print(json.dumps(digests))
+"""
+
+
+def test_instruction_sets():
+    """Scalar, AVX2 and AVX-512 give the same bits (each in a process of its own, 20 steps in three precisions)."""
+    results = {}
+    for isa in _C.optim.supported_isas():
+        output = subprocess.run([sys.executable, "-c", _ISA_SCRIPT], env={**os.environ, "PATRICKSTAR_ISA": isa}, text=True,
+                                capture_output=True, check=True).stdout
+        result = json.loads(output.splitlines()[-1])
+        assert all(used == isa for used, _ in result.values())
+        results[isa] = {precision: digest for precision, (_, digest) in result.items()}
+    print(f"compared {', '.join(results)}")
+    assert len({json.dumps(result) for result in results.values()}) == 1
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", MODELS)
+def test_against_pytorch(name, optimizer):
+    """float32: within 1e-6 of torch.optim after 20 steps, losses within 1e-5."""
+    reference = train_plain(MODELS[name], optimizer)
+    run = train(MODELS[name], make_config(optimizer=optimizer))
+    error = relative_error(run, reference)
+    loss_error = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
+    print(f"{name} {optimizer}: parameters {error:.1e}, losses {loss_error:.1e}")
+    assert error <= 1e-6
+    assert loss_error <= 1e-5
+    assert run.losses[0] == reference.losses[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_models_in_their_least_budget(name, precision):
+    """Every model: bitwise the same in the least budget that works, which the peak reaches and never exceeds."""
+    config = make_config(precision, gradient_clipping=1.0)
+    unlimited = train(MODELS[name], config, steps=6)
+    least = least_device_memory(MODELS[name], config)
+    run = train(MODELS[name], {**config, "device_memory": least}, steps=6)
+    print(f"{name} {precision}: unlimited peak {unlimited.report['device_peak_bytes']}, least {least}, peak {run.report['device_peak_bytes']}")
+    assert run.report["device_peak_bytes"] <= least < unlimited.report["device_peak_bytes"]
+    assert_same(run, unlimited)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+def test_activation_checkpointing(name, use_reentrant):
+    """Both kinds of recomputation: same bits for every budget, and less memory than without."""
+    config = make_config("bf16")
+    plain = least_device_memory(MODELS[name], config)
+    unlimited = train(MODELS[name], config, steps=5, checkpointing=use_reentrant)
+    least = least_device_memory(MODELS[name], config, checkpointing=use_reentrant)
+    print(f"{name}: least budget {plain} without, {least} with checkpointing")
+    assert least < plain
+    run = train(MODELS[name], {**config, "device_memory": least}, steps=5, checkpointing=use_reentrant)
+    assert run.report["device_peak_bytes"] <= least
+    assert_same(run, unlimited)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_accumulation(precision):
+    """Three backwards before a step: same bits for every budget and chunk size; in float32 equal to PyTorch's sum."""
+    config = make_config(precision, gradient_clipping=1.0)
+    unlimited = train(WIDE, config, steps=6, accumulate=3)
+    least = least_device_memory(WIDE, config, accumulate=3)
+    for other in ({"device_memory": least}, {"device_memory": least * 2}, {"default_chunk_size": 1024 * 1024}):
+        assert_same(train(WIDE, {**config, **other}, steps=6, accumulate=3), unlimited)
+    if precision == "fp32":
+        assert relative_error(unlimited, train_plain(WIDE, steps=6, accumulate=3, clipping=1.0)) <= 1e-6

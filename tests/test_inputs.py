@@ -1,0 +1,264 @@
+"""Wrong use: a clear error before anything is lost, or correct behaviour; never silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import MemoryBudgetError, StateError
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, Mlp, token_batch
+from tests.training import make_config, train
+
+GENERATOR = torch.Generator()
+
+
+def batch():
+    return token_batch(GENERATOR.manual_seed(1))
+
+
+@pytest.fixture
+def engine_and_optimizer():
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Mlp, 0, make_config())
+    with engine:
+        yield engine, optimizer
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"model_func": nn.Linear(2, 2)}, "model_func is a module"),
+    ({"model_func": 3}, "model_func is a int"),
+    ({"model_func": lambda: "model"}, "model_func returned a str"),
+    ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
+    ({"model_func": lambda: nn.Linear(2, 2, device="meta")}, "meta device"),
+    ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
+    ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
+    ({"model_func": Mlp, "config": "config.json"}, "config is a str"),
+    ({"model_func": Mlp, "model_parameters": "decay"}, "model_parameters is a str"),
+    ({"model_func": Mlp, "model_parameters": [{"params": "nothing.*"}]}, "no parameter matches 'nothing"),
+    ({"model_func": Mlp, "model_parameters": [{"params": "embed.*"}]}, "are in no group"),
+    ({"model_func": Mlp, "model_parameters": [{"lr": 1}]}, "whose 'params' are name patterns"),
+    ({"model_func": Mlp, "model_parameters": [{"params": "*", "momentum": 1}]}, "unknown option 'momentum'"),
+    ({"model_func": Mlp, "model_parameters": [{"params": "*", "lr": -1}]}, r"model_parameters\[0\].lr is -1"),
+    ({"model_func": Mlp, "model_parameters": lambda m: [nn.Parameter(torch.ones(1))]}, "not a parameter of the module"),
+    ({"model_func": Mlp, "model_parameters": lambda m: [{"params": m.parameters()}, {"params": m.parameters()}]}, "is in two groups"),
+])
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        initialize_engine(**arguments)
+
+
+def test_budget_below_the_working_set():
+    with pytest.raises(MemoryBudgetError, match=r"device_memory is 1000 bytes.*at least \d+ bytes"):
+        initialize_engine(Mlp, 0, make_config(device_memory=1000))
+    assert torch.empty(10).numel() == 10  # the allocator is PyTorch's own again
+
+
+def test_host_budget_too_small():
+    with pytest.raises(MemoryBudgetError, match=r"host memory takes.*raise host_memory or device_memory by \d+ bytes"):
+        initialize_engine(Mlp, 0, make_config(device_memory="200KB", host_memory=1000))
+
+
+def test_an_already_built_model_works():
+    torch.manual_seed(0)
+    module = Mlp()
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    engine, optimizer = initialize_engine(lambda: module, 0, None)
+    with engine:
+        assert engine.module is module
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, expected[name])
+        engine.backward(engine(**batch())["loss"])
+        optimizer.step()
+
+
+def test_the_same_parameters_in_a_second_engine(engine_and_optimizer):
+    engine, _ = engine_and_optimizer
+    with pytest.raises(ValueError, match="belongs to an engine already"):
+        initialize_engine(lambda: engine.module, 0, None)
+
+
+def test_second_engine(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    with pytest.raises(StateError, match="another engine is open"):
+        initialize_engine(Mlp, 0, None)
+    engine.backward(engine(**batch())["loss"])  # the first one is unharmed
+    optimizer.step()
+    engine.close()
+    other, _ = initialize_engine(Mlp, 0, None)
+    other.close()
+
+
+def test_a_dropped_engine_makes_room():
+    engine, optimizer = initialize_engine(Mlp, 0, None)
+    engine.backward(engine(**batch())["loss"])
+    del engine, optimizer
+    initialize_engine(Mlp, 0, None)[0].close()
+
+
+def test_backward_before_forward(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(StateError, match="backward before forward"):
+        engine.backward(loss)
+    engine(**batch())
+    with pytest.raises(StateError, match="does not require grad"):
+        engine.backward(torch.ones(()))
+    with pytest.raises(ValueError, match="give the loss tensor"):
+        engine.backward({"loss": loss})
+    with pytest.raises(ValueError, match=r"the loss has shape \(3,\)"):
+        engine.backward(torch.ones(3, requires_grad=True))
+    engine.backward(engine(**batch())["loss"])
+    optimizer.step()
+    with pytest.raises(StateError, match="backward before forward"):
+        engine.backward(loss)
+
+
+def test_forward_under_no_grad_then_backward(engine_and_optimizer):
+    engine, _ = engine_and_optimizer
+    with torch.no_grad():
+        loss = engine(**batch())["loss"]
+    with pytest.raises(StateError, match="backward before forward"):
+        engine.backward(loss)
+
+
+def test_plain_backward_is_refused(engine_and_optimizer):
+    engine, _ = engine_and_optimizer
+    with pytest.raises(StateError, match=r"call model.backward\(loss\)"):
+        engine(**batch())["loss"].backward()
+
+
+def test_nan_loss_without_scaler_changes_nothing(engine_and_optimizer, caplog):
+    engine, optimizer = engine_and_optimizer
+    before = engine.state_dict()
+    engine.backward(engine(**batch())["loss"] * float("nan"))
+    optimizer.step()
+    assert "not finite" in caplog.text
+    assert engine.report()["num_skipped_steps"] == 1
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.backward(engine(**batch())["loss"])
+    optimizer.step()
+    assert engine.report()["num_steps"] == 1
+
+
+def test_clip_grad_norm_is_refused(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    engine.backward(engine(**batch())["loss"])
+    with pytest.raises(RuntimeError, match="gradient_clipping"):
+        nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="gradient of head.weight is in PatrickStar's chunks"):
+        _ = engine.module.head.weight.grad
+    with pytest.raises(RuntimeError, match="gradient of"):
+        torch.optim.SGD(engine.module.parameters(), lr=1).step()
+    with pytest.raises(RuntimeError, match="cannot be set"):
+        engine.module.head.weight.grad = torch.zeros(97, 32)
+    optimizer.step()
+    assert engine.module.head.weight.grad is None
+
+
+def test_dropping_gradients_the_pytorch_way(engine_and_optimizer):
+    """``p.grad = None`` and both ``zero_grad`` forget folded gradients."""
+    engine, optimizer = engine_and_optimizer
+    before = engine.state_dict()
+    for forget in (optimizer.zero_grad, engine.zero_grad, lambda: [setattr(p, "grad", None) for p in engine.parameters()]):
+        engine.backward(engine(**batch())["loss"])
+        forget()
+        assert all(p.grad is None for p in engine.parameters())
+        optimizer.step()
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_unfreezing_a_parameter_is_refused():
+    engine, _ = initialize_engine(MODELS["frozen"].build, 0, None)
+    with engine:
+        engine.module.embed.weight.requires_grad_(True)
+        with pytest.raises(StateError, match="embed.weight was frozen when the engine was built"):
+            engine(**batch())
+
+
+def test_freezing_later_works(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    engine.module.embed.weight.requires_grad_(False)
+    before = engine.state_dict()
+    engine.backward(engine(**batch())["loss"])
+    optimizer.step()
+    after = engine.state_dict()
+    assert torch.equal(before["embed.weight"], after["embed.weight"])
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_step_without_gradients_does_nothing(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    before = engine.state_dict()
+    optimizer.step()
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.report()["num_steps"] == 0
+
+
+def test_an_exception_in_forward_or_backward_loses_nothing():
+    """A step that failed leaves no trace: the run goes on as if it had not been."""
+
+    class Failing(Mlp):
+        fail = None
+
+        def forward(self, input_ids, labels):
+            if Failing.fail == "forward":
+                self.layers[0](self.embed(input_ids))
+                raise KeyError("in forward")
+            out = super().forward(input_ids, labels)
+            if Failing.fail == "backward":
+                out["loss"].register_hook(lambda grad: 1 / 0)
+            return out
+
+    case = MODELS["mlp"]
+    expected = train(case, make_config(), steps=4)
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Failing, 0, make_config())
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    with engine:
+        for _ in range(4):
+            data = case.batch(generator)
+            for Failing.fail, error in (("forward", KeyError), ("backward", ZeroDivisionError)):
+                with pytest.raises(error):
+                    engine.backward(engine(**data)["loss"])
+            Failing.fail = None
+            optimizer.zero_grad()
+            loss = engine(**data)["loss"]
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        state = engine.state_dict()
+    assert losses == expected.losses
+    assert all(torch.equal(state[name], expected.state[name]) for name in state)
+
+
+def test_calls_after_close():
+    engine, optimizer = initialize_engine(Mlp, 0, None)
+    loss = engine(**batch())["loss"]
+    engine.close()
+    engine.close()
+    for call in (lambda: engine(**batch()), lambda: engine.backward(loss), optimizer.step, engine.report, optimizer.zero_grad):
+        with pytest.raises(StateError, match="closed"):
+            call()
+    with pytest.raises(StateError, match="closed"):
+        loss.backward()
+
+
+def test_wrong_state_dicts(engine_and_optimizer):
+    engine, optimizer = engine_and_optimizer
+    state = engine.state_dict()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        engine.load_state_dict({})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        engine.load_state_dict({**state, "head.bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match="assign"):
+        engine.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match="the state dict of"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+    with pytest.raises(RuntimeError, match="fixed when the engine is built"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -1,0 +1,111 @@
+"""Training runs that tests compare: through the engine, and with plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import MemoryBudgetError
+from patrickstar.runtime import initialize_engine
+from tests.models import Case
+
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+
+
+@dataclasses.dataclass
+class Run:
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+    report: dict[str, Any]
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    chunk_reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def make_config(precision: str = "fp32", optimizer: str = "AdamW", **config: Any) -> dict[str, Any]:
+    result = {"optimizer": {"type": optimizer, "params": dict(ADAM)}, "default_chunk_size": 64 * 1024, **config}
+    if precision == "bf16":
+        result["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        result["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
+    return result
+
+
+def train(case: Case, config: dict[str, Any], steps: int = 20, accumulate: int = 1, seed: int = 0, checkpointing: bool | None = None,
+          before_step=None, model_parameters=None) -> Run:
+    """Trains through the engine. ``checkpointing``: use_reentrant of Hugging Face's gradient checkpointing, or None for none.
+    ``before_step(engine, step)`` may look or interfere."""
+    torch.manual_seed(seed)
+    engine, optimizer = initialize_engine(case.build, 0, config, model_parameters=model_parameters)
+    with engine:
+        engine.train()
+        if checkpointing is not None:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        generator = torch.Generator().manual_seed(seed + 1)
+        losses, norms, reports = [], [], []
+        for step in range(steps):
+            if before_step is not None:
+                before_step(engine, step)
+            optimizer.zero_grad()
+            for _ in range(accumulate):
+                loss = case.loss(engine(**case.batch(generator)))
+                engine.backward(loss / accumulate if accumulate > 1 else loss)
+                losses.append(loss.item())
+            optimizer.step()
+            norms.append(engine.report()["grad_norm"])
+            reports.append(engine.report())
+            del loss
+        return Run(losses, engine.state_dict(), engine.report(), norms, reports)
+
+
+def train_plain(case: Case, optimizer: str = "AdamW", steps: int = 20, accumulate: int = 1, seed: int = 0, clipping: float = 0.0,
+                dtype: torch.dtype = torch.float32) -> Run:
+    """The same with plain PyTorch."""
+    torch.manual_seed(seed)
+    module = case.build().to(dtype)
+    module.train()
+    optim = getattr(torch.optim, optimizer)([p for p in module.parameters() if p.requires_grad], **ADAM)
+    generator = torch.Generator().manual_seed(seed + 1)
+    losses, norms = [], []
+    for _ in range(steps):
+        optim.zero_grad()
+        for _ in range(accumulate):
+            loss = case.loss(module(**case.batch(generator)))
+            (loss / accumulate if accumulate > 1 else loss).backward()
+            losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clipping if clipping > 0 else float("inf"))))
+        optim.step()
+    return Run(losses, {name: value.detach().clone() for name, value in module.state_dict().items()}, {}, norms)
+
+
+def least_device_memory(case: Case, config: dict[str, Any], **kwargs: Any) -> int:
+    """The least device budget that works, as the errors say it."""
+    budget = 1
+    for _ in range(4):
+        try:
+            train(case, {**config, "device_memory": budget}, steps=1, **kwargs)
+            return budget
+        except MemoryBudgetError as error:
+            named = int(re.search(r"at least (\d+) bytes", str(error)).group(1))
+            assert named > budget, f"the error names {named} bytes for a budget of {budget}: {error}"
+            budget = named
+    raise AssertionError(f"the errors' budgets do not come to an end at {budget} bytes")
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """Bitwise: every loss, every tensor."""
+    assert [loss.hex() for loss in one.losses] == [loss.hex() for loss in other.losses]  # NaN equals NaN
+    assert one.state.keys() == other.state.keys()
+    different = [name for name in one.state if not torch.equal(one.state[name], other.state[name])]
+    assert not different, f"{len(different)} of {len(one.state)} tensors differ, first {different[0]}"
+
+
+def relative_error(run: Run, reference: Run) -> float:
+    """Norm of the difference of all floating point tensors over the norm of the reference's."""
+    names = [name for name, value in reference.state.items() if value.is_floating_point()]
+    difference = sum(float((run.state[n].double() - reference.state[n].double()).square().sum()) for n in names)
+    total = sum(float(reference.state[n].double().square().sum()) for n in names)
+    return (difference / total) ** 0.5

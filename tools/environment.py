@@ -1,0 +1,183 @@
+"""Runs Python with the PyTorch that is there, or makes a virtual environment with one; the Makefile's way to Python.
+
+    python3 tools/environment.py --extras build,test -- -m pytest
+
+In this order: the active virtual environment or the python3 this is run with, if it has PyTorch; .venv of this
+repository; a new .venv. Extras are those of pyproject.toml; what they lack is installed, always held to the PyTorch
+that is there, so that no second one is downloaded. Where Python's own packages must not be changed (Debian's, or one
+without write permission) they go into a .venv that sees them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+from patrickstar_build import has_nvidia_driver  # noqa: E402
+from patrickstar_pins import CPU_INDEX, MINIMUM_PYTHON, MINIMUM_TORCH, TORCH  # noqa: E402
+
+VENV = ROOT / ".venv"
+
+_TORCH_VERSION = "import importlib.metadata as m; print(m.version('torch'))"
+_MAY_INSTALL = """
+import os, sys, sysconfig
+managed = os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED"))
+sys.exit((managed and sys.prefix == sys.base_prefix) or not os.access(sysconfig.get_path("purelib"), os.W_OK))
+"""
+_MISSING = """
+import importlib.metadata, sys
+from pip._vendor.packaging.requirements import Requirement
+for text in sys.argv[1:]:
+    requirement = Requirement(text)
+    try:
+        found = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is None or not requirement.specifier.contains(found, prereleases=True):
+        print(text)
+"""
+_EXTRAS = """
+import json, sys
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+print(json.dumps({"": project["dependencies"], **project["optional-dependencies"]}))
+"""
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error: what the command prints may be read by others."""
+    print(f"environment: {text}", file=sys.stderr, flush=True)
+
+
+def output(python: str, code: str, *arguments: str) -> str | None:
+    """What `code` prints when `python` runs it, or None when it fails."""
+    done = subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, cwd="/")
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def torch_version(python: str) -> str | None:
+    """The version of `python`'s PyTorch if PatrickStar can use it, else None."""
+    version = output(python, _TORCH_VERSION)
+    if version and tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
+        say(f"{python} has PyTorch {version}, which is too old: passing it over")
+        return None
+    return version
+
+
+def usable_python() -> str:
+    """A Python new enough to make an environment with: this one, else a newer one on PATH."""
+    if sys.version_info >= MINIMUM_PYTHON:
+        return sys.executable
+    for minor in range(14, MINIMUM_PYTHON[1] - 1, -1):
+        found = shutil.which(f"python3.{minor}")
+        if found:
+            return found
+    sys.exit(f"PatrickStar needs Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer, {sys.executable} is older")
+
+
+def make_venv(python: str, *, see_packages: bool) -> str:
+    """Makes .venv and returns its Python. `see_packages`: those of `python` are in sight."""
+    say(f"making {VENV} with {python}")
+    command = [python, "-m", "venv", "--clear", str(VENV)] + (["--system-site-packages"] if see_packages else [])
+    if subprocess.run(command).returncode != 0:
+        sys.exit(f"{python} -m venv failed; on Debian or Ubuntu: apt-get install python3-venv")
+    return str(VENV / "bin" / "python")
+
+
+def torch_requirement() -> list[str]:
+    """What pip is asked for where there is no PyTorch: with an NVIDIA driver the default one, else one without CUDA.
+
+    Where PyTorch's own index cannot be reached the version is what picks a CPU build, if pip knows of one (a folder of
+    wheels or a mirror in its configuration); from PyPI alone it is CUDA's, larger but usable.
+    """
+    if has_nvidia_driver():
+        return ["torch"]
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10).close()
+        return [f"torch=={TORCH}", "--index-url", CPU_INDEX]
+    return [f"torch=={TORCH}"]
+
+
+def python_with_torch() -> str:
+    """The Python to use; makes .venv when there is none with PyTorch."""
+    active = os.environ.get("VIRTUAL_ENV")
+    candidates = [f"{active}/bin/python"] if active else []
+    candidates += [usable_python(), str(VENV / "bin" / "python")]
+    for python in candidates:
+        if Path(python).exists() and torch_version(python):
+            return python
+    python = make_venv(usable_python(), see_packages=False)
+    say("no PyTorch found: installing one")
+    if subprocess.run([python, "-m", "pip", "install", *torch_requirement()]).returncode != 0:
+        sys.exit("PyTorch could not be installed; install one into the active environment and run this again")
+    return python
+
+
+def missing(python: str, extras: list[str]) -> list[str]:
+    """Requirements of this project and its `extras` that `python` does not meet."""
+    import json
+
+    if output(python, "import pip") is None and subprocess.run([python, "-m", "ensurepip"]).returncode != 0:
+        sys.exit(f"{python} has no pip; install it: {python} -m ensurepip, or on Debian: apt-get install python3-pip")
+    table = json.loads(output(python, _EXTRAS, str(ROOT / "pyproject.toml")) or "{}")
+    wanted = [text for extra in ["", *extras] for text in table[extra]]
+    found = output(python, _MISSING, *dict.fromkeys(wanted))
+    return found.splitlines() if found is not None else wanted
+
+
+def install(python: str, requirements: list[str]) -> None:
+    """Installs `requirements`, with PyTorch held where it is."""
+    constraints = ROOT / ".cache" / "constraints.txt"
+    constraints.parent.mkdir(exist_ok=True)
+    constraints.write_text(f"torch=={torch_version(python)}\n", encoding="utf-8")
+    say(f"installing {', '.join(requirements)}")
+    command = [python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *requirements]
+    if subprocess.run(command).returncode != 0:
+        sys.exit(f"the packages above could not be installed with {python}; see pip's message")
+
+
+def prepare(extras: list[str]) -> str:
+    """A Python with PyTorch and all of `extras`."""
+    python = python_with_torch()
+    lacking = missing(python, extras)
+    if lacking and output(python, _MAY_INSTALL) is None:
+        own = str(VENV / "bin" / "python")
+        python = own if Path(own).exists() and torch_version(own) else make_venv(python, see_packages=True)
+        if torch_version(python) is None:
+            sys.exit("the environment with PyTorch cannot be changed; activate one that can be, and run this again")
+        lacking = missing(python, extras)
+    if lacking:
+        install(python, lacking)
+    return python
+
+
+def main() -> None:
+    """Parses the command line and becomes Python."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--extras", default="", help="comma-separated names from pyproject.toml")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="-- and what Python is to run")
+    options = parser.parse_args()
+    python = prepare([extra for extra in options.extras.split(",") if extra])
+    folder = str(Path(python).parent)
+    path = os.environ.get("PATH", "").split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(dict.fromkeys([folder, *path]))  # for ninja
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    os.execv(python, [python, *arguments])
+
+
+if __name__ == "__main__":
+    main()
