@@ -73,19 +73,34 @@ def make_extension(torch):
     )
 
 
+def choose_compiler() -> None:
+    """$CXX, else one of PATH or of the system; the first that links the C++ library as PyTorch does."""
+    told = os.environ.get("CXX")
+    names = dict.fromkeys(filter(None, [told, "c++", "g++", "/usr/bin/g++"]))
+    found = [name for name in names if shutil.which(name)]
+    if told and told not in found:
+        sys.exit(f"CXX is {told}, and there is no program of that name (no arguments here); unset or correct it")
+    if not found:
+        sys.exit("PatrickStar is compiled and there is no C++ compiler; on Debian or Ubuntu: apt-get install g++")
+    usable = next(filter(recipe.shares_libstdcxx, found), None)
+    if usable is None:
+        sys.exit(
+            f"{found[0]} cannot link a library that uses the shared libstdc++, as PyTorch does; "
+            "set CXX to a compiler that can, on Debian or Ubuntu: apt-get install g++"
+        )
+    if usable != found[0]:
+        print(f"patrickstar: compiling with {usable}, because {found[0]} links no shared libstdc++.", file=sys.stderr)
+        os.environ["CXX"] = usable
+
+
 def check_tools(torch) -> None:
-    """Exits with a remedy when the compiler is missing or PyTorch is too old; puts ninja's wheel on PATH."""
+    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel on PATH."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         sys.exit(
             f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
             f"{torch.__version__}; upgrade it: {torch_command()}"
         )
-    compiler = os.environ.get("CXX", "c++").split()[0]
-    if shutil.which(compiler) is None:
-        sys.exit(
-            f"PatrickStar compiles C++ and there is no {compiler} on PATH; install one, on Debian or Ubuntu: "
-            "apt-get install g++"
-        )
+    choose_compiler()
     if shutil.which("ninja") is None:
         try:
             import ninja

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from patrickstar_build import cuda_torch_command, toolkit_command
@@ -33,6 +34,19 @@ def sources(root: Path, *, with_cuda: bool) -> list[str]:
     if with_cuda:
         found += folder.rglob("*.cu")
     return sorted(str(path.relative_to(root)) for path in found)
+
+
+def shares_libstdcxx(compiler: str) -> bool:
+    """Whether what this C++ compiler links uses the libstdc++.so that PyTorch uses.
+
+    A compiler that links it statically makes an extension that loads and crashes at its first stream or exception.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text("#include <sstream>\nvoid probe(std::ostringstream& out) { out << 1.0; }\n", encoding="utf-8")
+        command = [compiler, "-shared", "-fPIC", str(source), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode == 0 and b"libstdc++.so" in library.read_bytes()
 
 
 def find_cuda_home(torch_cuda: str | None) -> str | None:

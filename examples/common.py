@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning
 import matplotlib
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from patrickstar.runtime import initialize_engine
@@ -63,10 +64,9 @@ class Task:
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What a training run left."""
+    """What a training run left; its module is an ordinary one again."""
 
     module: nn.Module
-    """The trained module, an ordinary one again."""
     report: dict
     """``model.report()`` at the end."""
     scores: list[Score]
@@ -107,9 +107,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--save", action="store_true", help="also write OUTPUT_DIR/model, in Hugging Face's format")
 
 
-def with_changes(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
-    """A copy of ``args`` with other values."""
-    return argparse.Namespace(**{**vars(args), **changes})
+def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """``model``, a transformers one, recomputing its activations in backward if the flags ask for it."""
+    if args.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
 
 
 def engine_config(args: argparse.Namespace) -> dict:
@@ -218,7 +221,7 @@ def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namesp
     """Trains what ``model_func`` builds on ``task``."""
     batch_size = min(args.batch_size, num_rows(task.train))
     num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / (batch_size * args.accumulation)))
-    factor = warmup_then_cosine(max(1, round(args.warmup * num_steps)), num_steps)
+    evaluate_every = math.ceil(num_steps / num_evaluations)
     batches = endless_batches(task, batch_size, args.seed)
     scores, evaluations, seconds, num_tokens = [], {}, 0.0, 0
     torch.manual_seed(args.seed)
@@ -226,7 +229,7 @@ def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namesp
         model_func, local_rank=0, config=engine_config(args), model_parameters=decay_groups(args.weight_decay)
     )
     with model, tqdm(total=num_steps, desc=task.name, unit="step", mininterval=1.0) as progress:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        scheduler = LambdaLR(optimizer, warmup_then_cosine(max(1, round(args.warmup * num_steps)), num_steps))
         model.train()
         for step in range(1, num_steps + 1):
             started = time.perf_counter()
@@ -238,17 +241,23 @@ def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namesp
             scores.append(score)
             progress.set_postfix(loss=f"{score.loss:.3f}", accuracy=f"{score.accuracy:.3f}", refresh=False)
             progress.update()
-            if step % math.ceil(num_steps / num_evaluations) == 0 or step == num_steps:
+            if step % evaluate_every == 0 or step == num_steps:
                 evaluations[step] = held_out = evaluate(model, task.held_out, args.batch_size, task.shift)
                 progress.write(f"step {step}: held-out loss {held_out.loss:.4f}, accuracy {held_out.accuracy:.2%}")
         test = evaluate(model, task.test, args.batch_size, task.shift) if task.test else None
         report = model.report()
-    return Run(module=model.module, report=report, scores=scores, evaluations=evaluations, test=test,
-               tokens_per_second=num_tokens / seconds)
+    return Run(
+        module=model.module,
+        report=report,
+        scores=scores,
+        evaluations=evaluations,
+        test=test,
+        tokens_per_second=num_tokens / seconds,
+    )
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in MiB or, from 10 GiB on, in GiB."""
+    """MiB or, from 10 GiB on, GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -288,10 +297,3 @@ def save_curves(run: Run, task: Task, path: Path) -> None:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     print(f"curves: {path}")
-
-
-def save_model(run: Run, tokenizer: object, folder: Path) -> None:
-    """Writes the trained model and its tokenizer."""
-    run.module.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    print(f"model: {folder}")

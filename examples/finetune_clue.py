@@ -33,10 +33,8 @@ HELD_OUT_FILES = ("dev.json", "dev_few_all.json")
 TEST_FILE = "test_public.json"  # CLUE's own test.json has no labels
 UNLABELED_FILE = "unlabeled.json"
 
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
-}
-MASK_SHARE = 0.2
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of the vocabulary
+MASK_SHARE = 0.3
 LM_HELD_OUT_SHARE = 0.05
 
 
@@ -49,9 +47,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, help="tokens per example (default: what most sentences need, up to 128)")
     small = parser.add_argument_group("the small model, without --pretrained")
     small.add_argument("--hidden", type=int, default=256)
-    small.add_argument("--layers", type=int, default=4)
+    small.add_argument("--layers", type=int, default=2)
     small.add_argument("--heads", type=int, default=4)
-    small.add_argument("--vocab-size", type=int, default=8000)
+    small.add_argument("--vocab-size", type=int, default=4000)
     small.add_argument("--lm-epochs", type=float, default=10.0, help="epochs as a language model; 0: none")
     small.add_argument("--lm-lr", type=float, default=1e-3)
     common.add_training_arguments(parser)
@@ -86,12 +84,12 @@ def train_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = list(SPECIAL_TOKENS.values())
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False)
     tokenizer.train_from_iterator(sentences, trainer)
     ends = [(token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
     tokenizer.post_processor = processors.BertProcessing(*ends)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, SPECIAL_TOKENS, strict=True)))
 
 
 def choose_seq_len(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]]) -> int:
@@ -103,8 +101,12 @@ def choose_seq_len(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ..
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]], args: argparse.Namespace) -> Batch:
     """The model's inputs for ``texts``, all of ``args.seq_len``."""
     inputs = tokenizer(
-        *(list(column) for column in zip(*texts, strict=True)), padding="max_length", truncation=True,
-        max_length=args.seq_len, return_tensors="pt", return_token_type_ids=args.arch == "bert",
+        *(list(column) for column in zip(*texts, strict=True)),
+        padding="max_length",
+        truncation=True,
+        max_length=args.seq_len,
+        return_tensors="pt",
+        return_token_type_ids=args.arch == "bert",
     )
     return dict(inputs)
 
@@ -117,14 +119,26 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "use_cache": False}
     if args.arch == "bert":
         return transformers.BertConfig(
-            hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=args.heads,
-            intermediate_size=4 * args.hidden, max_position_embeddings=args.seq_len,
-            hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout, **sizes,
+            hidden_size=args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            intermediate_size=4 * args.hidden,
+            max_position_embeddings=args.seq_len,
+            hidden_dropout_prob=args.dropout,
+            attention_probs_dropout_prob=args.dropout,
+            **sizes,
         )
     return transformers.GPT2Config(
-        n_embd=args.hidden, n_layer=args.layers, n_head=args.heads, n_positions=args.seq_len,
-        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
-        bos_token_id=tokenizer.cls_token_id, eos_token_id=tokenizer.sep_token_id, **sizes,
+        n_embd=args.hidden,
+        n_layer=args.layers,
+        n_head=args.heads,
+        n_positions=args.seq_len,
+        resid_pdrop=args.dropout,
+        embd_pdrop=args.dropout,
+        attn_pdrop=args.dropout,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        **sizes,
     )
 
 
@@ -133,12 +147,16 @@ def build_language_model(args: argparse.Namespace, tokenizer: PreTrainedTokenize
     classes = {"bert": transformers.BertForMaskedLM, "gpt2": transformers.GPT2LMHeadModel}
     model = classes[args.arch](build_config(args, tokenizer))
     model.loss_type = "ForMaskedLM" if args.arch == "bert" else "ForCausalLM"
-    return with_checkpointing(model, args)
+    return common.with_checkpointing(model, args)
 
 
-def build_classifier(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, labels: list[str],
-                     body: dict[str, torch.Tensor] | None) -> nn.Module:
-    """The architecture's classifier, from ``--pretrained`` or small, with the language model's ``body`` if there is one."""
+def build_classifier(
+    args: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: list[str],
+    body: dict[str, torch.Tensor] | None,
+) -> nn.Module:
+    """The architecture's classifier, from ``--pretrained``, else small, with the language model's ``body`` if given."""
     classes = {"bert": transformers.BertForSequenceClassification, "gpt2": transformers.GPT2ForSequenceClassification}
     if args.pretrained:
         config = transformers.AutoConfig.from_pretrained(args.pretrained, pad_token_id=tokenizer.pad_token_id)
@@ -153,53 +171,67 @@ def build_classifier(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBas
         model = classes[args.arch](config)
     if body:
         model.base_model.load_state_dict(body, strict=False)  # a masked language model has no pooler
-    return with_checkpointing(model, args)
-
-
-def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """``model``, recomputing its activations if the flags ask for it."""
-    if args.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return common.with_checkpointing(model, args)
 
 
 # Tasks.
 
 
-def mask_tokens(batch: Batch, generator: torch.Generator, tokenizer: PreTrainedTokenizerBase) -> Batch:
+def add_summary_label(batch: Batch, tokens: torch.Tensor, generator: torch.Generator, arch: str) -> None:
+    """Where the classifier will read (at [CLS] in BERT, at the end in GPT-2), the label is any token of the sentence.
+
+    Language modelling alone would not teach that position to sum up the sentence, and few labels cannot.
+    """
+    weights = (tokens >= len(SPECIAL_TOKENS)).float() + 1e-6  # also right for an empty sentence
+    any_token = tokens.gather(1, torch.multinomial(weights, 1, generator=generator))
+    end = batch["attention_mask"].sum(1, keepdim=True).clamp(max=tokens.shape[1] - 1)  # one after the last token
+    batch["labels"] = batch["labels"].scatter(1, end if arch == "gpt2" else torch.zeros_like(end), any_token)
+
+
+def mask_tokens(batch: Batch, generator: torch.Generator, vocab_size: int) -> Batch:
     """BERT's task: of the chosen tokens 80 % become [MASK], 10 % others, 10 % stay; the labels are what they were."""
-    tokens = batch["input_ids"]
-    ordinary = tokens >= len(SPECIAL_TOKENS)
-    chosen = (torch.rand(tokens.shape, generator=generator) < MASK_SHARE) & ordinary
+    tokens, first_ordinary = batch["input_ids"], len(SPECIAL_TOKENS)
+    chosen = (torch.rand(tokens.shape, generator=generator) < MASK_SHARE) & (tokens >= first_ordinary)
     dice = torch.rand(tokens.shape, generator=generator)
-    others = torch.randint(len(SPECIAL_TOKENS), len(tokenizer), tokens.shape, generator=generator)
-    masked = torch.where(chosen & (dice < 0.8), tokenizer.mask_token_id, tokens)
+    others = torch.randint(first_ordinary, vocab_size, tokens.shape, generator=generator)
+    masked = torch.where(chosen & (dice < 0.8), SPECIAL_TOKENS.index("[MASK]"), tokens)
     masked = torch.where(chosen & (dice >= 0.9), others, masked)
     return {**batch, "input_ids": masked, "labels": tokens.masked_fill(~chosen, IGNORED)}
 
 
-def language_model_task(inputs: Batch, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Task:
+def language_model_task(inputs: Batch, args: argparse.Namespace, vocab_size: int) -> Task:
     """Learns the sentences themselves; the trivial answer is the unigram distribution."""
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(common.num_rows(inputs), generator=generator)
-    inputs = {name: values[order] for name, values in inputs.items()}
-    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
     cut = max(1, int(LM_HELD_OUT_SHARE * len(order)))
-    train = {name: values[cut:] for name, values in inputs.items()}
-    held_out = {name: values[:cut] for name, values in inputs.items()}
-    masked = args.arch == "bert"
-    if masked:
-        held_out = mask_tokens(held_out, generator, tokenizer)
-    labels = held_out["labels"] if masked else held_out["labels"][:, 1:]
+    train = {name: values[order[cut:]] for name, values in inputs.items()}
+    held_out = {name: values[order[:cut]] for name, values in inputs.items()}
+
+    def prepare(rows: Batch, generator: torch.Generator) -> Batch:
+        batch = {**rows, "labels": rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORED)}
+        if args.arch == "bert":
+            batch = mask_tokens(batch, generator, vocab_size)
+        add_summary_label(batch, rows["input_ids"], generator, args.arch)
+        return batch
+
+    held_out = prepare(held_out, generator)
+    shift = args.arch == "gpt2"
+    targets = prepare(train, generator)["labels"]
+    baseline = common.unigram_score(targets[:, shift:], held_out["labels"][:, shift:])
     return Task(
-        name="masked language modelling" if masked else "language modelling", train=train, held_out=held_out,
-        baseline_name="unigram baseline", baseline=common.unigram_score(train["labels"], labels), shift=not masked,
-        prepare=(lambda batch, generator: mask_tokens(batch, generator, tokenizer)) if masked else None,
+        name="language modelling",
+        train=train,
+        held_out=held_out,
+        shift=shift,
+        prepare=prepare,
+        baseline_name="unigram baseline",
+        baseline=baseline,
     )
 
 
-def classification_task(files: dict[str, list[dict]], args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
-                        labels: list[str]) -> Task:
+def classification_task(
+    files: dict[str, list[dict]], args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, labels: list[str]
+) -> Task:
     """The CLUE task; the trivial answer is the most frequent class."""
     sets = {}
     for name, examples in files.items():
@@ -221,7 +253,7 @@ def main(argv: list[str]) -> int:
         files["test"] = read_examples(args.data / TEST_FILE)
     labels = sorted({str(example["label"]) for example in files["train"]})
     texts = [texts_of(example) for example in files["train"]]
-    if (args.data / UNLABELED_FILE).is_file():
+    if not args.pretrained and (args.data / UNLABELED_FILE).is_file():
         unlabeled = [texts_of(example) for example in read_examples(args.data / UNLABELED_FILE)]
     else:
         unlabeled = []
@@ -234,8 +266,8 @@ def main(argv: list[str]) -> int:
     args.seq_len = args.seq_len or choose_seq_len(tokenizer, texts)
     body = None
     if not args.pretrained and args.lm_epochs > 0:
-        task = language_model_task(encode(tokenizer, texts + unlabeled, args), args, tokenizer)
-        lm_args = common.with_changes(args, epochs=args.lm_epochs, lr=args.lm_lr, steps=None)
+        task = language_model_task(encode(tokenizer, texts + unlabeled, args), args, len(tokenizer))
+        lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
         run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args)
         common.print_run(run, task, lm_args)
         common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png")
@@ -246,7 +278,8 @@ def main(argv: list[str]) -> int:
     common.print_run(run, task, args)
     common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png")
     if args.save:
-        common.save_model(run, tokenizer, args.output_dir / "model")
+        run.module.save_pretrained(args.output_dir / "model")
+        tokenizer.save_pretrained(args.output_dir / "model")
     return 0
 
 

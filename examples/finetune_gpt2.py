@@ -35,7 +35,7 @@ MODEL_SIZES = {  # hidden, layers, heads
     "gpt2-xl": (1600, 48, 25),
     "4b": (3072, 36, 24),
 }
-CPU_DEMO = {"device_memory": "96MiB", "vocab_size": 512, "batch_size": 2, "steps": 240, "lr": 4e-4}
+CPU_DEMO = {"device_memory": "96MiB", "vocab_size": 512, "batch_size": 2, "steps": 200, "lr": 4e-4}
 GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 8, "steps": 240, "lr": 3e-4}
 
 
@@ -47,11 +47,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per example")
     model = parser.add_argument_group("model")
     model.add_argument("--model-size", choices=MODEL_SIZES, default="small")
-    model.add_argument("--hidden", type=int, help="instead of --model-size's; --layers and --heads likewise")
+    model.add_argument("--hidden", type=int, help="instead of --model-size's; likewise --layers, --heads")
     model.add_argument("--layers", type=int)
     model.add_argument("--heads", type=int)
     model.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer trained on the text")
-    model.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder with a model and its tokenizer")
+    model.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder: model and tokenizer")
     common.add_training_arguments(parser)
     parser.set_defaults(dropout=0.0, batch_size=4)
     if "--demo" in argv:
@@ -83,7 +83,7 @@ def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> co
     """Cuts the text into examples of ``seq_len`` tokens; the last tokens that fill none are dropped."""
     tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(tokens) < seq_len:
-        sys.exit(f"a part of the text has {len(tokens)} tokens, --seq-len is {seq_len}; give more text or a shorter one")
+        sys.exit(f"a part of the text has {len(tokens)} tokens, --seq-len is {seq_len}; lower it or give more text")
     rows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     return {"input_ids": rows, "labels": rows}
 
@@ -94,8 +94,12 @@ def make_task(tokenizer: PreTrainedTokenizerBase, train_text: str, held_out_text
     held_out = make_rows(tokenizer, held_out_text, seq_len)
     baseline = common.unigram_score(train["labels"], held_out["labels"][:, 1:])
     return Task(
-        name="language modelling", train=train, held_out=held_out, shift=True,
-        baseline_name="unigram baseline", baseline=baseline,
+        name="language modelling",
+        train=train,
+        held_out=held_out,
+        shift=True,
+        baseline_name="unigram baseline",
+        baseline=baseline,
     )
 
 
@@ -107,17 +111,19 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     else:
         hidden, layers, heads = MODEL_SIZES[args.model_size]
         config = GPT2Config(
-            n_embd=args.hidden or hidden, n_layer=args.layers or layers, n_head=args.heads or heads,
-            vocab_size=len(tokenizer), n_positions=args.seq_len,
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            n_embd=args.hidden or hidden,
+            n_layer=args.layers or layers,
+            n_head=args.heads or heads,
+            vocab_size=len(tokenizer),
+            n_positions=args.seq_len,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             activation_function="gelu_pytorch_tanh",  # GPT-2's own function, in one kernel
             **options,
         )
         model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # what transformers would use as well, with a warning
-    if args.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return common.with_checkpointing(model, args)
 
 
 def state_hash(module: nn.Module) -> str:
@@ -133,7 +139,7 @@ def compare_with_unbounded(run: Run, task: Task, args: argparse.Namespace, token
     """Trains again without the budget, prints the demo's summary and returns whether both runs are bitwise equal."""
     bounded_hash = state_hash(run.module)
     print("\nThe same run without the budget")
-    unbounded_args = common.with_changes(args, device_memory=None)
+    unbounded_args = argparse.Namespace(**vars(args) | {"device_memory": None})
     unbounded = common.train(lambda: build_model(args, tokenizer), task, unbounded_args)
     common.print_run(unbounded, task, unbounded_args)
     same_scores = run.scores == unbounded.scores and run.evaluations == unbounded.evaluations
@@ -170,7 +176,8 @@ def main(argv: list[str]) -> int:
     common.print_run(run, task, args)
     common.save_curves(run, task, args.output_dir / "gpt2-curves.png")
     if args.save:
-        common.save_model(run, tokenizer, args.output_dir / "model")
+        run.module.save_pretrained(args.output_dir / "model")
+        tokenizer.save_pretrained(args.output_dir / "model")
     if args.demo and not compare_with_unbounded(run, task, args, tokenizer):
         return 1
     return 0

@@ -108,13 +108,24 @@ def make_toolkit(folder, release):
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(
         "#!/bin/sh\n"
-        f'[ "$1" = --version ] && echo "Cuda compilation tools, release {release}, V{release}.1"\n'
-        '[ "$1" = --list-gpu-arch ] && printf "compute_75\\ncompute_90\\ncompute_120\\n"\n'
+        'case "$1" in\n'
+        f'--version) echo "Cuda compilation tools, release {release}, V{release}.1" ;;\n'
+        '--list-gpu-arch) printf "compute_75\\ncompute_90\\ncompute_120\\n" ;;\n'
+        "esac\n"
     )
     nvcc.chmod(0o755)
     (folder / "include").mkdir()
     (folder / "include" / "cuda_runtime_api.h").touch()
     return folder
+
+
+def test_a_compiler_that_links_its_own_libstdcxx_is_passed_over(tmp_path):
+    compiler = tmp_path / "own-c++"
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -static-libstdc++\n')
+    compiler.chmod(0o755)
+    assert recipe.shares_libstdcxx("c++")
+    assert not recipe.shares_libstdcxx(str(compiler))
+    assert not recipe.shares_libstdcxx("false")
 
 
 def test_a_toolkit_is_found_behind_a_script_on_the_path(tmp_path, monkeypatch):

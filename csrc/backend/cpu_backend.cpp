@@ -66,6 +66,7 @@ class CpuBackend final : public Backend {
   void unpin(void*, int64_t) override {}
 
   bool measures_tide_freely() const override { return true; }
+  bool follows_tide() const override { return true; }
   int64_t tide_bytes() override { return meter_->tide_; }
   int64_t take_tide_peak() override { return meter_->tide_peak_.exchange(meter_->tide_); }
   int64_t peak_bytes() override { return meter_->peak_; }

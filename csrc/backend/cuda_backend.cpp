@@ -90,25 +90,34 @@ class CudaBackend final : public Backend {
     c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
   }
 
+  // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart by
+  // stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
   void* allocate(int64_t num_bytes) override {
-    if (allocated_bytes() + num_bytes > limit_bytes_) return nullptr;
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    const bool fits = stats.reserved_bytes[kAggregate].current + num_bytes <= limit_bytes_;
+    if (!fits && cached_slot_bytes_ < num_bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(device_);
     const CudaSlotAllocationScope scope;
     void* pointer = nullptr;
     try {
-      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), compute());
+      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), upload_);
     } catch (const c10::OutOfMemoryError&) {
+      cached_slot_bytes_ = 0;
       return nullptr;
     }
+    cached_slot_bytes_ = std::max<int64_t>(cached_slot_bytes_ - num_bytes, 0);
     slot_bytes_ += num_bytes;
+    // Its last user before was of the upload stream's order; whoever gets it now may be of any.
+    wait(Queue::kCompute, record(Queue::kUpload));
     return pointer;
   }
   void* allocate_over_limit(int64_t) override { return nullptr; }
   void free(void* pointer, int64_t num_bytes, const Event& after) override {
-    // The block goes back to the compute stream's pool: whoever gets it there runs after `after`.
-    wait(Queue::kCompute, after);
+    wait(Queue::kUpload, after);
+    wait(Queue::kUpload, record(Queue::kCompute));
     c10::cuda::CUDACachingAllocator::raw_delete(pointer);
     slot_bytes_ -= num_bytes;
+    cached_slot_bytes_ += num_bytes;
     least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
   }
 
@@ -145,11 +154,16 @@ class CudaBackend final : public Backend {
   void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
 
   bool measures_tide_freely() const override { return false; }
-  int64_t tide_bytes() override { return allocated_bytes() - slot_bytes_; }
+  bool follows_tide() const override { return false; }
+  // What PyTorch has reserved beside slots: with all that its blocks waste, this is what the tide costs.
+  int64_t tide_bytes() override {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    return stats.reserved_bytes[kAggregate].current - slot_bytes_;
+  }
   int64_t take_tide_peak() override {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
     peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
-    const int64_t peak = stats.allocated_bytes[kAggregate].peak - std::exchange(least_slot_bytes_, slot_bytes_);
+    const int64_t peak = stats.reserved_bytes[kAggregate].peak - std::exchange(least_slot_bytes_, slot_bytes_);
     c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
     return std::max<int64_t>(peak, 0);
   }
@@ -179,10 +193,6 @@ class CudaBackend final : public Backend {
   cudaStream_t stream(Queue queue) const {
     return queue == Queue::kCompute ? compute() : queue == Queue::kUpload ? upload_ : download_;
   }
-  int64_t allocated_bytes() const {
-    return c10::cuda::CUDACachingAllocator::getDeviceStats(device_).allocated_bytes[kAggregate].current;
-  }
-
   c10::DeviceIndex device_;
   std::shared_ptr<EventPool> events_;
   int64_t total_bytes_ = 0;
@@ -190,6 +200,7 @@ class CudaBackend final : public Backend {
   cudaStream_t upload_ = nullptr;
   cudaStream_t download_ = nullptr;
   int64_t slot_bytes_ = 0;
+  int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
   int64_t least_slot_bytes_ = 0;  // since the last take_tide_peak
   int64_t peak_reserved_ = 0;
   std::optional<CudaPressureScope> pressure_;

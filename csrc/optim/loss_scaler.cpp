@@ -48,7 +48,8 @@ void LossScaler::update(bool overflow) {
     state_.last_overflow_iteration = state_.iteration;
   } else {
     if (options_.consecutive_hysteresis) state_.hysteresis_left = options_.hysteresis;
-    if ((state_.iteration - state_.last_overflow_iteration) % options_.scale_window == 0) {
+    const int64_t stable_interval = state_.iteration - state_.last_overflow_iteration - 1;
+    if (stable_interval > 0 && stable_interval % options_.scale_window == 0) {
       if (!options_.consecutive_hysteresis) state_.hysteresis_left = options_.hysteresis;
       state_.scale *= kScaleFactor;
     }

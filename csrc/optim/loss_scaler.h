@@ -2,10 +2,9 @@
 //
 // Static (loss_scale > 0): the factor never changes. Dynamic (loss_scale == 0): the `hysteresis`-th overflow and
 // each one after it halve the factor; `scale_window` steps without overflow double it and restore the
-// hysteresis. The rule is DynamicLossScaler.update_scale of DeepSpeed 0.16.4
-// (deepspeed/runtime/fp16/loss_scaler.py), with its names. DeepSpeed 0.17.6 and later wait one step longer before
-// the first doubling ((cur_iter - last_overflow_iter) - 1 is what they divide by the window); all raise
-// when an overflow finds the factor at its minimum, where is_at_minimum() here lets the caller decide.
+// hysteresis. The rule is DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py),
+// with its names; where that raises, when an overflow finds the factor at its minimum, is_at_minimum() here lets the
+// caller decide.
 //
 //   LossScaler scaler({});                        // dynamic, 2**16
 //   loss * scaler.scale(); ... gradients / scaler.scale();

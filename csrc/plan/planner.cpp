@@ -29,6 +29,7 @@ class Sweep {
   std::vector<std::pair<int64_t, int>> victims(size_t t, const std::set<int>& keep) const;
 
   int64_t room(size_t t) const;
+  int64_t tide(size_t t) const { return std::max(moments_[t].tide_peak_bytes, problem_.least_tide_bytes); }
   int64_t next_use(int array, size_t t) const;
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
   int64_t missing_bytes(const std::set<int>& arrays) const;
@@ -68,7 +69,7 @@ void Sweep::run_moment(size_t t) {
   int64_t in_use_bytes = 0;
   for (int array : needed) in_use_bytes += cost(array).num_bytes;
   plan_.least_limit_bytes = std::max(plan_.least_limit_bytes,
-                                     problem_.fixed_bytes + in_use_bytes + moments_[t].tide_peak_bytes);
+                                     problem_.fixed_bytes + in_use_bytes + tide(t));
 
   // When a moment does not fit even alone, everything else is evicted and the runtime reports the rest.
   std::vector<int> chosen;
@@ -157,7 +158,7 @@ void Sweep::evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted)
 int64_t Sweep::room(size_t t) const {
   int64_t room = problem_.payload_limit_bytes;
   if (problem_.limit_bytes != INT64_MAX) {
-    room = std::min(room, problem_.limit_bytes - problem_.fixed_bytes - moments_[t].tide_peak_bytes);
+    room = std::min(room, problem_.limit_bytes - problem_.fixed_bytes - tide(t));
   }
   return room;
 }

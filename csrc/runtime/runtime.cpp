@@ -415,6 +415,11 @@ PlanProblem Runtime::plan_problem() const {
     for (ArrayKind kind : optimizer_arrays()) problem.fixed_bytes += store_.num_bytes({chunk, kind});
   }
   if (options_.device_limit_bytes == kUnlimited) return problem;
+  if (!backend_->follows_tide()) {
+    for (const Moment& moment : recorder_.last().moments) {
+      problem.least_tide_bytes = std::max(problem.least_tide_bytes, moment.tide_peak_bytes);
+    }
+  }
   const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
   problem.limit_bytes = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
   if (options_.partition == Partition::kStatic) problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;

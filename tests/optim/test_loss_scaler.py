@@ -13,7 +13,7 @@ LossScaler = _C.optim.LossScaler
 
 
 class DeepSpeedScaler:
-    """DynamicLossScaler.update_scale of DeepSpeed 0.16.4 (deepspeed/runtime/fp16/loss_scaler.py), less its messages
+    """DynamicLossScaler.update_scale of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), less its messages
     and its exception at the minimum (Copyright Microsoft Corporation, Apache-2.0)."""  # noqa: D205, D209
 
     def __init__(self, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis):
@@ -37,7 +37,8 @@ class DeepSpeedScaler:
         else:
             if self.consecutive_hysteresis:
                 self.cur_hysteresis = self.delayed_shift
-            if (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            stable_interval = (self.cur_iter - self.last_overflow_iter) - 1
+            if (stable_interval > 0) and (stable_interval % self.scale_window == 0):
                 if not self.consecutive_hysteresis:
                     self.cur_hysteresis = self.delayed_shift
                 self.cur_scale *= self.scale_factor
@@ -82,11 +83,11 @@ def test_defaults_are_deepspeeds():
     assert scaler.scale == 2.0**16, "hysteresis 2 forgives the first overflow"
     scaler.update(True)
     assert scaler.scale == 2.0**15
-    for _ in range(999):
+    for _ in range(1000):
         scaler.update(False)
     assert scaler.scale == 2.0**15
     scaler.update(False)
-    assert scaler.scale == 2.0**16, "1000 steps without overflow double it"
+    assert scaler.scale == 2.0**16, "more than 1000 steps without overflow double it"
 
 
 def test_hysteresis_is_not_the_scale_factor():

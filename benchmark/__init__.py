@@ -1,0 +1,1 @@
+"""Benchmarks: every figure this project states comes from here."""

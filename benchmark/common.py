@@ -1,0 +1,72 @@
+"""What the benchmarks share: a GPT to train, and where a figure comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+
+
+@dataclasses.dataclass(frozen=True)
+class GptShape:
+    """Hidden size, layers, heads, vocabulary, sequence length."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    length: int
+    checkpointing: bool
+
+    def num_parameters(self) -> int:
+        """Of an untied Hugging Face GPT-2 of this shape."""
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * block + (2 * self.vocab + self.length + 2) * self.hidden
+
+    def model_flops(self, batch: int) -> float:
+        """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer, hidden unit, position
+        and token for attention (causal masks counted by half, recomputation not counted)."""
+        tokens = batch * self.length
+        return 6.0 * self.num_parameters() * tokens + 6.0 * self.layers * self.hidden * self.length * tokens
+
+
+def build_gpt(shape: GptShape) -> nn.Module:
+    """A Hugging Face GPT-2 with an output layer of its own and no dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape.vocab, n_positions=shape.length, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0)
+    config._attn_implementation = "sdpa"
+    model = GPT2LMHeadModel(config)
+    if shape.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def token_batch(shape: GptShape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random tokens, which are their own labels."""
+    tokens = torch.randint(0, shape.vocab, (batch, shape.length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def provenance() -> dict[str, Any]:
+    """Hardware, versions and commit."""
+    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "cpu": cpu,
+        "num_cpus": _C.num_available_cpus(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch_version": torch.__version__,
+        "python_version": platform.python_version(),
+        "isa": _C.optim.isa(),
+        "commit": commit or "unknown",
+    }

@@ -1,0 +1,32 @@
+"""Runs one benchmark case: ``python -m benchmark.run CASE [--json] [options]``.
+
+Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``overhead`` (a step with everything resident against plain
+PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound), ``train`` (one GPT training run:
+time, throughput, peaks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+CASES = ("adam", "overhead", "budget", "train")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.run", description=__doc__.splitlines()[0])
+    subparsers = parser.add_subparsers(dest="case", required=True, metavar="CASE")
+    modules = {}
+    for case in CASES:
+        module = modules[case] = importlib.import_module(f"benchmark.{case}")
+        subparser = subparsers.add_parser(case, help=module.__doc__.splitlines()[0])
+        subparser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        module.add_arguments(subparser)
+    args = parser.parse_args()
+    result = modules[args.case].run(args)
+    print(json.dumps(result) if args.json else modules[args.case].format_table(result))
+
+
+if __name__ == "__main__":
+    main()

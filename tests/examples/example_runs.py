@@ -1,0 +1,48 @@
+"""Runs an example as a user does, and reads the figures it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import patrickstar
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_PACKAGE_PARENT = str(Path(patrickstar.__file__).resolve().parents[1])
+
+
+def run_example(script: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    """Runs ``examples/<script>`` with the tests' patrickstar on the simulated device; prints its output."""
+    paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]
+    python_path = os.pathsep.join(path for path in paths if path)
+    environment = {**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(EXAMPLES / script), *map(str, flags)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    print(" ".join(command), result.stdout, result.stderr[-2000:], sep="\n")
+    return result
+
+
+def figure(output: str, pattern: str) -> float:
+    """The number that ``pattern``'s group matches for the last time in ``output``."""
+    found = re.findall(pattern, output)
+    assert found, f"{pattern!r} is not in the output"
+    return float(found[-1])
+
+
+def check_report(output: str, baseline: str) -> None:
+    """Held-out loss and accuracy beat the baseline printed beside them; speed and peaks are there."""
+    number = r"([0-9.]+)"
+    for name, sign in (("loss", 1), ("accuracy", -1)):
+        value = figure(output, rf"held-out {name} +{number}%? \({baseline}")
+        trivial = figure(output, rf"held-out {name} .*{baseline}: {number}")
+        assert sign * value < sign * trivial, f"held-out {name} {value}, {baseline} {trivial}"
+    assert figure(output, rf"speed +{number} tokens/s") > 0
+    assert figure(output, rf"device peak +{number} [MG]iB") > 0
+    assert figure(output, rf"host peak +{number} [MG]iB") >= 0
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG\r\n")

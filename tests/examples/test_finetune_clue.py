@@ -1,0 +1,102 @@
+"""examples/finetune_clue.py learns generated CLUE tasks with both architectures and explains itself without data."""
+
+import json
+import random
+from pathlib import Path
+
+from example_runs import check_report, figure, is_png, run_example
+
+TOPICS = {"103": "球赛队员冠军射门", "104": "股市银行利率基金", "107": "汽车轮胎油耗引擎"}
+COMMON = "的一是在不了有和人这中大为上个国我以要他"
+SMALL = ("--hidden", 32, "--layers", 1, "--heads", 2, "--lr", "3e-3", "--batch-size", 16)
+
+
+def make_sentence(generator: random.Random, topic: str) -> str:
+    """Eight common characters and four of the topic."""
+    characters = generator.choices(COMMON, k=8) + generator.choices(topic, k=4)
+    generator.shuffle(characters)
+    return "".join(characters)
+
+
+def write_json_lines(path: Path, examples: list[dict]) -> None:
+    path.write_text("".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples), encoding="utf-8")
+
+
+def write_sentence_task(folder: Path) -> None:
+    """Like the few-shot TNEWS: three labelled files and one without labels."""
+    generator = random.Random(0)
+    for name, count in (("train_few_all", 192), ("dev_few_all", 60), ("test_public", 60), ("unlabeled", 200)):
+        examples = []
+        for _ in range(count):
+            label = generator.choice(list(TOPICS))
+            examples.append({"sentence": make_sentence(generator, TOPICS[label]), "keywords": ""})
+            if name != "unlabeled":
+                examples[-1] |= {"label": int(label), "label_desc": f"news_{label}"}
+        write_json_lines(folder / f"{name}.json", examples)
+
+
+def write_pair_task(folder: Path) -> None:
+    """Like AFQMC: two sentences; here the label says what the second is about. On one the annotators disagreed."""
+    generator = random.Random(0)
+    topics = list(TOPICS.values())
+    for name, count in (("train", 192), ("dev", 60)):
+        examples = [{"sentence1": "你好", "sentence2": "再见", "label": "-"}]
+        for _ in range(count):
+            label = generator.randrange(2)
+            first, second = make_sentence(generator, topics[2]), make_sentence(generator, topics[label])
+            examples.append({"sentence1": first, "sentence2": second, "label": str(label)})
+        write_json_lines(folder / f"{name}.json", examples)
+
+
+def test_bert_learns_sentences_and_finetunes_what_it_saved(tmp_path):
+    data, output = tmp_path / "data", tmp_path / "output"
+    data.mkdir()
+    write_sentence_task(data)
+    flags = ("--data", data, "--arch", "bert", *SMALL)
+    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 2, "--epochs", 20, "--save", "--output-dir", output)
+    assert result.returncode == 0, result.stderr
+    check_report(result.stdout, "majority class")
+    assert figure(result.stdout, r"test loss .* accuracy ([0-9.]+)%") > 70
+    assert "\nlanguage modelling: " in result.stdout
+    assert is_png(output / "clue-bert-curves.png") and is_png(output / "clue-bert-lm-curves.png")
+
+    again = run_example(
+        "finetune_clue.py",
+        *flags,
+        "--pretrained",
+        output / "model",
+        "--steps",
+        1,
+        "--lr",
+        "1e-5",
+        "--device-memory",
+        "8MiB",
+        "--output-dir",
+        tmp_path,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "language modelling" not in again.stdout
+    trained = figure(result.stdout, r"held-out accuracy +([0-9.]+)%")
+    assert abs(figure(again.stdout, r"held-out accuracy +([0-9.]+)%") - trained) < 5
+
+
+def test_gpt2_learns_pairs(tmp_path):
+    write_pair_task(tmp_path)
+    flags = ("--data", tmp_path, "--arch", "gpt2", *SMALL)
+    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 1, "--epochs", 20, "--output-dir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    check_report(result.stdout, "majority class")
+    assert is_png(tmp_path / "clue-gpt2-curves.png")
+
+
+def test_without_data_says_where_clue_is():
+    result = run_example("finetune_clue.py")
+    assert result.returncode == 2
+    assert "github.com/CLUEbenchmark" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_with_an_empty_folder_says_what_it_needs(tmp_path):
+    result = run_example("finetune_clue.py", "--data", tmp_path)
+    assert result.returncode not in (0, 2)
+    assert "train.json" in result.stderr and "Traceback" not in result.stderr

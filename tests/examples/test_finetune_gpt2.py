@@ -1,0 +1,97 @@
+"""examples/finetune_gpt2.py learns, keeps the budget, repeats itself bit by bit, and loads what it saved."""
+
+import dataclasses
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import EXAMPLES, check_report, figure, is_png, run_example
+
+TINY = ("--model-size", "tiny", "--seq-len", 32, "--vocab-size", 300, "--batch-size", 16)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, str]:
+    """The output folder and the output of a run on the Python reference."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    result = run_example("finetune_gpt2.py", *TINY, "--steps", 80, "--lr", "5e-3", "--save", "--output-dir", folder)
+    assert result.returncode == 0, result.stderr
+    assert "80/80" in result.stderr  # the progress bar
+    return folder, result.stdout
+
+
+def test_learns_the_python_reference(trained):
+    folder, output = trained
+    check_report(output, "unigram baseline")
+    assert is_png(folder / "gpt2-curves.png")
+
+
+def test_finetunes_a_local_model_on_own_text(trained, tmp_path):
+    """Also every other flag: accumulation, checkpointing, bf16, budgets, chunk size."""
+    folder, _ = trained
+    text = tmp_path / "text.txt"
+    text.write_text("The chunk moves between the host and the device, and no number changes. " * 400, encoding="utf-8")
+    data = ("--pretrained", folder / "model", "--text", text, "--seq-len", 32, "--output-dir", tmp_path)
+    training = ("--steps", 60, "--lr", "5e-3", "--batch-size", 4, "--accumulation", 2, "--precision", "bf16")
+    memory = ("--checkpointing", "--device-memory", "24MiB", "--host-memory", "1GiB", "--chunk-size", 65536)
+    result = run_example("finetune_gpt2.py", *data, *training, *memory)
+    assert result.returncode == 0, result.stderr
+    check_report(result.stdout, "unigram baseline")
+    assert figure(result.stdout, r"device peak +([0-9.]+) MiB of a budget of 24.0 MiB") <= 24
+
+
+def test_demo_is_bitwise_equal_within_the_budget(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
+    model = ("--hidden", 256, "--layers", 4, "--heads", 4, "--seq-len", 32, "--batch-size", 8, "--text", text)
+    flags = ("--steps", 12, "--precision", "fp32", "--device-memory", "24MiB", "--output-dir", tmp_path)
+    result = run_example("finetune_gpt2.py", "--demo", *model, *flags)
+    assert result.returncode == 0, result.stderr
+    summary = result.stdout.split("\nDemo\n")[1]
+    assert figure(summary, r"device budget +([0-9.]+) MiB") == 24
+    assert figure(summary, r"device peak +([0-9.]+) MiB") <= 24
+    assert figure(summary, r"without the budget: ([0-9.]+) MiB") > 24
+    assert figure(summary, r"model data +([0-9.]+) MiB") > 24
+    assert figure(summary, r"final loss +([0-9.]+)") > 0
+    assert "12 losses, 4 held-out scores: bitwise the same without the budget" in summary
+    assert "final state_dict: bitwise the same without the budget" in summary
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The script as a module; neither it nor its environment variables stay behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(os, "environ", os.environ.copy())
+        yield importlib.import_module("finetune_gpt2")
+    for name in ("finetune_gpt2", "common"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("difference", ["none", "loss", "held-out loss", "state"])
+def test_demo_notices_every_difference(difference, example, monkeypatch, capsys):
+    report = {"num_parameters": 1, "device_budget_bytes": 1, "device_peak_bytes": 1, "host_peak_bytes": 1}
+    score = example.common.Score(2.0, 0.5)
+    run = example.common.Run(
+        module=torch.nn.Linear(1, 1),
+        report=report | {"uploaded_bytes": 1},
+        scores=[score],
+        evaluations={1: score},
+        test=None,
+        tokens_per_second=1.0,
+    )
+    other = dataclasses.replace(score, loss=2.0000000000000004)
+    changes = {
+        "none": {},
+        "loss": {"scores": [other]},
+        "held-out loss": {"evaluations": {1: other}},
+        "state": {"module": torch.nn.Linear(1, 1)},
+    }
+    monkeypatch.setattr(example.common, "train", lambda *_: dataclasses.replace(run, **changes[difference]))
+    task = example.common.Task(name="task", train={}, held_out={}, baseline=score, baseline_name="baseline")
+    same = example.compare_with_unbounded(run, task, example.parse_arguments(["--demo"]), tokenizer=None)
+    assert same == (difference == "none")
+    assert ("DIFFERENT" in capsys.readouterr().out) == (difference != "none")

@@ -1,0 +1,168 @@
+"""python -m patrickstar.env says what is there and what mends the rest, also where PatrickStar cannot be imported."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import patrickstar
+from patrickstar import _C, env, host_memory
+
+PACKAGE = Path(patrickstar.__file__).parent
+ROOT = PACKAGE.parent
+
+
+def run(*arguments, python=(sys.executable,), cwd=ROOT, **variables):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [*python, "-m", "patrickstar.env", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment | variables)
+
+
+@pytest.fixture
+def bare_package(tmp_path):
+    """The package without its extension."""
+    shutil.copytree(PACKAGE, tmp_path / "patrickstar", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def test_text_report():
+    done = run()
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    for expected in [
+        f"version              {patrickstar.__version__}",
+        torch.__version__,
+        _C.build_info()["compiler"],
+        f"chosen               {_C.optim.isa()}",
+        "memlock soft",
+        "cgroup limit",
+        "numa nodes",
+    ]:
+        assert expected in done.stdout
+    assert done.stdout.endswith("PatrickStar is ready to use.\n")
+
+
+def test_json_report():
+    report = json.loads(run("--json").stdout)
+    assert report["torch"]["version"] == torch.__version__
+    assert report["extension"]["built_with"] == _C.build_info()
+    assert report["isa"]["supported"] == _C.optim.supported_isas()
+    assert report["cpu"]["used_by_patrickstar"] == _C.num_available_cpus()
+    memory = report["host memory"]
+    assert memory["usable_bytes"] == host_memory.usable_bytes() >= memory["patrickstar_default_bytes"] > 0
+    assert not [finding for finding in report["findings"] if finding["fatal"]]
+
+
+def test_without_the_extension(bare_package):
+    done = run(cwd=bare_package)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert torch.__version__ in done.stdout and "cgroup limit" in done.stdout
+    assert "missing: the extension patrickstar._C cannot be imported" in done.stdout
+    assert re.search(r"fix: \S+ -m pip install --force-reinstall --no-deps ", done.stdout)
+
+
+def test_without_the_extension_in_a_checkout(bare_package):
+    (bare_package / "setup.py").touch()
+    done = run(cwd=bare_package)
+    assert done.returncode == 1
+    assert f"fix: make -C {bare_package} build" in done.stdout
+
+
+def test_with_an_extension_that_does_not_load(bare_package):
+    (bare_package / "patrickstar" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
+    done = run(cwd=bare_package)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "missing: the extension patrickstar._C cannot be imported (ImportError: " in done.stdout
+
+
+def test_without_pytorch(bare_package):
+    # -S: no site-packages, thus the standard library alone.
+    done = run(cwd=bare_package, python=(sys.executable, "-S"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "missing: PyTorch cannot be imported (ModuleNotFoundError" in done.stdout
+    assert f"pip install torch=={env.TORCH}" in done.stdout
+    assert "host memory" in done.stdout and "model" in done.stdout
+
+
+def test_importing_without_the_extension_points_to_the_report(bare_package):
+    code = "from patrickstar import initialize_engine"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=bare_package)
+    assert done.returncode == 1
+    assert "python -m patrickstar.env says what is missing" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_wrong_isa_is_explained():
+    done = run(PATRICKSTAR_ISA="mmx")
+    assert done.returncode == 1
+    assert 'PATRICKSTAR_ISA is "mmx"' in done.stdout and "fix: unset PATRICKSTAR_ISA" in done.stdout
+
+
+def test_a_section_that_fails_does_not_end_the_report(monkeypatch):
+    def broken():
+        raise OSError("no such sensor")
+
+    monkeypatch.setattr(env, "_cpu", broken)
+    report = env.collect()
+    assert report["cpu"] == {"error": "OSError: no such sensor"}
+    assert "no such sensor" in env.format_report(report, env.diagnose(report))
+
+
+@pytest.fixture
+def healthy():
+    """The report of a machine with one GPU and all parts in place."""
+    report = copy.deepcopy(env.collect())
+    report["torch"] = {"version": "2.11.0", "cuda": "13.0", "nccl": "2.28.9", "sees_gpus": 1, "folder": "/torch"}
+    report["extension"] = {"file": "/_C.so", "built_with": {"torch": "2.11.0", "cuda": "13.0", "nccl": "2.28.9"}}
+    report["gpu"] = {"driver": "580.1", "driver_cuda": "13.0", "devices": [{"name": "H200", "memory": "143771 MiB"}]}
+    report["toolchain"] = {"cxx": "c++ 12", "nvcc": "/usr/local/cuda/bin/nvcc", "nvcc_version": "13.0"}
+    report["pinning"] = {"memlock_soft_bytes": None, "memlock_hard_bytes": None}
+    report["host memory"]["transparent_huge_pages"] = "madvise"
+    return report
+
+
+def test_a_healthy_machine_has_no_findings(healthy):
+    assert env.diagnose(healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "problem", "fix", "fatal"),
+    [
+        ("torch", {"version": "2.5.1"}, "2.6 or newer", "pip install torch==", True),
+        ("torch", {"cuda": None, "sees_gpus": 0}, "PyTorch 2.11.0 has no CUDA", "pip install --force-reinstall", False),
+        ("torch", {"sees_gpus": 0}, "sees no GPU", "nvidia-smi", False),
+        ("torch", {"version": "2.12.0"}, "compiled against PyTorch 2.11.0 and runs with 2.12.0", "make -C", False),
+        ("extension", {"built_with": {"torch": "2.11.0", "cuda": None}}, "without its CUDA part", "make -C", True),
+        ("extension", {"error": "ImportError: undefined symbol: _ZN3"}, "against another PyTorch", "make -C", True),
+        ("host memory", {"transparent_huge_pages": "never"}, "huge pages are off", "echo madvise", False),
+    ],
+)
+def test_each_fault_is_found_with_its_remedy(healthy, section, values, problem, fix, fatal):
+    healthy[section] |= values
+    healthy["patrickstar"]["source_checkout"] = "/checkout"
+    found = [item for item in env.diagnose(healthy) if problem in item.problem]
+    assert len(found) == 1, env.diagnose(healthy)
+    assert fix in found[0].fix and found[0].fatal == fatal
+
+
+def test_a_missing_nvcc_is_named_before_the_rebuild(healthy):
+    healthy["extension"]["built_with"]["cuda"] = None
+    healthy["toolchain"] |= {"nvcc": None, "nvcc_version": None}
+    (finding,) = env.diagnose(healthy)
+    assert 'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*"; then ' in finding.fix
+
+
+def test_versions_agree_with_the_build():
+    sys.path.insert(0, str(ROOT / "build_backend"))
+    import patrickstar_pins as pins
+
+    assert (env.TORCH, env.CPU_INDEX, env.MINIMUM_TORCH) == (pins.TORCH, pins.CPU_INDEX, pins.MINIMUM_TORCH)
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
+    assert patrickstar.__version__ == version

@@ -1,0 +1,78 @@
+"""csrc keeps to the layers of the design; and the check finds what breaks them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_layers  # noqa: E402
+
+
+def test_csrc_keeps_to_the_layers():
+    assert check_layers.check(ROOT) == []
+
+
+def plant(root, files):
+    base = {"common/check.h": "#include <string>\n", "memory/arena.h": '#include "common/check.h"\n'}
+    for name, text in (base | files).items():
+        path = root / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return check_layers.check(root)
+
+
+GUARDED = "#ifdef PATRICKSTAR_WITH_CUDA\n#include <cuda_runtime_api.h>\n#include <nccl.h>\n#endif\n"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chunk/store.cpp": '#include "memory/arena.h"\n#include "chunk/store.h"\n', "chunk/store.h": ""},
+        {"bind/module.cpp": "#include <pybind11/pybind11.h>\n", "chunk/store.h": "#include <c10/core/Storage.h>\n"},
+        {"backend/cuda_backend.cpp": "#include <cuda_runtime_api.h>\n#include <c10/cuda/CUDAStream.h>\n"},
+        {"collective/nccl_group.cpp": "#include <nccl.h>\n"},
+        {"runtime/runtime.cpp": GUARDED},
+        {"optim/kernels.cu": '#include <cuda_fp16.h>\n#include "common/check.h"\n'},
+        {
+            "optim/cpu_avx2.cpp": '#include <immintrin.h>\n#include "optim/body.inl"\n',
+            "optim/body.inl": "#include <cstdint>\n",
+        },
+    ],
+)
+def test_what_is_allowed(tmp_path, files):
+    assert plant(tmp_path, files) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({"memory/pool.cpp": '#include "chunk/store.h"\n', "chunk/store.h": ""}, "memory is layer 1 and chunk is 2"),
+        ({"backend/cpu.cpp": '#include "memory/arena.h"\n'}, "backend and memory are siblings in layer 1"),
+        (
+            {"plan/planner.h": '  #  include "trace/tide.h"\n', "trace/tide.h": ""},
+            "plan and trace are siblings in layer 3",
+        ),
+        ({"tide/tide.h": ""}, "tide is no layer"),
+        ({"loose.h": ""}, "is no layer"),
+        ({"chunk/store.cpp": '#include "store.h"\n'}, "which is not in csrc"),
+        ({"runtime/runtime.cpp": "#include <torch/extension.h>\n"}, "the core is to need c10 only"),
+        ({"bind/module.cpp": "#include <ATen/ATen.h>\n"}, "the core is to need c10 only"),
+        ({"optim/compute.cpp": "#include <pybind11/pybind11.h>\n"}, "Python is for bind/ alone"),
+        ({"runtime/runtime.cpp": "#include <cuda_runtime_api.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),
+        ({"backend/cpu.cpp": "#include <c10/cuda/CUDAStream.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),
+        ({"runtime/a.cpp": f"{GUARDED}#include <nccl.h>\n"}, "#ifdef PATRICKSTAR_WITH_CUDA may"),
+        ({"runtime/a.cpp": "#ifndef PATRICKSTAR_WITH_CUDA\n#include <nccl.h>\n#endif\n"}, "PATRICKSTAR_WITH_CUDA may"),
+        (
+            {"optim/kernels.cu": '#include "optim/kernels.h"\n', "optim/kernels.h": "#include <c10/util/Half.h>\n"},
+            "kernels need no PyTorch",
+        ),
+        ({"optim/cpu_avx2.cpp": '#include "common/check.h"\n'}, "see [Note: ISA files]"),
+    ],
+)
+def test_what_is_not(tmp_path, files, complaint):
+    (violation,) = plant(tmp_path, files)
+    assert complaint in violation
+    assert violation.startswith("csrc/") and ":" in violation
