@@ -22,12 +22,17 @@ test: build  ## all tests that need no GPU (ARGS="tests/optim -k adam")
 test-gpu: build  ## the tests that need one, or several, GPUs
 	$(RUN) --extras build,test -- -m pytest -m gpu $(ARGS)
 
-lint:  ## ruff, and the layers of csrc
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
+
+lint:  ## ruff, clang-format, and the layers of csrc
 	$(RUN) --extras lint -- -m ruff check .
+	$(RUN) --extras lint -- -m ruff format --check .
+	$(RUN) --extras lint -- -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(CXX_FILES)
 	$(PYTHON) tools/check_layers.py
 
-format:  ## let ruff format the Python files
+format:  ## let ruff and clang-format format the files
 	$(RUN) --extras lint -- -m ruff format .
+	$(RUN) --extras lint -- -c 'from clang_format import clang_format; clang_format()' -i $(CXX_FILES)
 
 check-cuda:  ## compile and link the CUDA part without a GPU or a CUDA PyTorch (downloads 0.8 GB once, into .cache)
 	$(RUN) --extras build -- tools/check_cuda.py

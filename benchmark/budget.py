@@ -1,7 +1,8 @@
 """Step time and bytes moved against the device budget, from all of it down to a tenth, with Belady's bound.
 
-The bound is computed from the observed access sequence and tide alone, by a sweep of its own (not the planner's): compute copies stay
-as long as those with a nearer next use leave room (Belady 1966), gradients go down once, copies come up at least once.
+The bound is computed from the observed access sequence and tide alone, by a sweep of its own (not the planner's):
+compute copies stay as long as those with a nearer next use leave room (Belady 1966), gradients go down once, copies
+come up at least once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="measured steps per budget")
     parser.add_argument("--chunk-numel", type=int, default=2 * 2**20, help="elements per chunk")
-    parser.add_argument("--fractions", type=float, nargs="+", default=[1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    parser.add_argument(
+        "--fractions", type=float, nargs="+", default=[1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    )
 
 
 def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[int]) -> int:
@@ -39,7 +42,9 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
         sizes: bytes of each array.
         room_of: for each moment, the bytes that arrays may take.
     """
-    retired = {(chunk, kind) for moment in timeline for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE}
+    retired = {
+        (chunk, kind) for moment in timeline for chunk, kind, mode in moment["accesses"] if mode == _C.AccessMode.RETIRE
+    }
     downloads = sum(sizes[array] for array in retired)
     uses: dict[tuple, list[int]] = {}
     for index, moment in enumerate(timeline):
@@ -90,7 +95,11 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
         runtime = engine._session.runtime
         timeline = runtime.timeline()
         layout = engine._session.layout
-        sizes = {(index, kind): layout.chunk(index)["numel"] * 2 for index in range(layout.num_chunks) for kind in (PARAM, _C.ArrayKind.GRAD)}
+        sizes = {
+            (index, kind): layout.chunk(index)["numel"] * 2
+            for index in range(layout.num_chunks)
+            for kind in (PARAM, _C.ArrayKind.GRAD)
+        }
         bound = belady_bytes(timeline, sizes, [device_memory - moment["tide_peak_bytes"] for moment in timeline])
     return {
         "device_memory_bytes": device_memory,
@@ -105,7 +114,9 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Measures every fraction of the memory that one step takes with everything resident (optimizer states on the host)."""
+    """Measures every fraction of the memory that one step takes with everything resident (optimizer states on the
+    host).
+    """
     shape = GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.length, checkpointing=False)
     full = _measure(shape, args, 64 * shape.num_parameters())["device_peak_bytes"]
     rows = []
@@ -130,15 +141,21 @@ def run(args: argparse.Namespace) -> dict:
 
 def format_table(result: dict) -> str:
     """The result of run() for people."""
-    lines = [f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, bf16, all optimizer states on the host; 100 % = {result['full_bytes'] / 2**20:.0f} MiB",
-             "budget      MiB   step s   moved MiB   bound MiB   ratio   peak MiB   on demand / prefetched per step"]
+    lines = [
+        f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, bf16, all optimizer states on the host; 100 % = "
+        f"{result['full_bytes'] / 2**20:.0f} MiB",
+        "budget      MiB   step s   moved MiB   bound MiB   ratio   peak MiB   on demand / prefetched per step",
+    ]
     for row in result["budgets"]:
         head = f"{row['budget_fraction']:6.0%} {row['device_memory_bytes'] / 2**20:8.1f}"
         if "does_not_fit" in row:
             lines.append(f"{head}   does not fit: {row['does_not_fit'][:90]}")
             continue
         lines.append(
-            f"{head} {row['step_seconds']:8.3f} {row['moved_bytes'] / 2**20:11.1f} {row['belady_bytes'] / 2**20:11.1f} {row['ratio_to_belady']:7.3f} "
-            f"{row['device_peak_bytes'] / 2**20:10.1f}   {row['num_on_demand_fetches']:.0f} / {row['num_prefetch_hits']:.0f}")
+            f"{head} {row['step_seconds']:8.3f} {row['moved_bytes'] / 2**20:11.1f} "
+            f"{row['belady_bytes'] / 2**20:11.1f} {row['ratio_to_belady']:7.3f} "
+            f"{row['device_peak_bytes'] / 2**20:10.1f}   {row['num_on_demand_fetches']:.0f} / "
+            f"{row['num_prefetch_hits']:.0f}"
+        )
     lines.append(f"worst ratio to Belady's bound {result['worst_ratio_to_belady']:.4f} (goal at most {GOAL})")
     return "\n".join(lines)

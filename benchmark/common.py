@@ -31,8 +31,9 @@ class GptShape:
         return self.layers * block + (2 * self.vocab + self.length + 2) * self.hidden
 
     def model_flops(self, batch: int) -> float:
-        """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer, hidden unit, position
-        and token for attention (causal masks counted by half, recomputation not counted)."""
+        """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer,
+        hidden unit, position and token for attention (causal masks counted by half, recomputation not counted).
+        """
         tokens = batch * self.length
         return 6.0 * self.num_parameters() * tokens + 6.0 * self.layers * self.hidden * self.length * tokens
 
@@ -42,8 +43,19 @@ def build_gpt(shape: GptShape) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=shape.vocab, n_positions=shape.length, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0)
+        vocab_size=shape.vocab,
+        n_positions=shape.length,
+        n_embd=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     config._attn_implementation = "sdpa"
     model = GPT2LMHeadModel(config)
     if shape.checkpointing:
@@ -59,8 +71,17 @@ def token_batch(shape: GptShape, batch: int, generator: torch.Generator) -> dict
 
 def provenance() -> dict[str, Any]:
     """Hardware, versions and commit."""
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "cpu": cpu,
         "num_cpus": _C.num_available_cpus(),

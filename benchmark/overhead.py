@@ -1,7 +1,8 @@
 """One step with everything resident against plain PyTorch on the same model.
 
-Both train the same Hugging Face GPT-2 in float32 on the same batches: plain PyTorch with ``torch.optim.AdamW(fused=True)``, and the engine without a
-device budget. Steps are interleaved; the ratio is of medians.
+Both train the same Hugging Face GPT-2 in float32 on the same batches: plain PyTorch with
+``torch.optim.AdamW(fused=True)``, and the engine without a device budget. Steps are interleaved; the ratio is of
+medians.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: plain PyTorch keeps float32 masters and casts")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="bf16: plain PyTorch keeps float32 masters and casts",
+    )
 
 
 def _plain(shape: GptShape, batch: int, precision: str) -> Callable[[], None]:
@@ -106,10 +112,13 @@ def run(args: argparse.Namespace) -> dict:
 
 def format_table(result: dict) -> str:
     """The result of run() for people."""
-    return "\n".join([
-        f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, {result['precision']}, batch {result['batch']} x {result['length']} tokens, {result['num_cpus']} cores, "
-        f"GPU {result['gpu']}",
-        f"plain PyTorch  {result['torch_step_seconds']:.4f} s per step",
-        f"PatrickStar    {result['step_seconds']:.4f} s per step",
-        f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL})",
-    ])
+    return "\n".join(
+        [
+            f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, {result['precision']}, batch "
+            f"{result['batch']} x {result['length']} tokens, {result['num_cpus']} cores, "
+            f"GPU {result['gpu']}",
+            f"plain PyTorch  {result['torch_step_seconds']:.4f} s per step",
+            f"PatrickStar    {result['step_seconds']:.4f} s per step",
+            f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL})",
+        ]
+    )

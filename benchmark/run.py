@@ -1,8 +1,8 @@
 """Runs one benchmark case: ``python -m benchmark.run CASE [--json] [options]``.
 
-Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``overhead`` (a step with everything resident against plain
-PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound), ``train`` (one GPT training run:
-time, throughput, peaks).
+Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``overhead`` (a step with everything
+resident against plain PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound),
+``train`` (one GPT training run: time, throughput, peaks).
 """
 
 from __future__ import annotations

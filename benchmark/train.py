@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> dict:
     """Times steps after three warm-up steps."""
     shape = SHAPES[args.model]
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01, "use_hybrid_adam": not args.no_hybrid_adam}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "weight_decay": 0.01, "use_hybrid_adam": not args.no_hybrid_adam},
+        },
         "bf16": {"enabled": True},
         "default_chunk_size": args.chunk_numel,
         "gradient_clipping": args.clipping,
@@ -83,9 +86,21 @@ def run(args: argparse.Namespace) -> dict:
         "batch": args.batch,
         "length": shape.length,
         "clipping": args.clipping,
-        **{key: report[key] for key in (
-            "num_parameters", "device_budget_bytes", "device_peak_bytes", "host_budget_bytes", "host_peak_bytes", "num_chunks",
-            "num_device_state_chunks", "num_evictions", "num_prefetch_hits", "num_on_demand_fetches")},
+        **{
+            key: report[key]
+            for key in (
+                "num_parameters",
+                "device_budget_bytes",
+                "device_peak_bytes",
+                "host_budget_bytes",
+                "host_peak_bytes",
+                "num_chunks",
+                "num_device_state_chunks",
+                "num_evictions",
+                "num_prefetch_hits",
+                "num_on_demand_fetches",
+            )
+        },
         "uploaded_bytes_per_step": report["uploaded_bytes"] // args.steps,
         "downloaded_bytes_per_step": report["downloaded_bytes"] // args.steps,
         **provenance(),
@@ -95,11 +110,17 @@ def run(args: argparse.Namespace) -> dict:
 def format_table(result: dict) -> str:
     """The result of run() for people."""
     gib = 2**30
-    return "\n".join([
-        f"{result['model']}: {result['num_parameters'] / 1e9:.2f} B parameters, batch {result['batch']} x {result['length']}, bf16, GPU {result['gpu']}",
-        f"step {result['step_seconds']:.3f} s, {result['model_tflops']:.1f} model TFLOPS, {result['tokens_per_second']:.0f} tokens/s; all steps {result['all_step_seconds']}",
-        f"device peak {result['device_peak_bytes'] / gib:.2f} GiB of {result['device_budget_bytes'] / gib:.2f}, host peak {result['host_peak_bytes'] / gib:.2f} GiB; "
-        f"initialised in {result['init_seconds']:.1f} s",
-        f"per step: {result['uploaded_bytes_per_step'] / gib:.2f} GiB up, {result['downloaded_bytes_per_step'] / gib:.2f} GiB down; "
-        f"{result['num_device_state_chunks']} of {result['num_chunks']} chunks with states on the device",
-    ])
+    return "\n".join(
+        [
+            f"{result['model']}: {result['num_parameters'] / 1e9:.2f} B parameters, batch {result['batch']} x "
+            f"{result['length']}, bf16, GPU {result['gpu']}",
+            f"step {result['step_seconds']:.3f} s, {result['model_tflops']:.1f} model TFLOPS, "
+            f"{result['tokens_per_second']:.0f} tokens/s; all steps {result['all_step_seconds']}",
+            f"device peak {result['device_peak_bytes'] / gib:.2f} GiB of {result['device_budget_bytes'] / gib:.2f}, "
+            f"host peak {result['host_peak_bytes'] / gib:.2f} GiB; "
+            f"initialised in {result['init_seconds']:.1f} s",
+            f"per step: {result['uploaded_bytes_per_step'] / gib:.2f} GiB up, "
+            f"{result['downloaded_bytes_per_step'] / gib:.2f} GiB down; "
+            f"{result['num_device_state_chunks']} of {result['num_chunks']} chunks with states on the device",
+        ]
+    )

@@ -1,13 +1,14 @@
 """Parameters whose memory is a chunk: a ``Parameter`` subclass that says when it is used.
 
-The user's ``Parameter`` objects stay the objects they are; only their class changes (as PyTorch's lazy modules do it), and changes
-back when the engine is closed. Every torch function that gets such a parameter, or a view of one, passes through
-``__torch_function__`` here, which tells the observer *before* the operation that the memory is needed, and after it which node of the
-autograd graph will need it again. So uses are observed, not assumed: functional weight tying, a module that reads another's
-weights, an expert that is used now and then, a user who prints a weight between two steps.
+The user's ``Parameter`` objects stay the objects they are; only their class changes (as PyTorch's lazy modules do it),
+and changes back when the engine is closed. Every torch function that gets such a parameter, or a view of one, passes
+through ``__torch_function__`` here, which tells the observer *before* the operation that the memory is needed, and
+after it which node of the autograd graph will need it again. So uses are observed, not assumed: functional weight
+tying, a module that reads another's weights, an expert that is used now and then, a user who prints a weight between
+two steps.
 
-[Note: writes] An in-place operation on a parameter (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``) is carried out on its float32 value
-and written back there, so nothing is lost when the compute copy is derived again.
+[Note: writes] An in-place operation on a parameter (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``) is carried
+out on its float32 value and written back there, so nothing is lost when the compute copy is derived again.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
 
 
 # Functions that look at a tensor without reading its memory.
-_METADATA = _names_of(
-    """shape dtype device requires_grad is_leaf grad_fn grad layout ndim names is_cuda is_cpu is_sparse is_sparse_csr is_quantized
-    is_meta is_nested is_mkldnn is_mps is_xpu is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_ort itemsize nbytes output_nr _version
-    _backward_hooks _post_accumulate_grad_hooks _base _grad _grad_fn name retains_grad imag_ volatile
-    size dim ndimension stride numel nelement element_size storage_offset is_contiguous is_floating_point is_complex is_signed
-    is_inference get_device register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ has_names is_same_size
-    is_set_to _is_view is_pinned is_shared _is_all_true __hash__ __len__ __dir__ dim_order is_coalesced
-    new_empty new_zeros new_ones new_full new_empty_strided""".split()
-) | {
+_METADATA_NAMES = """
+    shape dtype device requires_grad is_leaf grad_fn grad layout ndim names is_cuda is_cpu is_sparse is_sparse_csr
+    is_quantized is_meta is_nested is_mkldnn is_mps is_xpu is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_ort
+    itemsize nbytes output_nr _version _backward_hooks _post_accumulate_grad_hooks _base _grad _grad_fn name
+    retains_grad imag_ volatile size dim ndimension stride numel nelement element_size storage_offset is_contiguous
+    is_floating_point is_complex is_signed is_inference get_device register_hook register_post_accumulate_grad_hook
+    retain_grad requires_grad_ has_names is_same_size is_set_to _is_view is_pinned is_shared _is_all_true __hash__
+    __len__ __dir__ dim_order is_coalesced new_empty new_zeros new_ones new_full new_empty_strided
+"""
+_METADATA = _names_of(_METADATA_NAMES.split()) | {
     torch.is_floating_point,
     torch.is_complex,
     torch.is_signed,
@@ -99,9 +101,26 @@ _METADATA = _names_of(
 # Functions whose backward needs the result's shape only.
 _NO_VALUE_IN_BACKWARD = {torch.nn.functional.embedding, torch.embedding}
 # Functions whose result shares the parameter's memory without being a view in autograd's sense.
-_ALIASING = {_DATA_GET, torch.Tensor.detach, torch.detach, torch.Tensor.alias if hasattr(torch.Tensor, "alias") else torch.detach}
-_UNSUPPORTED_IN_PLACE = {"set_", "resize_", "resize_as_", "share_memory_", "as_strided_", "detach_", "rename_", "swap_tensors"}
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_ALIASING = {
+    _DATA_GET,
+    torch.Tensor.detach,
+    torch.detach,
+    torch.Tensor.alias if hasattr(torch.Tensor, "alias") else torch.detach,
+}
+_UNSUPPORTED_IN_PLACE = {
+    "set_",
+    "resize_",
+    "resize_as_",
+    "share_memory_",
+    "as_strided_",
+    "detach_",
+    "rename_",
+    "swap_tensors",
+}
+_IN_PLACE_OPERATORS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
 _IN_PLACE_OPERATORS.add("__setitem__")
 
 
@@ -174,13 +193,25 @@ def _write_through(target: Any, func: Callable[..., Any], args: tuple[Any, ...],
     handle: ParamHandle = target._patrickstar
     name = getattr(func, "__name__", "")
     if name in _UNSUPPORTED_IN_PLACE:
-        raise RuntimeError(f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)")
+        raise RuntimeError(
+            f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)"
+        )
     by_init = getattr(func, "__module__", None) == "torch.nn.init"  # switches gradients off itself, later
-    if torch.is_grad_enabled() and func != _DATA_SET and not by_init and (target.requires_grad or target.grad_fn is not None):
-        raise RuntimeError(f"{handle.name}: a leaf parameter that requires grad is used in an in-place operation; use torch.no_grad()")
+    if (
+        torch.is_grad_enabled()
+        and func != _DATA_SET
+        and not by_init
+        and (target.requires_grad or target.grad_fn is not None)
+    ):
+        raise RuntimeError(
+            f"{handle.name}: a leaf parameter that requires grad is used in an in-place operation; use torch.no_grad()"
+        )
     values = handle.observer.read_values(handle, _C.ArrayKind.MASTER).to(target.device)
-    place = values if isinstance(target, ChunkedParameter) else values.as_strided(
-        target.shape, target.stride(), target.storage_offset() - handle.offset)
+    place = (
+        values
+        if isinstance(target, ChunkedParameter)
+        else values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
+    )
 
     def replaced(value: Any) -> Any:
         if value is target:
@@ -195,7 +226,10 @@ def _write_through(target: Any, func: Callable[..., Any], args: tuple[Any, ...],
     with torch.no_grad():
         if func == _DATA_SET:
             if args[1].shape != target.shape:
-                raise RuntimeError(f"{handle.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(args[1].shape)}; they must agree")
+                raise RuntimeError(
+                    f"{handle.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(args[1].shape)}; "
+                    "they must agree"
+                )
             place.copy_(replaced(args[1]))
         else:
             func(*[replaced(value) for value in args], **{key: replaced(value) for key, value in kwargs.items()})
@@ -224,8 +258,10 @@ class ChunkedParameter(nn.Parameter):
         handle = self.__dict__.get("_patrickstar")
         if grad is None and handle is not None and handle.observer.has_gradient(handle):
             raise RuntimeError(
-                f"the gradient of {handle.name} is in PatrickStar's chunks, not in .grad; the global norm is model.report()['grad_norm'] "
-                "after step(), clipping is the config key 'gradient_clipping', and optimizer.zero_grad() forgets gradients"
+                f"the gradient of {handle.name} is in PatrickStar's chunks, not in .grad; the global norm is "
+                "model.report()['grad_norm'] "
+                "after step(), clipping is the config key 'gradient_clipping', and optimizer.zero_grad() forgets "
+                "gradients"
             )
         return grad
 
@@ -233,7 +269,9 @@ class ChunkedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         handle = self.__dict__.get("_patrickstar")
         if handle is not None and value is not None:
-            raise RuntimeError(f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set, only dropped (grad = None)")
+            raise RuntimeError(
+                f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set, only dropped (grad = None)"
+            )
         if handle is not None:
             handle.observer.clear_gradient(handle)
         with _DisableTorchFunction():

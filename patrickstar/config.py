@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass per section, and the only place that reads dicts.
 
-``parse_config`` turns the dict a user writes into a :class:`Config`; nothing past this module sees a dict. Unknown keys are
-refused with the nearest known key, wrong types and impossible values with what is expected.
+``parse_config`` turns the dict a user writes into a :class:`Config`; nothing past this module sees a dict. Unknown keys
+are refused with the nearest known key, wrong types and impossible values with what is expected.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Bf16Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemTracerConfig:
-    """``client.mem_tracer``: how much memory chunks may take. ``device_memory`` and ``host_memory`` win over the ratios."""
+    """``client.mem_tracer``: how much memory chunks may take. ``device_memory`` and ``host_memory`` win over the
+    ratios.
+    """
 
     use_async_mem_monitor: bool = True
     """Accepted; the allocator's exact counters always replace the first PatrickStar's polling thread."""
@@ -171,7 +173,9 @@ def parse_bytes(value: int | str, name: str) -> int:
         if match and match.group(2).lower() in _UNITS:
             value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value <= 0:
-        raise ValueError(f'{name} is {value!r}; give bytes as a positive integer or a string such as "24GiB" or "500MB"')
+        raise ValueError(
+            f'{name} is {value!r}; give bytes as a positive integer or a string such as "24GiB" or "500MB"'
+        )
     return int(value)
 
 
@@ -203,11 +207,17 @@ def log_accepted_options(config: Config) -> None:
     """Says once, in one line, which options are accepted because the design always does better."""
     defaults = OptsConfig()
     options = config.client.opts
-    accepted = [f"client.opts.{f.name}" for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(defaults, f.name)]
+    accepted = [
+        f"client.opts.{f.name}"
+        for f in dataclasses.fields(options)
+        if getattr(options, f.name) != getattr(defaults, f.name)
+    ]
     if accepted:
         logger.info("accepted without effect, PatrickStar always does better: %s", ", ".join(accepted))
     if config.client.mem_tracer.use_async_mem_monitor:
-        logger.debug("client.mem_tracer.use_async_mem_monitor: the allocator's exact counters are used instead of polling")
+        logger.debug(
+            "client.mem_tracer.use_async_mem_monitor: the allocator's exact counters are used instead of polling"
+        )
 
 
 _SECTIONS = {
@@ -306,7 +316,10 @@ def _check_values(config: Config) -> None:
     if config.fp16 is not None and config.bf16 is not None:
         raise ValueError("fp16.enabled and bf16.enabled are both True; enable one")
     if config.default_chunk_size < 1024:
-        raise ValueError(f"default_chunk_size is {config.default_chunk_size} elements; give at least 1024 (64 * 1024 * 1024 is usual)")
+        raise ValueError(
+            f"default_chunk_size is {config.default_chunk_size} elements; give at least 1024 (64 * 1024 * 1024 is "
+            "usual)"
+        )
     tracer = config.client.mem_tracer
     for name in ("warmup_gpu_chunk_mem_ratio", "overall_gpu_mem_ratio", "overall_cpu_mem_ratio", "margin_use_ratio"):
         ratio = getattr(tracer, name)

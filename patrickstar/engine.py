@@ -18,8 +18,9 @@ from patrickstar.session import Session
 class Engine(nn.Module):
     """Trains the user's module, which stays available as ``module``.
 
-    The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the compute dtype; float32 values are
-    what :meth:`state_dict` gives. ``close`` (or leaving a ``with`` block) turns it into an ordinary module again.
+    The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
+    compute dtype; float32 values are what :meth:`state_dict` gives. ``close`` (or leaving a ``with`` block) turns it
+    into an ordinary module again.
     """
 
     def __init__(self, session: Session):
@@ -28,7 +29,9 @@ class Engine(nn.Module):
         self._session = session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Tensors are moved to the engine's device, floating point ones cast to the compute dtype."""
+        """The module's forward. Tensors are moved to the engine's device, floating point ones cast to the compute
+        dtype.
+        """
         session = self._session
         args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs))
         with session.forward():
@@ -41,7 +44,8 @@ class Engine(nn.Module):
         return tensor.to(session.device, dtype if cast else tensor.dtype, non_blocking=True)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate gradients, in float32.
+        """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
+        gradients, in float32.
 
         Args:
             loss: a tensor of one element, from this engine's forward.
@@ -50,7 +54,8 @@ class Engine(nn.Module):
         Raises:
             ValueError: the loss is not a tensor of one element.
             StateError: no forward came before, or the loss does not require grad.
-            MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that works.
+            MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that
+                works.
         """
         self._session.backward(loss, **kwargs)
 
@@ -58,11 +63,15 @@ class Engine(nn.Module):
         """Forgets all gradients since the last step."""
         self._session.zero_grad()
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's parameters under their original names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's buffers under their original names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
@@ -93,7 +102,9 @@ class Engine(nn.Module):
             RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it.
         """
         if assign:
-            raise ValueError("load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out")
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
+            )
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def report(self) -> dict[str, Any]:

@@ -18,11 +18,13 @@ def make_groups(module: nn.Module, model_parameters: ModelParameters) -> list[di
 
     Args:
         module: the user's module.
-        model_parameters: None (one group of all parameters); a callable that takes the module and returns parameters or groups; or a list of
-            dicts whose ``params`` are name patterns (a string or a list; ``*`` and ``?`` as in file names), the first match wins.
+        model_parameters: None (one group of all parameters); a callable that takes the module and returns parameters or
+            groups; or a list of dicts whose ``params`` are name patterns (a string or a list; ``*`` and ``?`` as in
+            file names), the first match wins.
 
     Raises:
-        ValueError: a pattern matches nothing, a parameter that requires grad is in no group or in two, an option is unknown.
+        ValueError: a pattern matches nothing, a parameter that requires grad is in no group or in two, an option is
+            unknown.
     """
     named = dict(module.named_parameters())
     if model_parameters is None:
@@ -32,8 +34,10 @@ def make_groups(module: nn.Module, model_parameters: ModelParameters) -> list[di
     elif isinstance(model_parameters, Sequence) and not isinstance(model_parameters, str):
         groups = _from_patterns(named, model_parameters)
     else:
-        raise ValueError(f"model_parameters is a {type(model_parameters).__name__}; give a callable that takes the module and returns groups, "
-                         "or a list of dicts whose 'params' are name patterns")
+        raise ValueError(
+            f"model_parameters is a {type(model_parameters).__name__}; give a callable that takes the module and "
+            "returns groups, or a list of dicts whose 'params' are name patterns"
+        )
     _check_groups(named, groups)
     return groups
 
@@ -64,11 +68,17 @@ def _from_patterns(named: Mapping[str, nn.Parameter], items: Sequence[Mapping[st
         taken: list[nn.Parameter] = []
         for pattern in patterns:
             if not isinstance(pattern, str):
-                raise ValueError(f"model_parameters[{index}]['params'] holds a {type(pattern).__name__}; in a list of dicts they are name patterns "
-                                 "(parameters are not built yet); use a callable to choose parameters")
+                raise ValueError(
+                    f"model_parameters[{index}]['params'] holds a {type(pattern).__name__}; in a list of dicts they "
+                    "are name patterns "
+                    "(parameters are not built yet); use a callable to choose parameters"
+                )
             matches = [name for name in left if fnmatch.fnmatchcase(name, pattern)]
             if not matches and not any(fnmatch.fnmatchcase(name, pattern) for name in named):
-                raise ValueError(f"model_parameters[{index}]: no parameter matches {pattern!r}; names look like {next(iter(named), '')!r}")
+                raise ValueError(
+                    f"model_parameters[{index}]: no parameter matches {pattern!r}; names look like "
+                    f"{next(iter(named), '')!r}"
+                )
             taken += [left.pop(name) for name in matches]
         groups.append({**item, "params": taken})
     return groups
@@ -80,7 +90,9 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
     for group in groups:
         unknown = [key for key in group if key != "params" and key not in _OPTIONS]
         if unknown:
-            raise ValueError(f"a parameter group has the unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
+            raise ValueError(
+                f"a parameter group has the unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}"
+            )
         for param in group["params"]:
             if param not in names:
                 raise ValueError("model_parameters names a tensor that is not a parameter of the module")
@@ -89,5 +101,8 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
             seen.add(param)
     missing = [name for param, name in names.items() if param.requires_grad and param not in seen]
     if missing:
-        raise ValueError(f"{len(missing)} parameters require grad but are in no group ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); add a "
-                         "group for them (the pattern '*' takes the rest) or freeze them with requires_grad_(False)")
+        raise ValueError(
+            f"{len(missing)} parameters require grad but are in no group "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); add a "
+            "group for them (the pattern '*' takes the rest) or freeze them with requires_grad_(False)"
+        )

@@ -1,6 +1,7 @@
 """Module hooks: every module with parameters below it opens a scope around its forward.
 
-The hooks look at no input and no output but to find autograd nodes, so any pytree, keyword or object passes through them.
+The hooks look at no input and no output but to find autograd nodes, so any pytree, keyword or object passes through
+them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class ModuleHooks:
     def finish_learning(self, got_gradient: set[int]) -> None:
         """After the first whole step: modules no longer acquire what they were not seen to use.
 
-        A parameter that no torch function was seen to touch, but that got a gradient (or is frozen), is used in a way that cannot be seen:
-        its owner goes on acquiring it.
+        A parameter that no torch function was seen to touch, but that got a gradient (or is frozen), is used in a way
+        that cannot be seen: its owner goes on acquiring it.
         """
         if not self._learning:
             return

@@ -1,7 +1,7 @@
 """Parameters that stay with PyTorch: their casts, their gradients, and the torch optimizer that updates them.
 
-They are float32 (or what the user made them) beside 16-bit chunks, so the modules that own them get casts around their forward, and embeddings in
-host memory get their indices there and their result back.
+They are float32 (or what the user made them) beside 16-bit chunks, so the modules that own them get casts around their
+forward, and embeddings in host memory get their indices there and their result back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from patrickstar.preprocess import ManagedParam
 class ManagedParams:
     """The parameters of one engine that PyTorch keeps."""
 
-    def __init__(self, module: nn.Module, params: Sequence[ManagedParam], compute_dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, module: nn.Module, params: Sequence[ManagedParam], compute_dtype: torch.dtype, device: torch.device
+    ):
         self.params = list(params)
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[RemovableHandle] = []
@@ -30,7 +32,9 @@ class ManagedParams:
             if mine and (mine[0].dtype != compute_dtype or mine[0].device != device):
                 self._add_casts(child, mine[0], compute_dtype, device)
 
-    def _add_casts(self, module: nn.Module, param: nn.Parameter, compute_dtype: torch.dtype, device: torch.device) -> None:
+    def _add_casts(
+        self, module: nn.Module, param: nn.Parameter, compute_dtype: torch.dtype, device: torch.device
+    ) -> None:
         def to_param(value: torch.Tensor) -> torch.Tensor:
             return value.to(param.device, param.dtype) if value.is_floating_point() else value.to(param.device)
 
@@ -65,7 +69,9 @@ class ManagedParams:
         return total
 
     def step(self, groups: list[dict[str, Any]], grad_scale: float) -> None:
-        """One step of their optimizer with ``groups``' present options; gradients are multiplied by ``grad_scale`` first."""
+        """One step of their optimizer with ``groups``' present options; gradients are multiplied by ``grad_scale``
+        first.
+        """
         if self._optimizer is None:
             return
         for own, group in zip(self._optimizer.param_groups, groups, strict=True):
@@ -89,7 +95,9 @@ class ManagedParams:
         """Sets their optimizer's state of ``param``."""
         if self._optimizer is not None:
             self._optimizer.state[param] = {
-                key: value.clone().to(param.device if key != "step" else "cpu") if isinstance(value, torch.Tensor) else value
+                key: value.clone().to(param.device if key != "step" else "cpu")
+                if isinstance(value, torch.Tensor)
+                else value
                 for key, value in state.items()
             }
 

@@ -1,7 +1,7 @@
 """The observer: turns module calls and tensor uses into the core's acquire and release.
 
-Vocabulary: a *scope* is a running call of a module that has parameters below it. See csrc/runtime/access_tracker.h for what scopes hold
-and how backward releases.
+Vocabulary: a *scope* is a running call of a module that has parameters below it. See csrc/runtime/access_tracker.h for
+what scopes hold and how backward releases.
 """
 
 from __future__ import annotations

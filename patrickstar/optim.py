@@ -1,7 +1,7 @@
 """The optimizer's face: a ``torch.optim.Optimizer`` whose step runs in the core.
 
-Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim.Adam``; the state dict has torch's format, so a run can move
-between the two.
+Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim.Adam``; the state dict has torch's format, so
+a run can move between the two.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 class HybridAdam(torch.optim.Optimizer):
     """Adam or AdamW over chunks, on the CPU or the GPU, wherever a chunk's states are.
 
-    Made by ``initialize_engine``. A parameter that got no gradient since the last step is left alone (its step count too), as
-    ``torch.optim`` leaves ``grad is None``.
+    Made by ``initialize_engine``. A parameter that got no gradient since the last step is left alone (its step count
+    too), as ``torch.optim`` leaves ``grad is None``.
     """
 
     def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
@@ -43,7 +43,8 @@ class HybridAdam(torch.optim.Optimizer):
                 if isinstance(param, ChunkedParameter):
                     session.runtime.set_group(param._patrickstar.id, index)
         session.managed.make_optimizer(
-            self.param_groups, torch.optim.AdamW if config.optimizer.type is OptimizerType.ADAMW else torch.optim.Adam)
+            self.param_groups, torch.optim.AdamW if config.optimizer.type is OptimizerType.ADAMW else torch.optim.Adam
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is being built.
@@ -52,14 +53,16 @@ class HybridAdam(torch.optim.Optimizer):
             RuntimeError: the engine is built; its chunks are laid out.
         """
         if self._built:
-            raise RuntimeError("parameter groups are fixed when the engine is built; pass all of them in model_parameters")
+            raise RuntimeError(
+                "parameter groups are fixed when the engine is built; pass all of them in model_parameters"
+            )
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """Updates the parameters with the gradients of the backwards since the last step, then forgets the gradients.
 
-        With loss scaling, a step whose gradients are not finite is skipped and the scale lowered; without it such a step is skipped too, with a
-        warning, since it would destroy the parameters.
+        With loss scaling, a step whose gradients are not finite is skipped and the scale lowered; without it such a
+        step is skipped too, with a warning, since it would destroy the parameters.
 
         Args:
             closure: runs forward and ``model.backward`` and returns the loss.
@@ -74,8 +77,14 @@ class HybridAdam(torch.optim.Optimizer):
     def group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
         return [
-            _C.GroupOptions(lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
-                            eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), mode=self._mode)
+            _C.GroupOptions(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                mode=self._mode,
+            )
             for group in self.param_groups
         ]
 
@@ -85,8 +94,8 @@ class HybridAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Adam.state_dict``: ``step``, ``exp_avg`` and ``exp_avg_sq`` (float32, CPU) by parameter index, and the groups; with
-        float16 also ``loss_scaler``. Parameters that were never updated have no state.
+        """As ``torch.optim.Adam.state_dict``: ``step``, ``exp_avg`` and ``exp_avg_sq`` (float32, CPU) by parameter
+        index, and the groups; with float16 also ``loss_scaler``. Parameters that were never updated have no state.
         """
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
@@ -114,14 +123,21 @@ class HybridAdam(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
-                f"the optimizer has groups of {[len(group['params']) for group in self.param_groups]} parameters, the state dict of "
-                f"{[len(group['params']) for group in saved_groups]}; build the engine with the same model_parameters")
-        pairs = [(param, saved) for group, saved_group in zip(self.param_groups, saved_groups, strict=True)
-                 for param, saved in zip(group["params"], saved_group["params"], strict=True)]
+                f"the optimizer has groups of {[len(group['params']) for group in self.param_groups]} parameters, "
+                "the state dict of "
+                f"{[len(group['params']) for group in saved_groups]}; build the engine with the same model_parameters"
+            )
+        pairs = [
+            (param, saved)
+            for group, saved_group in zip(self.param_groups, saved_groups, strict=True)
+            for param, saved in zip(group["params"], saved_group["params"], strict=True)
+        ]
         for param, saved in pairs:
             entry = state_dict["state"].get(saved)
             if entry and tuple(entry["exp_avg"].shape) != tuple(param.shape):
-                raise ValueError(f"state {saved} has shape {tuple(entry['exp_avg'].shape)}, its parameter {tuple(param.shape)}")
+                raise ValueError(
+                    f"state {saved} has shape {tuple(entry['exp_avg'].shape)}, its parameter {tuple(param.shape)}"
+                )
         for param, saved in pairs:
             self._session.set_optimizer_state(param, state_dict["state"].get(saved, {}))
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):

@@ -1,7 +1,7 @@
 """From the user's module to a layout: which parameters go into chunks, in which dtype, and which stay with PyTorch.
 
-Stay with PyTorch: parameters made inside :func:`torch_scope`, embeddings with ``use_cpu_embedding`` (in host memory), parameters of other
-classes than ``nn.Parameter`` (quantised weights), without elements, or not floating point.
+Stay with PyTorch: parameters made inside :func:`torch_scope`, embeddings with ``use_cpu_embedding`` (in host memory),
+parameters of other classes than ``nn.Parameter`` (quantised weights), without elements, or not floating point.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model_func, nn.Module):
         raise ValueError("model_func is a module; give a function that returns one: model_func=lambda: model")
     if not callable(model_func):
-        raise ValueError(f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module")
+        raise ValueError(
+            f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module"
+        )
     module = model_func()
     if not isinstance(module, nn.Module):
         raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
@@ -94,20 +96,34 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
         if isinstance(param, ChunkedParameter):
             raise ValueError(f"parameter {name} belongs to an engine already; close() that engine first")
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name} is not initialised (a lazy module); run one forward in model_func first")
+            raise ValueError(
+                f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
+            )
         if param.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device, it has no values; materialise the module in model_func")
+            raise ValueError(
+                f"parameter {name} is on the meta device, it has no values; materialise the module in model_func"
+            )
     return module
 
 
 def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedding: bool) -> ParamPlan:
     """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes."""
-    scoped = {module._parameters[name] for module, names in _scoped_modules(module) for name in names if name in module._parameters}
+    scoped = {
+        module._parameters[name]
+        for module, names in _scoped_modules(module)
+        for name in names
+        if name in module._parameters
+    }
     on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
     keep_float32 = _float32_params(module) if compute_dtype != torch.float32 else set()
     chunked, managed = [], []
     for name, param in module.named_parameters():
-        plain = type(param) is nn.Parameter and param.is_floating_point() and param.numel() > 0 and param.layout == torch.strided
+        plain = (
+            type(param) is nn.Parameter
+            and param.is_floating_point()
+            and param.numel() > 0
+            and param.layout == torch.strided
+        )
         if param in scoped or param in on_host or not plain:
             managed.append(ManagedParam(name=name, param=param, on_host=param in on_host))
         else:
@@ -130,13 +146,17 @@ def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:
     embeddings = {p for p, modules in owners.items() if any(isinstance(m, nn.Embedding) for m in modules)}
     alone = {p for p in embeddings if all(isinstance(m, nn.Embedding) for m in owners[p])}
     if alone != embeddings:
-        logger.info("use_cpu_embedding: %d embedding weights are tied to other layers and stay in chunks", len(embeddings - alone))
+        logger.info(
+            "use_cpu_embedding: %d embedding weights are tied to other layers and stay in chunks",
+            len(embeddings - alone),
+        )
     return alone
 
 
 def _float32_params(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that must stay float32 in 16-bit training: those of layers with float32 running statistics, whose kernels want
-    weights and statistics of one dtype."""
+    """Parameters that must stay float32 in 16-bit training: those of layers with float32 running statistics, whose
+    kernels want weights and statistics of one dtype.
+    """
     params: set[nn.Parameter] = set()
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:
@@ -156,11 +176,11 @@ class ChunkSize:
 
 
 def choose_chunk_size(plan: ParamPlan, module: nn.Module, default_numel: int, device_bytes: int) -> ChunkSize:
-    """The default size on an ample device; on a scarce one the largest power-of-two fraction of it that makes the largest module's chunks take
-    (within 5 %) as little as they can.
+    """The default size on an ample device; on a scarce one the largest power-of-two fraction of it that makes the
+    largest module's chunks take (within 5 %) as little as they can.
 
-    Numbers do not depend on it. On a scarce device the choice depends on the model alone, so that the least budget which a warm-up step
-    measures holds for the next run.
+    Numbers do not depend on it. On a scarce device the choice depends on the model alone, so that the least budget
+    which a warm-up step measures holds for the next run.
     """
     num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in plan.chunked)
     ample_bytes = 16 * num_bytes
@@ -187,11 +207,13 @@ def make_layout(plan: ParamPlan, chunk_numel: int) -> _C.Layout:
     )
 
 
-def adopt_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime, observer: Observer, device: torch.device) -> None:
+def adopt_params(
+    plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime, observer: Observer, device: torch.device
+) -> None:
     """Moves the parameters' values into chunks, chunk by chunk, and makes the parameters views of them.
 
-    Each parameter's own memory is freed as soon as its values are in the chunk, so the model is never held twice: at most one
-    chunk of values exists in both places.
+    Each parameter's own memory is freed as soon as its values are in the chunk, so the model is never held twice: at
+    most one chunk of values exists in both places.
     """
     libc = ctypes.CDLL(None)
     for chunk in range(layout.num_chunks):
@@ -207,14 +229,25 @@ def adopt_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime, observ
             libc.malloc_trim(0)
 
 
-def _adopt(spec: ChunkedSpec, param_id: int, chunk: int, offset: int, storage: torch.UntypedStorage, observer: Observer) -> None:
+def _adopt(
+    spec: ChunkedSpec, param_id: int, chunk: int, offset: int, storage: torch.UntypedStorage, observer: Observer
+) -> None:
     param = spec.param
     data = param.detach()
     if torch.empty_like(data, device="meta").stride() != data.stride():  # overlapping or with gaps
         data = data.contiguous()
     handle = ParamHandle(
-        id=param_id, name=spec.name, chunk=chunk, storage=storage._cdata, shape=data.shape, stride=data.stride(), offset=offset,
-        trainable=param.requires_grad, original_dtype=data.dtype, original_device=data.device, observer=observer,
+        id=param_id,
+        name=spec.name,
+        chunk=chunk,
+        storage=storage._cdata,
+        shape=data.shape,
+        stride=data.stride(),
+        offset=offset,
+        trainable=param.requires_grad,
+        original_dtype=data.dtype,
+        original_device=data.device,
+        observer=observer,
     )
     observer.write_values(handle, _C.ArrayKind.MASTER, data)
     with torch.no_grad():
@@ -239,7 +272,8 @@ def release_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime) -> N
 
 
 def move_rest(module: nn.Module, plan: ParamPlan, device: torch.device) -> None:
-    """Moves buffers (dtype kept) and the parameters that stay with PyTorch to the device; CPU embeddings stay on the host.
+    """Moves buffers (dtype kept) and the parameters that stay with PyTorch to the device; CPU embeddings stay on the
+    host.
 
     On the simulated device they are copied, so that they count as its memory.
     """

@@ -88,11 +88,13 @@ class Session:
         move_rest(module, self._plan, device)
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)
-        # Weak: the garbage collector does not see what a tensor's hooks refer to, and would never free a dropped engine.
+        # Weak: the garbage collector does not see what a tensor's hooks refer to, and would never free a dropped
+        # engine.
         fold = weakref.WeakMethod(self._fold)
         self._handles = [
             spec.param.register_post_accumulate_grad_hook(functools.partial(_call_weak, fold))
-            for spec in self._plan.chunked if spec.param.requires_grad
+            for spec in self._plan.chunked
+            if spec.param.requires_grad
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._in_backward = False
@@ -114,10 +116,17 @@ class Session:
         default_numel = self.config.default_chunk_size
         size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
         if size.numel != default_numel:
-            logger.info("chunk size: %d elements instead of %d, for a device budget of %d bytes", size.numel, default_numel, budgets.device_bytes)
+            logger.info(
+                "chunk size: %d elements instead of %d, for a device budget of %d bytes",
+                size.numel,
+                default_numel,
+                budgets.device_bytes,
+            )
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         self.layout = make_layout(self._plan, size.numel)
-        runtime = _C.Runtime(self.layout, [spec.name for spec in self._plan.chunked], _owned_params(self.module, self._plan), options)
+        runtime = _C.Runtime(
+            self.layout, [spec.name for spec in self._plan.chunked], _owned_params(self.module, self._plan), options
+        )
         _open_runtime = weakref.ref(runtime)
         return runtime
 
@@ -129,8 +138,11 @@ class Session:
         self._check_open()
         for spec in self._frozen:
             if spec.param.requires_grad:
-                raise _C.StateError(f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with it trainable "
-                                    "and set requires_grad to False afterwards")
+                raise _C.StateError(
+                    f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with "
+                    "it trainable "
+                    "and set requires_grad to False afterwards"
+                )
         training = self.module.training and torch.is_grad_enabled()
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
         try:
@@ -161,20 +173,32 @@ class Session:
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
-            raise ValueError(f"backward got a {type(loss).__name__}; give the loss tensor (for a Hugging Face model: output.loss)")
+            raise ValueError(
+                f"backward got a {type(loss).__name__}; give the loss tensor (for a Hugging Face model: output.loss)"
+            )
         if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}; reduce it to one number, for example loss.mean()")
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; reduce it to one number, for example loss.mean()"
+            )
         if self.stage is Stage.IDLE:
-            raise _C.StateError("backward before forward: call loss = model(inputs) in training mode first, then model.backward(loss)")
+            raise _C.StateError(
+                "backward before forward: call loss = model(inputs) in training mode first, then model.backward(loss)"
+            )
         if not loss.requires_grad:
-            raise _C.StateError("the loss does not require grad: it was computed without the model, under torch.no_grad(), or all parameters are frozen")
+            raise _C.StateError(
+                "the loss does not require grad: it was computed without the model, under torch.no_grad(), or all "
+                "parameters are frozen"
+            )
 
     def _fold(self, param: nn.Parameter) -> None:
         """Post-accumulate hook: moves a gradient into its chunk."""
         handle = param._patrickstar
         grad = folded_gradient(param)
         if not self._in_backward:
-            raise _C.StateError("loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered")
+            raise _C.StateError(
+                "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and "
+                "gathered"
+            )
         if grad.is_sparse:
             grad = grad.to_dense()
         if grad.stride() != handle.stride:
@@ -280,7 +304,9 @@ class Session:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise _C.StateError("this engine is closed; its module is an ordinary one again, build a new engine to train on")
+            raise _C.StateError(
+                "this engine is closed; its module is an ordinary one again, build a new engine to train on"
+            )
 
 
 def _call_weak(method: weakref.WeakMethod, param: nn.Parameter) -> None:
@@ -297,7 +323,9 @@ def _check_no_open_engine() -> None:
     if is_open():
         gc.collect()  # engine, module and hooks refer to each other in circles
     if is_open():
-        raise _C.StateError("another engine is open in this process; close it first: model.close(), or use it in a with statement")
+        raise _C.StateError(
+            "another engine is open in this process; close it first: model.close(), or use it in a with statement"
+        )
 
 
 def _owned_params(module: nn.Module, plan: ParamPlan) -> list[list[int]]:

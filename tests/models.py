@@ -36,40 +36,91 @@ def lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def gpt2(hidden=32, layers=2, dropout=0.0):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=hidden, n_layer=layers, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=LENGTH,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=4,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def bert():
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, max_position_embeddings=LENGTH))
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=LENGTH,
+        )
+    )
 
 
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+    )
 
 
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def albert():
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    return AlbertForMaskedLM(AlbertConfig(
-        vocab_size=VOCAB, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=LENGTH))
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=VOCAB,
+            embedding_size=16,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=LENGTH,
+        )
+    )
 
 
 def lora():
@@ -85,7 +136,9 @@ class Mlp(nn.Module):
     def __init__(self, width=32, depth=3):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth)
+        )
         self.head = nn.Linear(width, VOCAB)
 
     def forward(self, input_ids, labels):
@@ -178,10 +231,17 @@ class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
-            # No biases: before a BatchNorm their gradient is zero but for rounding, which Adam would blow up to its learning rate.
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            # No biases: before a BatchNorm their gradient is zero but for rounding, which Adam would blow up to its
+            # learning rate.
+            nn.Conv2d(3, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
         self.head = nn.Linear(32, 10)
         self.to(memory_format=torch.channels_last)
 
@@ -190,11 +250,16 @@ class ConvNet(nn.Module):
 
 
 def image_batch(generator: torch.Generator) -> dict[str, Any]:
-    return {"images": torch.randn(4, 3, 8, 8, generator=generator), "labels": torch.randint(0, 10, (4,), generator=generator)}
+    return {
+        "images": torch.randn(4, 3, 8, 8, generator=generator),
+        "labels": torch.randint(0, 10, (4,), generator=generator),
+    }
 
 
 class FunctionalTying(nn.Module):
-    """The output layer reads the embedding's weight outside of its owner's forward, once directly and once through a view."""
+    """The output layer reads the embedding's weight outside of its owner's forward, once directly and once through a
+    view.
+    """
 
     def __init__(self):
         super().__init__()
@@ -240,7 +305,8 @@ class Parametrized(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 32)
         self.first = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
-        self.second = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32))
+        # With a trivialization it would multiply a buffer, which keeps its float32, with the 16-bit parameter.
+        self.second = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32), use_trivialization=False)
         self.head = nn.Linear(32, VOCAB)
 
     def forward(self, input_ids, labels):
@@ -254,7 +320,9 @@ class MixtureOfExperts(nn.Module):
         def __init__(self):
             super().__init__()
             self.router = nn.Linear(32, 4)
-            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+            )
 
         def forward(self, hidden):
             probabilities = self.router(hidden).float().softmax(-1)
@@ -315,7 +383,9 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 32)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(32, VOCAB)
 
     def forward(self, input_ids, labels):

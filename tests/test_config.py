@@ -14,29 +14,53 @@ from patrickstar.config import Config, OptimizerType, log_accepted_options, pars
 def test_defaults_of_the_first_patrickstar():
     config = parse_config(None)
     tracer = config.client.mem_tracer
-    assert (tracer.warmup_gpu_chunk_mem_ratio, tracer.overall_gpu_mem_ratio, tracer.overall_cpu_mem_ratio, tracer.margin_use_ratio) == (0.1, 0.8, 0.8, 0.8)
+    assert (
+        tracer.warmup_gpu_chunk_mem_ratio,
+        tracer.overall_gpu_mem_ratio,
+        tracer.overall_cpu_mem_ratio,
+        tracer.margin_use_ratio,
+    ) == (0.1, 0.8, 0.8, 0.8)
     assert (tracer.use_fake_dist, tracer.with_static_partition) == (False, False)
     assert config.compute_dtype == torch.float32
     assert config == parse_config({}) == parse_config(Config())
 
 
 def test_every_key_is_accepted():
-    config = parse_config({
-        "optimizer": {"type": "AdamW", "params": {"lr": 1, "betas": [0.8, 0.9], "eps": 0, "weight_decay": 0.1, "use_hybrid_adam": False}},
-        "fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 4, "loss_scale_window": 7, "hysteresis": 1, "min_loss_scale": 0.5},
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1,
-        "default_chunk_size": 65536,
-        "release_after_init": True,
-        "use_cpu_embedding": True,
-        "client": {
-            "mem_tracer": {"use_async_mem_monitor": False, "warmup_gpu_chunk_mem_ratio": 0.2, "overall_gpu_mem_ratio": 0.5,
-                           "overall_cpu_mem_ratio": 1.0, "margin_use_ratio": 0.7, "use_fake_dist": True, "with_static_partition": True},
-            "opts": {"with_mem_saving_comm": True, "with_mem_cache": True, "with_async_move": True},
-        },
-        "device_memory": "24GiB",
-        "host_memory": 10**9,
-    })
+    config = parse_config(
+        {
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1, "betas": [0.8, 0.9], "eps": 0, "weight_decay": 0.1, "use_hybrid_adam": False},
+            },
+            "fp16": {
+                "enabled": False,
+                "loss_scale": 128,
+                "initial_scale_power": 4,
+                "loss_scale_window": 7,
+                "hysteresis": 1,
+                "min_loss_scale": 0.5,
+            },
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1,
+            "default_chunk_size": 65536,
+            "release_after_init": True,
+            "use_cpu_embedding": True,
+            "client": {
+                "mem_tracer": {
+                    "use_async_mem_monitor": False,
+                    "warmup_gpu_chunk_mem_ratio": 0.2,
+                    "overall_gpu_mem_ratio": 0.5,
+                    "overall_cpu_mem_ratio": 1.0,
+                    "margin_use_ratio": 0.7,
+                    "use_fake_dist": True,
+                    "with_static_partition": True,
+                },
+                "opts": {"with_mem_saving_comm": True, "with_mem_cache": True, "with_async_move": True},
+            },
+            "device_memory": "24GiB",
+            "host_memory": 10**9,
+        }
+    )
     assert config.optimizer.type is OptimizerType.ADAMW
     assert config.optimizer.params.betas == (0.8, 0.9)
     assert config.compute_dtype == torch.bfloat16
@@ -45,7 +69,10 @@ def test_every_key_is_accepted():
     assert dataclasses.is_dataclass(config)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * 2**20), ("4096", 4096), (7, 7)])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * 2**20), ("4096", 4096), (7, 7)],
+)
 def test_bytes(value, expected):
     assert parse_bytes(value, "device_memory") == expected
 
@@ -56,32 +83,38 @@ def test_bad_bytes(value):
         parse_config({"device_memory": value})
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    ({"optimiser": {}}, "unknown key optimiser: did you mean optimizer?"),
-    ({"optimizer": {"type": "Adam", "param": {}}}, "unknown key optimizer.param: did you mean optimizer.params?"),
-    ({"optimizer": {"params": {"learning_rate": 1}}}, "unknown key optimizer.params.learning_rate"),
-    ({"client": {"mem_tracer": {"overall_gpu_ratio": 0.5}}}, "did you mean client.mem_tracer.overall_gpu_mem_ratio"),
-    ({"device_mem": 1}, "did you mean device_memory"),
-    ({"optimizer": {"type": "adamw"}}, "did you mean 'AdamW'"),
-    ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD'"),
-    ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1"),
-    ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr is 'fast'"),
-    ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr is nan"),
-    ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, r"betas\[1\] is 1.0"),
-    ({"optimizer": {"params": {"betas": 0.9}}}, "betas is 0.9"),
-    ({"optimizer": {"params": {"use_hybrid_adam": 1}}}, "use_hybrid_adam is 1; it is a switch"),
-    ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
-    ({"fp16": {"hysteresis": 0}}, "hysteresis"),
-    ({"fp16": {"loss_scale": -2}}, "loss_scale"),
-    ({"default_chunk_size": 0}, "default_chunk_size is 0"),
-    ({"default_chunk_size": 1.5}, "default_chunk_size is 1.5; give an integer"),
-    ({"client": {"mem_tracer": {"margin_use_ratio": 1.5}}}, "margin_use_ratio is 1.5"),
-    ({"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0}}}, "overall_cpu_mem_ratio is 0"),
-    ({"gradient_clipping": float("inf")}, "gradient_clipping is inf"),
-    ([], "config is a list"),
-    ({3: 4}, "unknown key 3"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimiser": {}}, "unknown key optimiser: did you mean optimizer?"),
+        ({"optimizer": {"type": "Adam", "param": {}}}, "unknown key optimizer.param: did you mean optimizer.params?"),
+        ({"optimizer": {"params": {"learning_rate": 1}}}, "unknown key optimizer.params.learning_rate"),
+        (
+            {"client": {"mem_tracer": {"overall_gpu_ratio": 0.5}}},
+            "did you mean client.mem_tracer.overall_gpu_mem_ratio",
+        ),
+        ({"device_mem": 1}, "did you mean device_memory"),
+        ({"optimizer": {"type": "adamw"}}, "did you mean 'AdamW'"),
+        ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD'"),
+        ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1"),
+        ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr is 'fast'"),
+        ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr is nan"),
+        ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, r"betas\[1\] is 1.0"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "betas is 0.9"),
+        ({"optimizer": {"params": {"use_hybrid_adam": 1}}}, "use_hybrid_adam is 1; it is a switch"),
+        ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
+        ({"fp16": {"hysteresis": 0}}, "hysteresis"),
+        ({"fp16": {"loss_scale": -2}}, "loss_scale"),
+        ({"default_chunk_size": 0}, "default_chunk_size is 0"),
+        ({"default_chunk_size": 1.5}, "default_chunk_size is 1.5; give an integer"),
+        ({"client": {"mem_tracer": {"margin_use_ratio": 1.5}}}, "margin_use_ratio is 1.5"),
+        ({"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0}}}, "overall_cpu_mem_ratio is 0"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping is inf"),
+        ([], "config is a list"),
+        ({3: 4}, "unknown key 3"),
+    ],
+)
 def test_errors(config, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         parse_config(config)
@@ -92,7 +125,9 @@ def test_accepted_options_are_named_once(caplog):
         log_accepted_options(parse_config({"client": {"opts": {"with_mem_cache": True, "with_async_move": True}}}))
         log_accepted_options(parse_config(None))
     assert [record.getMessage() for record in caplog.records] == [
-        "accepted without effect, PatrickStar always does better: client.opts.with_mem_cache, client.opts.with_async_move"]
+        "accepted without effect, PatrickStar always does better: client.opts.with_mem_cache, "
+        "client.opts.with_async_move"
+    ]
 
 
 def test_nothing_is_logged_by_default(caplog):

@@ -61,7 +61,12 @@ def test_same_objects_and_true_shapes():
         assert all(a is b for a, b in zip(engine.parameters(), before.values(), strict=True))
         weight = module.head.weight
         assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad
-        assert (weight.shape, weight.dtype, weight.numel(), weight.is_contiguous()) == ((VOCAB, 32), torch.bfloat16, VOCAB * 32, True)
+        assert (weight.shape, weight.dtype, weight.numel(), weight.is_contiguous()) == (
+            (VOCAB, 32),
+            torch.bfloat16,
+            VOCAB * 32,
+            True,
+        )
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
         engine.eval()
         assert not module.training
@@ -73,8 +78,19 @@ def test_report_is_flat_and_complete(trained):
     engine, _ = trained
     report = engine.report()
     assert {
-        "num_parameters", "device_budget_bytes", "device_peak_bytes", "host_budget_bytes", "host_peak_bytes", "uploaded_bytes",
-        "downloaded_bytes", "num_evictions", "num_prefetch_hits", "num_on_demand_fetches", "num_skipped_steps", "loss_scale", "grad_norm",
+        "num_parameters",
+        "device_budget_bytes",
+        "device_peak_bytes",
+        "host_budget_bytes",
+        "host_peak_bytes",
+        "uploaded_bytes",
+        "downloaded_bytes",
+        "num_evictions",
+        "num_prefetch_hits",
+        "num_on_demand_fetches",
+        "num_skipped_steps",
+        "loss_scale",
+        "grad_norm",
     } <= report.keys()
     assert all(isinstance(value, (int, float, str)) for value in report.values())
     assert report["num_parameters"] == sum(p.numel() for p in engine.parameters())
@@ -216,7 +232,9 @@ def test_saved_views_do_not_keep_evicted_memory():
     """What autograd saves of a parameter is a view of the chunk: evicting the chunk frees the memory all the same."""
     config = make_config(default_chunk_size=1024)
     config["optimizer"]["params"]["use_hybrid_adam"] = False
-    engine, _ = initialize_engine(lambda: nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]), 0, {**config, "device_memory": 400_000})
+    engine, _ = initialize_engine(
+        lambda: nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]), 0, {**config, "device_memory": 400_000}
+    )
     with engine:
         x = torch.randn(2, 128, requires_grad=True)
         loss = engine(x).sum()
@@ -229,7 +247,9 @@ def test_saved_views_do_not_keep_evicted_memory():
 
 
 def test_torch_scope():
-    """Parameters made in torch_scope stay float32 with PyTorch beside bfloat16 chunks, and are trained like the others."""
+    """Parameters made in torch_scope stay float32 with PyTorch beside bfloat16 chunks, and are trained like the
+    others.
+    """
 
     class Scoped(Mlp):
         def __init__(self):
@@ -322,8 +342,14 @@ def test_optimizer_state_moves_to_pytorch_and_back():
     assert {entry["step"].item() for entry in optim["state"].values()} == {15.0}
 
 
-@pytest.mark.parametrize("option", [
-    {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 0.3}, {"use_fake_dist": True}, {"margin_use_ratio": 0.1}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 0.3},
+        {"use_fake_dist": True},
+        {"margin_use_ratio": 0.1},
+    ],
+)
 def test_memory_options_do_not_change_numbers(option):
     config = make_config("bf16")
     budget = least_device_memory(MODELS["gpt2"], config) * 2

@@ -15,8 +15,18 @@ from tests.models import MODELS, Case, ConvNet, Mlp, image_batch, token_batch
 from tests.training import ADAM, assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
 README_CONFIG = {
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True}},
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 2**3, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
+    },
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 2**3,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
     "default_chunk_size": 64 * 1024 * 1024,
     "release_after_init": True,
     "use_cpu_embedding": False,
@@ -55,7 +65,9 @@ def test_learning_rate_schedulers_take_effect():
             plain.step()
             plain_scheduler.step()
             assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
-            assert optimizer.param_groups[0]["betas"] == plain.param_groups[0]["betas"]  # OneCycle moves momentum as well
+            assert (
+                optimizer.param_groups[0]["betas"] == plain.param_groups[0]["betas"]
+            )  # OneCycle moves momentum as well
         state = engine.state_dict()
     for name, value in module.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
@@ -134,8 +146,10 @@ def test_step_counts_of_sometimes_used_parameters():
             optimizer.zero_grad()
             engine.backward(engine(**token_batch(generator))["loss"])
             optimizer.step()
-        steps = {name: optimizer.state_dict()["state"].get(index, {}).get("step", torch.tensor(0.0)).item()
-                 for index, (name, _) in enumerate(engine.named_parameters())}
+        steps = {
+            name: optimizer.state_dict()["state"].get(index, {}).get("step", torch.tensor(0.0)).item()
+            for index, (name, _) in enumerate(engine.named_parameters())
+        }
     assert steps["head.weight"] == 6
     assert steps["sometimes.weight"] == 3
     assert steps["never.weight"] == 0
@@ -195,7 +209,9 @@ def test_memory_peaks_are_exact():
 
 
 def test_concurrent_transfers_do_not_race():
-    """Asynchronous copies gave NaN. Many small chunks, a tight budget, other threads allocating and copying meanwhile."""
+    """Asynchronous copies gave NaN. Many small chunks, a tight budget, other threads allocating and copying
+    meanwhile.
+    """
     config = make_config("bf16", default_chunk_size=1024)
     calm = train(MODELS["gpt2"], config, steps=8)
     stop = threading.Event()
@@ -220,7 +236,9 @@ def test_concurrent_transfers_do_not_race():
 
 @pytest.mark.parametrize("when", [[0], [1], [4], [0, 1, 2]])
 def test_overflow_at_any_step(when):
-    """An overflow in the warm-up step broke the tracer; the very first, and later ones, must only skip the step and lower the scale."""
+    """An overflow in the warm-up step broke the tracer; the very first, and later ones, must only skip the step and
+    lower the scale.
+    """
     config = make_config("fp16")
     config["fp16"] |= {"hysteresis": 1, "initial_scale_power": 8}
     saved = {}
@@ -235,7 +253,10 @@ def test_overflow_at_any_step(when):
                 bias.copy_(saved.pop("bias"))
 
     budget = least_device_memory(MODELS["mlp"], config) + 1024  # what `overflow` itself keeps
-    runs = [train(MODELS["mlp"], {**config, **limit}, steps=8, before_step=overflow) for limit in ({}, {"device_memory": budget})]
+    runs = [
+        train(MODELS["mlp"], {**config, **limit}, steps=8, before_step=overflow)
+        for limit in ({}, {"device_memory": budget})
+    ]
     for run in runs:
         assert run.report["num_skipped_steps"] == len(when)
         assert run.report["num_steps"] == 8 - len(when)
@@ -262,7 +283,9 @@ def test_nothing_outlives_the_engine():
 
 
 def test_whole_states_are_saved_and_loaded():
-    """Checkpoints were rank-local and left tensors in COMPUTE: full tensors, original names, and the run goes on bit for bit."""
+    """Checkpoints were rank-local and left tensors in COMPUTE: full tensors, original names, and the run goes on bit
+    for bit.
+    """
     case, config = MODELS["gpt2"], make_config("bf16", gradient_clipping=0.5)
     whole = train(case, config, steps=8)
     torch.manual_seed(0)
@@ -284,7 +307,10 @@ def test_whole_states_are_saved_and_loaded():
         saved = copy.deepcopy((engine.state_dict(), optimizer.state_dict()))
         assert set(saved[0]) == set(case.build().state_dict())
         assert all(value.dtype == torch.float32 for value in saved[0].values())
-        assert {engine._session.runtime.chunk_state(c) for c in range(engine.report()["num_chunks"])} <= {"HOLD", "FREE"}
+        assert {engine._session.runtime.chunk_state(c) for c in range(engine.report()["num_chunks"])} <= {
+            "HOLD",
+            "FREE",
+        }
     torch.manual_seed(123)
     least = least_device_memory(case, config)
     engine, optimizer = initialize_engine(case.build, 0, {**config, "device_memory": least * 2})

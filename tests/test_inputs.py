@@ -26,24 +26,33 @@ def engine_and_optimizer():
         yield engine, optimizer
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"model_func": nn.Linear(2, 2)}, "model_func is a module"),
-    ({"model_func": 3}, "model_func is a int"),
-    ({"model_func": lambda: "model"}, "model_func returned a str"),
-    ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
-    ({"model_func": lambda: nn.Linear(2, 2, device="meta")}, "meta device"),
-    ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
-    ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
-    ({"model_func": Mlp, "config": "config.json"}, "config is a str"),
-    ({"model_func": Mlp, "model_parameters": "decay"}, "model_parameters is a str"),
-    ({"model_func": Mlp, "model_parameters": [{"params": "nothing.*"}]}, "no parameter matches 'nothing"),
-    ({"model_func": Mlp, "model_parameters": [{"params": "embed.*"}]}, "are in no group"),
-    ({"model_func": Mlp, "model_parameters": [{"lr": 1}]}, "whose 'params' are name patterns"),
-    ({"model_func": Mlp, "model_parameters": [{"params": "*", "momentum": 1}]}, "unknown option 'momentum'"),
-    ({"model_func": Mlp, "model_parameters": [{"params": "*", "lr": -1}]}, r"model_parameters\[0\].lr is -1"),
-    ({"model_func": Mlp, "model_parameters": lambda m: [nn.Parameter(torch.ones(1))]}, "not a parameter of the module"),
-    ({"model_func": Mlp, "model_parameters": lambda m: [{"params": m.parameters()}, {"params": m.parameters()}]}, "is in two groups"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_func": nn.Linear(2, 2)}, "model_func is a module"),
+        ({"model_func": 3}, "model_func is a int"),
+        ({"model_func": lambda: "model"}, "model_func returned a str"),
+        ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
+        ({"model_func": lambda: nn.Linear(2, 2, device="meta")}, "meta device"),
+        ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
+        ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
+        ({"model_func": Mlp, "config": "config.json"}, "config is a str"),
+        ({"model_func": Mlp, "model_parameters": "decay"}, "model_parameters is a str"),
+        ({"model_func": Mlp, "model_parameters": [{"params": "nothing.*"}]}, "no parameter matches 'nothing"),
+        ({"model_func": Mlp, "model_parameters": [{"params": "embed.*"}]}, "are in no group"),
+        ({"model_func": Mlp, "model_parameters": [{"lr": 1}]}, "whose 'params' are name patterns"),
+        ({"model_func": Mlp, "model_parameters": [{"params": "*", "momentum": 1}]}, "unknown option 'momentum'"),
+        ({"model_func": Mlp, "model_parameters": [{"params": "*", "lr": -1}]}, r"model_parameters\[0\].lr is -1"),
+        (
+            {"model_func": Mlp, "model_parameters": lambda m: [nn.Parameter(torch.ones(1))]},
+            "not a parameter of the module",
+        ),
+        (
+            {"model_func": Mlp, "model_parameters": lambda m: [{"params": m.parameters()}, {"params": m.parameters()}]},
+            "is in two groups",
+        ),
+    ],
+)
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         initialize_engine(**arguments)
@@ -162,7 +171,11 @@ def test_dropping_gradients_the_pytorch_way(engine_and_optimizer):
     """``p.grad = None`` and both ``zero_grad`` forget folded gradients."""
     engine, optimizer = engine_and_optimizer
     before = engine.state_dict()
-    for forget in (optimizer.zero_grad, engine.zero_grad, lambda: [setattr(p, "grad", None) for p in engine.parameters()]):
+    for forget in (
+        optimizer.zero_grad,
+        engine.zero_grad,
+        lambda: [setattr(p, "grad", None) for p in engine.parameters()],
+    ):
         engine.backward(engine(**batch())["loss"])
         forget()
         assert all(p.grad is None for p in engine.parameters())
@@ -242,7 +255,13 @@ def test_calls_after_close():
     loss = engine(**batch())["loss"]
     engine.close()
     engine.close()
-    for call in (lambda: engine(**batch()), lambda: engine.backward(loss), optimizer.step, engine.report, optimizer.zero_grad):
+    for call in (
+        lambda: engine(**batch()),
+        lambda: engine.backward(loss),
+        optimizer.step,
+        engine.report,
+        optimizer.zero_grad,
+    ):
         with pytest.raises(StateError, match="closed"):
             call()
     with pytest.raises(StateError, match="closed"):

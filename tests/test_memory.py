@@ -32,19 +32,18 @@ torch.optim.AdamW([weight]).step()
 width, depth = 1024, 48
 config = {"bf16": {"enabled": True}, "default_chunk_size": 4 * 1024 * 1024, "device_memory": "64MiB"}
 before = peak()
-engine, optimizer = initialize_engine(lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]), 0, config)
-after_init = peak() - before
-loss = engine(torch.randn(4, width)).float().square().mean()
-engine.backward(loss)
-optimizer.step()
-report = engine.report()
-print(json.dumps({"num_parameters": report["num_parameters"], "init": after_init, "step": peak() - before, "host": report["host_peak_bytes"],
+engine, optimizer = initialize_engine(lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]), 0,
+config) after_init = peak() - before loss = engine(torch.randn(4, width)).float().square().mean() engine.backward(loss)
+optimizer.step() report = engine.report() print(json.dumps({"num_parameters": report["num_parameters"], "init":
+after_init, "step": peak() - before, "host": report["host_peak_bytes"],
                   "device": report["device_peak_bytes"]}))
 """
 
 
 def test_the_model_is_never_held_twice():
-    """50 M parameters: 4 bytes each while the model is built, plus one chunk; 14 in training, plus the device's slots."""
+    """50 M parameters: 4 bytes each while the model is built, plus one chunk; 14 in training, plus the device's
+    slots.
+    """
     output = subprocess.run([sys.executable, "-c", _INIT_SCRIPT], text=True, capture_output=True, check=True).stdout
     figures = json.loads(output.splitlines()[-1])
     count = figures["num_parameters"]
@@ -80,6 +79,7 @@ def test_host_budget_is_kept():
 
 def test_states_go_to_the_device_when_the_host_is_full():
     """Host and device budgets together hold the model; numbers are the same."""
+
     def run(**budgets):
         torch.manual_seed(0)
         engine, optimizer = initialize_engine(Mlp, 0, make_config("bf16", default_chunk_size=2048, **budgets))
@@ -96,7 +96,7 @@ def test_states_go_to_the_device_when_the_host_is_full():
 
     losses, report = run(device_memory="600KB", host_memory="150KB")
     print(f"{report['num_device_state_chunks']} of {report['num_chunks']} chunks have their states on the device")
-    assert 0 < report["num_device_state_chunks"]
+    assert report["num_device_state_chunks"] > 0
     assert report["host_peak_bytes"] <= 150_000
     assert report["device_peak_bytes"] <= 600_000
     assert losses == run()[0]

@@ -34,10 +34,19 @@ def make_config(precision: str = "fp32", optimizer: str = "AdamW", **config: Any
     return result
 
 
-def train(case: Case, config: dict[str, Any], steps: int = 20, accumulate: int = 1, seed: int = 0, checkpointing: bool | None = None,
-          before_step=None, model_parameters=None) -> Run:
-    """Trains through the engine. ``checkpointing``: use_reentrant of Hugging Face's gradient checkpointing, or None for none.
-    ``before_step(engine, step)`` may look or interfere."""
+def train(
+    case: Case,
+    config: dict[str, Any],
+    steps: int = 20,
+    accumulate: int = 1,
+    seed: int = 0,
+    checkpointing: bool | None = None,
+    before_step=None,
+    model_parameters=None,
+) -> Run:
+    """Trains through the engine. ``checkpointing``: use_reentrant of Hugging Face's gradient checkpointing, or None for
+    none. ``before_step(engine, step)`` may look or interfere.
+    """
     torch.manual_seed(seed)
     engine, optimizer = initialize_engine(case.build, 0, config, model_parameters=model_parameters)
     with engine:
@@ -61,8 +70,15 @@ def train(case: Case, config: dict[str, Any], steps: int = 20, accumulate: int =
         return Run(losses, engine.state_dict(), engine.report(), norms, reports)
 
 
-def train_plain(case: Case, optimizer: str = "AdamW", steps: int = 20, accumulate: int = 1, seed: int = 0, clipping: float = 0.0,
-                dtype: torch.dtype = torch.float32) -> Run:
+def train_plain(
+    case: Case,
+    optimizer: str = "AdamW",
+    steps: int = 20,
+    accumulate: int = 1,
+    seed: int = 0,
+    clipping: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Run:
     """The same with plain PyTorch."""
     torch.manual_seed(seed)
     module = case.build().to(dtype)
@@ -81,14 +97,16 @@ def train_plain(case: Case, optimizer: str = "AdamW", steps: int = 20, accumulat
     return Run(losses, {name: value.detach().clone() for name, value in module.state_dict().items()}, {}, norms)
 
 
-def least_device_memory(case: Case, config: dict[str, Any], **kwargs: Any) -> int:
-    """The least device budget that works, as the errors say it."""
+def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kwargs: Any) -> int:
+    """The least device budget that works for ``steps``, as the errors say it: of the first step, which measures it, and
+    of a later one that needs more than the first.
+    """
     budget = 1
     for _ in range(4):
         try:
-            train(case, {**config, "device_memory": budget}, steps=1, **kwargs)
+            train(case, {**config, "device_memory": budget}, steps=steps, **kwargs)
             return budget
-        except MemoryBudgetError as error:
+        except (MemoryBudgetError, torch.OutOfMemoryError) as error:
             named = int(re.search(r"at least (\d+) bytes", str(error)).group(1))
             assert named > budget, f"the error names {named} bytes for a budget of {budget}: {error}"
             budget = named

@@ -51,8 +51,9 @@ class Backend : public DeviceAllocator {
 
   // Whether take_tide_peak costs next to nothing and disturbs nobody (on CUDA it resets PyTorch's peak statistics).
   virtual bool measures_tide_freely() const = 0;
-  // Whether memory that the tide leaves can serve as slots and be given back moment by moment. If not (PyTorch's caching
-  // allocator would have to free and allocate segments with the driver), payloads get what the highest tide leaves.
+  // Whether memory that the tide leaves can serve as slots and be given back moment by moment. If not (PyTorch's
+  // caching allocator would have to free and allocate segments with the driver), payloads get what the highest tide
+  // leaves.
   virtual bool follows_tide() const = 0;
   // Device memory taken by everything but slots: now, and the highest since the last call.
   virtual int64_t tide_bytes() = 0;

@@ -83,8 +83,8 @@ class CpuBackend final : public Backend {
     const int64_t alignment = num_bytes >= kHugePage ? kHugePage : 64;
     void* pointer = nullptr;
     const int error = posix_memalign(&pointer, static_cast<size_t>(alignment), static_cast<size_t>(num_bytes));
-    PS_CHECK(error == 0, SystemError, "cannot allocate ", num_bytes, " bytes for the simulated device: ",
-             std::strerror(error), "; lower device_memory");
+    PS_CHECK(error == 0, SystemError, "cannot allocate ", num_bytes,
+             " bytes for the simulated device: ", std::strerror(error), "; lower device_memory");
     if (alignment == kHugePage) madvise(pointer, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint
     return pointer;
   }

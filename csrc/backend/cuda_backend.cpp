@@ -90,8 +90,8 @@ class CudaBackend final : public Backend {
     c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
   }
 
-  // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart by
-  // stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
+  // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart
+  // by stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
   void* allocate(int64_t num_bytes) override {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
     const bool fits = stats.reserved_bytes[kAggregate].current + num_bytes <= limit_bytes_;
@@ -201,7 +201,7 @@ class CudaBackend final : public Backend {
   cudaStream_t download_ = nullptr;
   int64_t slot_bytes_ = 0;
   int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
-  int64_t least_slot_bytes_ = 0;  // since the last take_tide_peak
+  int64_t least_slot_bytes_ = 0;   // since the last take_tide_peak
   int64_t peak_reserved_ = 0;
   std::optional<CudaPressureScope> pressure_;
 };

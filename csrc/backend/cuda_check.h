@@ -5,9 +5,9 @@
 
 #include "common/check.h"
 
-#define PS_CUDA_CHECK(call)                                                                                  \
-  do {                                                                                                       \
-    const cudaError_t ps_cuda_error = (call);                                                                \
-    PS_CHECK(ps_cuda_error == cudaSuccess, ::patrickstar::SystemError, #call, " failed: ",                   \
-             cudaGetErrorString(ps_cuda_error));                                                             \
+#define PS_CUDA_CHECK(call)                                                   \
+  do {                                                                        \
+    const cudaError_t ps_cuda_error = (call);                                 \
+    PS_CHECK(ps_cuda_error == cudaSuccess, ::patrickstar::SystemError, #call, \
+             " failed: ", cudaGetErrorString(ps_cuda_error));                 \
   } while (false)

@@ -40,7 +40,8 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 
 }  // namespace
 
-CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, PressureHandler* handler) {
+CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes,
+                                     PressureHandler* handler) {
   Listener& target = listener();
   target.device = static_cast<c10::DeviceIndex>(device);
   target.limit_bytes = limit_bytes;

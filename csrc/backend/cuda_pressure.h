@@ -1,8 +1,8 @@
 // PyTorch's caching allocator asks for memory before it goes to the driver; this passes the question on.
 //
 // c10 keeps a registry of "free memory callbacks" per process, so the handler of the running engine stands in one
-// process-wide slot here. The callback does not say how much is wanted and runs whenever no cached block fits, so it only
-// acts when little is left under the allocator's limit.
+// process-wide slot here. The callback does not say how much is wanted and runs whenever no cached block fits, so it
+// only acts when little is left under the allocator's limit.
 #pragma once
 
 #include <cstdint>

@@ -23,9 +23,10 @@ void raise_to(std::atomic<int64_t>& maximum, int64_t value) {
   }
 }
 
-// What is known of each metered allocation, by address. A table instead of a header or a context of our own: oneDNN keeps
-// memory that it got by c10's raw interface, which must stay a plain address that any CPU allocator of the process can
-// free, also one that is installed later or was before. One table per process, since a deleter gets an address only.
+// What is known of each metered allocation, by address. A table instead of a header or a context of our own: oneDNN
+// keeps memory that it got by c10's raw interface, which must stay a plain address that any CPU allocator of the
+// process can free, also one that is installed later or was before. One table per process, since a deleter gets an
+// address only.
 struct Metered {
   int64_t num_bytes;
   std::shared_ptr<DeviceMeter> meter;
@@ -90,7 +91,8 @@ void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
   const std::string message =
       detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", in_use(), " of ", limit_,
                    " are in use by activations and by chunks that running operations hold; raise device_memory to at "
-                   "least ", need, " bytes, or lower the batch size");
+                   "least ",
+                   need, " bytes, or lower the batch size");
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
 }
 
@@ -114,9 +116,11 @@ void DeviceMeter::add_slot_over_limit(int64_t num_bytes) {
 
 MeteredAllocator::MeteredAllocator(std::shared_ptr<DeviceMeter> meter)
     : meter_(std::move(meter)), base_(c10::GetCPUAllocator()) {
-  PS_CHECK(base_->raw_deleter() != nullptr, StateError, "PyTorch's CPU allocator was replaced by one without a raw deleter; "
+  PS_CHECK(base_->raw_deleter() != nullptr, StateError,
+           "PyTorch's CPU allocator was replaced by one without a raw deleter; "
            "PatrickStar cannot count its memory, so remove it to use the simulated device");
-  PS_CHECK(base_->raw_deleter() != &free_metered, StateError, "another simulated device is open in this process; close its engine first");
+  PS_CHECK(base_->raw_deleter() != &free_metered, StateError,
+           "another simulated device is open in this process; close its engine first");
   base_deleter = base_->raw_deleter();
   // The highest priority: an allocator that somebody set before stays underneath and is put back.
   c10::SetCPUAllocator(this, /*priority=*/255);

@@ -20,16 +20,17 @@ void register_collective(py::module_& module) {
            py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def("all_gather",
-           [](Communicator& self, uintptr_t shard, uintptr_t whole, int64_t shard_numel, DType dtype, uintptr_t stream) {
-             self.all_gather(reinterpret_cast<const void*>(shard), reinterpret_cast<void*>(whole), shard_numel, dtype,
-                             reinterpret_cast<cudaStream_t>(stream));
-           })
-      .def("reduce_scatter",
-           [](Communicator& self, uintptr_t whole, uintptr_t shard, int64_t shard_numel, DType dtype, uintptr_t stream) {
-             self.reduce_scatter(reinterpret_cast<const void*>(whole), reinterpret_cast<void*>(shard), shard_numel, dtype,
-                                 reinterpret_cast<cudaStream_t>(stream));
-           });
+      .def(
+          "all_gather",
+          [](Communicator& self, uintptr_t shard, uintptr_t whole, int64_t shard_numel, DType dtype, uintptr_t stream) {
+            self.all_gather(reinterpret_cast<const void*>(shard), reinterpret_cast<void*>(whole), shard_numel, dtype,
+                            reinterpret_cast<cudaStream_t>(stream));
+          })
+      .def("reduce_scatter", [](Communicator& self, uintptr_t whole, uintptr_t shard, int64_t shard_numel, DType dtype,
+                                uintptr_t stream) {
+        self.reduce_scatter(reinterpret_cast<const void*>(whole), reinterpret_cast<void*>(shard), shard_numel, dtype,
+                            reinterpret_cast<cudaStream_t>(stream));
+      });
 }
 
 }  // namespace patrickstar::bind

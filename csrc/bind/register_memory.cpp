@@ -1,6 +1,6 @@
-#include "backend/device_meter.h"
 #include <pybind11/stl.h>
 
+#include "backend/device_meter.h"
 #include "bind/bind.h"
 #include "common/thread_pool.h"
 #include "memory/host_arena.h"
@@ -32,10 +32,13 @@ void register_memory(py::module_& module) {
       .def("__exit__", &HostAllocations::exit);
   // For tests: addresses as integers.
   py::class_<HostArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
-      .def(py::init([](int64_t limit_bytes) { return std::make_unique<HostArena>(limit_bytes, RegionHooks{}); }), py::arg("limit_bytes"))
+      .def(py::init([](int64_t limit_bytes) { return std::make_unique<HostArena>(limit_bytes, RegionHooks{}); }),
+           py::arg("limit_bytes"))
       .def("reserve", &HostArena::reserve)
-      .def("allocate", [](HostArena& self, int64_t num_bytes) { return reinterpret_cast<uintptr_t>(self.allocate(num_bytes).data); })
-      .def("free", [](HostArena& self, uintptr_t data, int64_t num_bytes) { self.free({reinterpret_cast<void*>(data), num_bytes, false}); })
+      .def("allocate", [](HostArena& self,
+                          int64_t num_bytes) { return reinterpret_cast<uintptr_t>(self.allocate(num_bytes).data); })
+      .def("free", [](HostArena& self, uintptr_t data,
+                      int64_t num_bytes) { self.free({reinterpret_cast<void*>(data), num_bytes, false}); })
       .def("trim", &HostArena::trim)
       .def_property_readonly("used_bytes", &HostArena::used_bytes)
       .def_property_readonly("mapped_bytes", &HostArena::mapped_bytes)

@@ -84,7 +84,7 @@ void check_arrays(const AdamArrays& arrays, int64_t numel) {
 
 struct ScalarField {
   const char* name;
-  float optim::AdamScalars::*member;
+  float optim::AdamScalars::* member;
 };
 constexpr ScalarField kScalarFields[] = {
     {"grad_scale", &optim::AdamScalars::grad_scale},
@@ -146,8 +146,8 @@ void register_cpu_kernels(py::module_& module) {
       [](const std::string& isa, Address in, DType in_dtype, Address out, int64_t numel, int num_threads) {
         const optim::CpuKernels& kernels = kernels_of(isa);
         split(num_threads, numel, [&](int64_t begin, int64_t size) {
-          kernels.cast_to_float(pointer<const void>(offset(in, in_dtype, begin)), in_dtype,
-                                pointer<float>(out) + begin, size);
+          kernels.cast_to_float(pointer<const void>(offset(in, in_dtype, begin)), in_dtype, pointer<float>(out) + begin,
+                                size);
         });
       },
       "out[i] = in[i], out float32.", py::arg("isa"), py::arg("in_"), py::arg("in_dtype"), py::arg("out"),
@@ -211,8 +211,7 @@ void register_cuda_kernels(py::module_& module) {
   module.def(
       "cuda_cast_from_float",
       [](Address in, Address out, DType out_dtype, int64_t numel, Address stream) {
-        optim::cuda::cast_from_float(pointer<const float>(in), pointer<void>(out), out_dtype, numel,
-                                     stream_of(stream));
+        optim::cuda::cast_from_float(pointer<const float>(in), pointer<void>(out), out_dtype, numel, stream_of(stream));
       },
       py::arg("in_"), py::arg("out"), py::arg("out_dtype"), py::arg("numel"), py::arg("stream"), ReleaseGil());
   module.def(
@@ -276,9 +275,7 @@ void register_loss_scaler(py::module_& module) {
       .def(
           "set_state",
           [](LossScaler& self, double scale, int64_t iteration, int64_t last_overflow_iteration,
-             int64_t hysteresis_left) {
-            self.set_state({scale, iteration, last_overflow_iteration, hysteresis_left});
-          },
+             int64_t hysteresis_left) { self.set_state({scale, iteration, last_overflow_iteration, hysteresis_left}); },
           py::kw_only(), py::arg("scale"), py::arg("iteration"), py::arg("last_overflow_iteration"),
           py::arg("hysteresis_left"), "Restores state(). Raises ValueError when no run can lead to it.");
 }

@@ -27,7 +27,8 @@ Timeline parse_timeline(const py::list& moments) {
     moment.tide_peak_bytes = fields["tide_peak_bytes"].cast<int64_t>();
     for (const py::handle& access_item : fields["accesses"]) {
       const auto access = py::cast<py::tuple>(access_item);
-      moment.accesses.push_back({{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
+      moment.accesses.push_back(
+          {{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
     }
     timeline.moments.push_back(std::move(moment));
   }
@@ -40,7 +41,8 @@ py::list describe_timeline(const Timeline& timeline) {
   py::list moments;
   for (const Moment& moment : timeline.moments) {
     py::list accesses;
-    for (const Access& access : moment.accesses) accesses.append(py::make_tuple(access.array.chunk, access.array.kind, access.mode));
+    for (const Access& access : moment.accesses)
+      accesses.append(py::make_tuple(access.array.chunk, access.array.kind, access.mode));
     py::dict fields;
     fields["phase"] = moment.phase;
     fields["accesses"] = accesses;
@@ -76,7 +78,8 @@ void register_plan(py::module_& module) {
       .value("RETIRE", AccessMode::kRetire);
   module.def(
       "make_plan",
-      [](const py::list& moments, const std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>& costs,
+      [](const py::list& moments,
+         const std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>& costs,
          int64_t limit_bytes, int64_t fixed_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
@@ -92,7 +95,8 @@ void register_plan(py::module_& module) {
         return describe_plan(make_plan(problem));
       },
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("fixed_bytes") = 0,
-      "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}.");
+      "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
+      "survives_step)}.");
 }
 
 }  // namespace patrickstar::bind

@@ -25,7 +25,8 @@ void register_layout(py::module_& module) {
           py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"))
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
-      .def("placement", [](const Layout& self, ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
+      .def("placement", [](const Layout& self,
+                           ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
       .def("chunk", [](const Layout& self, ChunkId id) {
         const ChunkSpec& chunk = self.chunks().at(static_cast<size_t>(id));
         py::dict result;
@@ -39,10 +40,18 @@ void register_layout(py::module_& module) {
 
 void register_options(py::module_& module) {
   py::enum_<Partition>(module, "Partition").value("TIDE", Partition::kTide).value("STATIC", Partition::kStatic);
-  py::enum_<StatePlacement>(module, "StatePlacement").value("HYBRID", StatePlacement::kHybrid).value("HOST", StatePlacement::kHost);
-  py::enum_<Tracking>(module, "Tracking").value("TRAINING", Tracking::kTraining).value("UNTRACKED", Tracking::kUntracked);
-  py::enum_<HoldUntil>(module, "HoldUntil").value("SCOPE_END", HoldUntil::kScopeEnd).value("NEXT_EVENT", HoldUntil::kNextEvent);
-  py::enum_<WeightDecay>(module, "WeightDecay").value("L2", WeightDecay::kL2).value("DECOUPLED", WeightDecay::kDecoupled);
+  py::enum_<StatePlacement>(module, "StatePlacement")
+      .value("HYBRID", StatePlacement::kHybrid)
+      .value("HOST", StatePlacement::kHost);
+  py::enum_<Tracking>(module, "Tracking")
+      .value("TRAINING", Tracking::kTraining)
+      .value("UNTRACKED", Tracking::kUntracked);
+  py::enum_<HoldUntil>(module, "HoldUntil")
+      .value("SCOPE_END", HoldUntil::kScopeEnd)
+      .value("NEXT_EVENT", HoldUntil::kNextEvent);
+  py::enum_<WeightDecay>(module, "WeightDecay")
+      .value("L2", WeightDecay::kL2)
+      .value("DECOUPLED", WeightDecay::kDecoupled);
   py::class_<RuntimeOptions>(module, "RuntimeOptions")
       .def(py::init<>())
       .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
@@ -59,7 +68,8 @@ void register_options(py::module_& module) {
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
              return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
            }),
-           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("mode"));
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+           py::arg("mode"));
 }
 
 py::dict report(Runtime& self) {
@@ -97,21 +107,29 @@ void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
   module.attr("UNLIMITED") = kUnlimited;
-  module.def("working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
-             "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
+  module.def(
+      "working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
+      "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
   py::class_<Runtime>(module, "Runtime", "The core's façade (runtime/runtime.h).")
       .def(py::init<Layout, std::vector<std::string>, std::vector<std::vector<ParamId>>, const RuntimeOptions&>(),
            py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"), ReleaseGil())
-      .def("bind_storage", [](Runtime& self, ChunkId chunk, uintptr_t storage) {
-        self.bind_storage(chunk, reinterpret_cast<c10::StorageImpl*>(storage));
-      })
+      .def("bind_storage",
+           [](Runtime& self, ChunkId chunk, uintptr_t storage) {
+             self.bind_storage(chunk, reinterpret_cast<c10::StorageImpl*>(storage));
+           })
       .def("seal_storage", &Runtime::seal_storage)
-      .def("write_values", [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
-        self.write_values(param, kind, reinterpret_cast<const float*>(values));
-      }, ReleaseGil())
-      .def("read_values", [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
-        self.read_values(param, kind, reinterpret_cast<float*>(values));
-      }, ReleaseGil())
+      .def(
+          "write_values",
+          [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
+            self.write_values(param, kind, reinterpret_cast<const float*>(values));
+          },
+          ReleaseGil())
+      .def(
+          "read_values",
+          [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
+            self.read_values(param, kind, reinterpret_cast<float*>(values));
+          },
+          ReleaseGil())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
       .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
@@ -122,9 +140,12 @@ void register_runtime(py::module_& module) {
       .def("touch", &Runtime::touch, ReleaseGil())
       .def("begin_backward", &Runtime::begin_backward, ReleaseGil())
       .def("enter_backward", &Runtime::enter_backward, ReleaseGil())
-      .def("fold_gradient", [](Runtime& self, ParamId param, uintptr_t data) {
-        self.fold_gradient(param, reinterpret_cast<const void*>(data));
-      }, ReleaseGil())
+      .def(
+          "fold_gradient",
+          [](Runtime& self, ParamId param, uintptr_t data) {
+            self.fold_gradient(param, reinterpret_cast<const void*>(data));
+          },
+          ReleaseGil())
       .def("end_backward", &Runtime::end_backward, ReleaseGil())
       .def("abort", &Runtime::abort, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
@@ -137,13 +158,17 @@ void register_runtime(py::module_& module) {
       .def("gradients_pending", &Runtime::gradients_pending)
       .def("set_group", [](Runtime& self, ParamId param, int group) { self.optimizer().set_group(param, group); })
       .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
-      .def("set_step_count", [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
+      .def("set_step_count",
+           [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
       .def_property_readonly("closed", &Runtime::closed)
       .def("report", &report)
       .def("reset_report", &Runtime::reset_report)
-      .def("param_state", [](const Runtime& self, ParamId param) { return state_name(self.store().param_state(param)); })
-      .def("chunk_state", [](const Runtime& self, ChunkId chunk) { return state_name(self.store().chunk_state(chunk)); })
-      .def("is_on_device", [](const Runtime& self, ChunkId chunk, ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
+      .def("param_state",
+           [](const Runtime& self, ParamId param) { return state_name(self.store().param_state(param)); })
+      .def("chunk_state",
+           [](const Runtime& self, ChunkId chunk) { return state_name(self.store().chunk_state(chunk)); })
+      .def("is_on_device", [](const Runtime& self, ChunkId chunk,
+                              ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
       .def("timeline", [](const Runtime& self) { return describe_timeline(self.last_timeline()); })
       .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); });
 }

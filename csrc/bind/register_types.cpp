@@ -33,7 +33,9 @@ void register_types(py::module_& module) {
       .value("VARIANCE", ArrayKind::kVariance);
   module.def(
       "check_transition",
-      [](const std::string& from, const std::string& to) { check_transition(parse_state(from), parse_state(to), "a parameter"); },
+      [](const std::string& from, const std::string& to) {
+        check_transition(parse_state(from), parse_state(to), "a parameter");
+      },
       "Throws StateError when chunk/state.h has no such move.");
 }
 

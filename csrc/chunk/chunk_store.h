@@ -20,16 +20,16 @@
 namespace patrickstar {
 
 struct ArrayRecord {
-  Slot slot;        // device memory, empty when the array is not there
-  HostBlock block;  // host memory, empty when the array is not there
-  bool on_device = false;  // the slot holds the current value (or will, after device_ready)
-  bool on_host = false;    // the block holds the current value (or will, after host_ready)
-  Event device_ready;      // complete when an upload into the slot is
-  Event host_ready;        // complete when a download into the block is
-  Event block_busy_until;  // complete when an upload out of the block is
-  int holds = 0;           // running operations that use the slot; not evictable while > 0
-  bool prefetched = false; // uploaded ahead of its use, not used yet
-  uint64_t last_use = 0;   // moment of the last use, for the order of eviction before there is a trace
+  Slot slot;                // device memory, empty when the array is not there
+  HostBlock block;          // host memory, empty when the array is not there
+  bool on_device = false;   // the slot holds the current value (or will, after device_ready)
+  bool on_host = false;     // the block holds the current value (or will, after host_ready)
+  Event device_ready;       // complete when an upload into the slot is
+  Event host_ready;         // complete when a download into the block is
+  Event block_busy_until;   // complete when an upload out of the block is
+  int holds = 0;            // running operations that use the slot; not evictable while > 0
+  bool prefetched = false;  // uploaded ahead of its use, not used yet
+  uint64_t last_use = 0;    // moment of the last use, for the order of eviction before there is a trace
 
   bool exists() const { return on_device || on_host; }
 };

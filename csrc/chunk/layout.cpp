@@ -14,8 +14,8 @@ int64_t aligned(int64_t numel) { return (numel + kAlignment - 1) / kAlignment * 
 }  // namespace
 
 Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel) {
-  PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel,
-           " elements, the least is ", kAlignment, "; choose 64 * 1024 or more");
+  PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel, " elements, the least is ",
+           kAlignment, "; choose 64 * 1024 or more");
   Layout layout;
   layout.chunk_numel_ = chunk_numel;
   layout.params_ = params;

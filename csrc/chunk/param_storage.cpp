@@ -13,7 +13,7 @@ namespace {
 // the flag in every version since 2.6 without a change to PyTorch.
 bool& refuses_access(c10::StorageImpl& storage);
 
-template <bool c10::StorageImpl::*Member>
+template <bool c10::StorageImpl::* Member>
 struct FlagAccess {
   friend bool& refuses_access(c10::StorageImpl& storage) { return storage.*Member; }
 };

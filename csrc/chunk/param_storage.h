@@ -20,8 +20,8 @@ namespace patrickstar {
 class ParamStorage {
  public:
   ParamStorage() = default;
-  // `storage` is the address of a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views of it can be
-  // made until the first detach(). `absent_message` is what an access while detached raises.
+  // `storage` is the address of a live c10::StorageImpl. It becomes `num_bytes` long, without memory; views of it can
+  // be made until the first detach(). `absent_message` is what an access while detached raises.
   ParamStorage(c10::StorageImpl* storage, int64_t num_bytes, const std::string& absent_message);
 
   explicit operator bool() const { return storage_.defined(); }

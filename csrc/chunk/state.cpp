@@ -8,23 +8,30 @@ namespace {
 
 constexpr bool kMayMove[kNumParamStates][kNumParamStates] = {
     // to: FREE  AFTER_BWD  AFTER_FWD  HOLD   COMPUTE        from:
-    {false, true, false, true, true},   // FREE: an unused parameter's backward ends; the optimizer writes it; it is used
-    {true, true, false, true, true},    // HOLD_AFTER_BWD: dropped for the gradient; a second gradient; step; next micro-batch
-    {true, true, true, true, true},     // HOLD_AFTER_FWD: dropped (derivable); end of backward; used again
-    {true, true, false, true, true},    // HOLD
-    {false, true, true, true, true},    // COMPUTE: nested uses; never dropped while in use
+    {false, true, false, true, true},  // FREE: an unused parameter's backward ends; the optimizer writes it; it is used
+    {true, true, false, true,
+     true},  // HOLD_AFTER_BWD: dropped for the gradient; a second gradient; step; next micro-batch
+    {true, true, true, true, true},   // HOLD_AFTER_FWD: dropped (derivable); end of backward; used again
+    {true, true, false, true, true},  // HOLD
+    {false, true, true, true, true},  // COMPUTE: nested uses; never dropped while in use
 };
 
 }  // namespace
 
 const char* state_name(State state) {
   switch (state) {
-    case State::kFree: return "FREE";
-    case State::kHoldAfterBwd: return "HOLD_AFTER_BWD";
-    case State::kHoldAfterFwd: return "HOLD_AFTER_FWD";
-    case State::kHold: return "HOLD";
-    case State::kCompute: return "COMPUTE";
-    case State::kReleased: return "RELEASED";
+    case State::kFree:
+      return "FREE";
+    case State::kHoldAfterBwd:
+      return "HOLD_AFTER_BWD";
+    case State::kHoldAfterFwd:
+      return "HOLD_AFTER_FWD";
+    case State::kHold:
+      return "HOLD";
+    case State::kCompute:
+      return "COMPUTE";
+    case State::kReleased:
+      return "RELEASED";
   }
   return "?";
 }

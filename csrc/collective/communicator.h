@@ -1,7 +1,7 @@
 // A communicator: a group of ranks and the flat collectives on whole chunks that run within it.
 //
-// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All ranks
-// of the group must call the same collectives in the same order. Calls enqueue on `stream` and return.
+// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All
+// ranks of the group must call the same collectives in the same order. Calls enqueue on `stream` and return.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,8 @@ class Communicator {
   // whole[r * shard_numel ...] = shard of rank r; `shard` may lie in its place within `whole`.
   virtual void all_gather(const void* shard, void* whole, int64_t shard_numel, DType dtype, cudaStream_t stream) = 0;
   // shard = sum over ranks of whole[rank * shard_numel ...]; `shard` may lie in its place within `whole`.
-  virtual void reduce_scatter(const void* whole, void* shard, int64_t shard_numel, DType dtype, cudaStream_t stream) = 0;
+  virtual void reduce_scatter(const void* whole, void* shard, int64_t shard_numel, DType dtype,
+                              cudaStream_t stream) = 0;
 };
 
 // An opaque id that one rank makes and all ranks of the group get (through torch's store).

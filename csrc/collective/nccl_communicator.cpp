@@ -15,9 +15,12 @@ void check(ncclResult_t result, const char* call) {
 
 ncclDataType_t native(DType dtype) {
   switch (dtype) {
-    case DType::kBFloat16: return ncclBfloat16;
-    case DType::kFloat16: return ncclFloat16;
-    case DType::kFloat32: break;
+    case DType::kBFloat16:
+      return ncclBfloat16;
+    case DType::kFloat16:
+      return ncclFloat16;
+    case DType::kFloat32:
+      break;
   }
   return ncclFloat32;
 }

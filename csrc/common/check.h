@@ -44,9 +44,9 @@ std::string join(const Parts&... parts) {
 
 }  // namespace patrickstar
 
-#define PS_CHECK(condition, ErrorClass, ...)                          \
-  do {                                                                \
-    if (__builtin_expect(!(condition), 0)) {                          \
-      throw ErrorClass(::patrickstar::detail::join(__VA_ARGS__));     \
-    }                                                                 \
+#define PS_CHECK(condition, ErrorClass, ...)                      \
+  do {                                                            \
+    if (__builtin_expect(!(condition), 0)) {                      \
+      throw ErrorClass(::patrickstar::detail::join(__VA_ARGS__)); \
+    }                                                             \
   } while (false)

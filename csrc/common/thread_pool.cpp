@@ -28,7 +28,7 @@ int num_available_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
   int cpus = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set)
-                                                           : static_cast<int>(std::thread::hardware_concurrency());
+                                                          : static_cast<int>(std::thread::hardware_concurrency());
   const int limit = cgroup_cpu_limit();
   if (limit > 0) cpus = std::min(cpus, limit);
   return std::max(cpus, 1);

@@ -60,7 +60,8 @@ void HostArena::reserve(const std::vector<int64_t>& block_bytes) {
 HostBlock HostArena::allocate(int64_t num_bytes) {
   const HostBlock block = try_allocate(num_bytes);
   PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", mapped_bytes_, " of ",
-           limit_bytes_, " are taken; raise host_memory (or overall_cpu_mem_ratio), or give the device more of the "
+           limit_bytes_,
+           " are taken; raise host_memory (or overall_cpu_mem_ratio), or give the device more of the "
            "model with device_memory");
   return block;
 }

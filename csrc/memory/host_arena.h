@@ -63,8 +63,8 @@ class HostArena {
   struct Region {
     char* data = nullptr;
     int64_t num_bytes = 0;
-    int64_t touched = 0;                 // bytes below were handed out before
-    std::map<int64_t, int64_t> free;     // offset -> size
+    int64_t touched = 0;              // bytes below were handed out before
+    std::map<int64_t, int64_t> free;  // offset -> size
   };
 
   Region* map_region(int64_t num_bytes);

@@ -26,7 +26,8 @@ enum class OverLimit { kRefuse, kAllow };
 class SlotPool {
  public:
   // An idle slot serves a request if it is larger by at most this share of it; 0 asks for the very size.
-  SlotPool(DeviceAllocator& allocator, double max_waste_ratio) : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
+  SlotPool(DeviceAllocator& allocator, double max_waste_ratio)
+      : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
   ~SlotPool() { trim(INT64_MAX); }
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;

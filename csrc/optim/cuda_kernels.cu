@@ -1,13 +1,12 @@
 // The leaf kernels on the device. Torch-free. The numerics are those of [Note: one order of operations] and
 // [Note: one order of summation] in kernels.h and of the note on NaN in kernel_body.inl; intrinsics with an
 // explicit rounding mode keep the compiler from contracting, whatever its flags.
-#include "optim/cuda_kernels.h"
-
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
 #include "common/check.h"
+#include "optim/cuda_kernels.h"
 
 namespace patrickstar::optim::cuda {
 
@@ -104,8 +103,8 @@ __global__ void __launch_bounds__(kThreads) elementwise(Body body, int64_t num_p
 
 void check_launch(const char* kernel, int64_t numel) {
   const cudaError_t error = cudaGetLastError();
-  PS_CHECK(error == cudaSuccess, SystemError, "the CUDA kernel ", kernel, " on ", numel, " elements was not launched: ",
-           cudaGetErrorString(error),
+  PS_CHECK(error == cudaSuccess, SystemError, "the CUDA kernel ", kernel, " on ", numel,
+           " elements was not launched: ", cudaGetErrorString(error),
            error == cudaErrorNoKernelImageForDevice
                ? "; rebuild PatrickStar with TORCH_CUDA_ARCH_LIST naming this GPU's compute capability"
                : "; if an earlier kernel caused it, CUDA_LAUNCH_BLOCKING=1 shows which");
@@ -137,9 +136,12 @@ struct Tag {
 template <class Body>
 void with_dtype(DType dtype, const Body& body) {
   switch (dtype) {
-    case DType::kFloat32: return body(Tag<DType::kFloat32>());
-    case DType::kBFloat16: return body(Tag<DType::kBFloat16>());
-    case DType::kFloat16: return body(Tag<DType::kFloat16>());
+    case DType::kFloat32:
+      return body(Tag<DType::kFloat32>());
+    case DType::kBFloat16:
+      return body(Tag<DType::kBFloat16>());
+    case DType::kFloat16:
+      return body(Tag<DType::kFloat16>());
   }
 }
 

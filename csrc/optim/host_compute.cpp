@@ -48,16 +48,21 @@ class HostCompute final : public Compute {
   }
 
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
-    split(numel, [&](int64_t begin, int64_t size) { kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size); });
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size);
+    });
   }
   void cast_to_float(const void* in, DType dtype, float* out, int64_t numel) override {
-    split(numel, [&](int64_t begin, int64_t size) { kernels_.cast_to_float(at(in, dtype, begin), dtype, out + begin, size); });
+    split(numel,
+          [&](int64_t begin, int64_t size) { kernels_.cast_to_float(at(in, dtype, begin), dtype, out + begin, size); });
   }
   void add(void* sum, const void* x, DType dtype, int64_t numel) override {
-    split(numel, [&](int64_t begin, int64_t size) { kernels_.add(at(sum, dtype, begin), at(x, dtype, begin), dtype, size); });
+    split(numel,
+          [&](int64_t begin, int64_t size) { kernels_.add(at(sum, dtype, begin), at(x, dtype, begin), dtype, size); });
   }
   void add_to_float(float* sum, const void* x, DType dtype, int64_t numel) override {
-    split(numel, [&](int64_t begin, int64_t size) { kernels_.add_to_float(sum + begin, at(x, dtype, begin), dtype, size); });
+    split(numel,
+          [&](int64_t begin, int64_t size) { kernels_.add_to_float(sum + begin, at(x, dtype, begin), dtype, size); });
   }
   void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) override {
     split(numel, [&](int64_t begin, int64_t size) {

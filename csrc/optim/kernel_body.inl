@@ -39,9 +39,12 @@ struct Tag {
 template <class Body>
 inline void with_dtype(DType dtype, const Body& body) {
   switch (dtype) {
-    case DType::kFloat32: return body(Tag<DType::kFloat32>());
-    case DType::kBFloat16: return body(Tag<DType::kBFloat16>());
-    case DType::kFloat16: return body(Tag<DType::kFloat16>());
+    case DType::kFloat32:
+      return body(Tag<DType::kFloat32>());
+    case DType::kBFloat16:
+      return body(Tag<DType::kBFloat16>());
+    case DType::kFloat16:
+      return body(Tag<DType::kFloat16>());
   }
 }
 
@@ -241,9 +244,8 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
   const ParamStore param_store = choose_param_store(range);
   with_ieee_arithmetic([&] {
     with_dtype(range.grad_dtype, [&](auto grad) {
-      with_dtype(range.param_dtype, [&](auto param) {
-        adam_loop<grad.value, param.value>(range, scalars, param_store);
-      });
+      with_dtype(range.param_dtype,
+                 [&](auto param) { adam_loop<grad.value, param.value>(range, scalars, param_store); });
     });
   });
   if (param_store == ParamStore::kStreaming) Vector::end_stream();
@@ -282,21 +284,17 @@ void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel)
 }
 
 void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel) {
-  with_ieee_arithmetic([&] {
-    with_dtype(in_dtype, [&](auto type) { cast_to_float_loop<type.value>(in, out, numel); });
-  });
+  with_ieee_arithmetic(
+      [&] { with_dtype(in_dtype, [&](auto type) { cast_to_float_loop<type.value>(in, out, numel); }); });
 }
 
 void add(void* sum, const void* x, DType dtype, int64_t numel) {
-  with_ieee_arithmetic([&] {
-    with_dtype(dtype, [&](auto type) { add_loop<type.value, type.value>(sum, x, numel); });
-  });
+  with_ieee_arithmetic([&] { with_dtype(dtype, [&](auto type) { add_loop<type.value, type.value>(sum, x, numel); }); });
 }
 
 void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) {
-  with_ieee_arithmetic([&] {
-    with_dtype(x_dtype, [&](auto type) { add_loop<DType::kFloat32, type.value>(sum, x, numel); });
-  });
+  with_ieee_arithmetic(
+      [&] { with_dtype(x_dtype, [&](auto type) { add_loop<DType::kFloat32, type.value>(sum, x, numel); }); });
 }
 
 // ---- Sum of squares --------------------------------------------------------------------------------
@@ -341,9 +339,8 @@ PS_LOOP sum_squares_loop(const void* x, int64_t numel, double* partials) {
 }
 
 void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
-  with_ieee_arithmetic([&] {
-    with_dtype(dtype, [&](auto type) { sum_squares_loop<type.value>(x, numel, partials); });
-  });
+  with_ieee_arithmetic(
+      [&] { with_dtype(dtype, [&](auto type) { sum_squares_loop<type.value>(x, numel, partials); }); });
 }
 
 constexpr CpuKernels table(const char* isa) {

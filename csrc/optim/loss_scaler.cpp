@@ -60,11 +60,11 @@ void LossScaler::update(bool overflow) {
 void LossScaler::set_state(const LossScalerState& state) {
   PS_CHECK(std::isfinite(state.scale) && state.scale > 0, ArgumentError, "the loss scaler's saved scale is ",
            state.scale, ", it must be finite and above 0; the checkpoint is damaged or not this class's");
-  PS_CHECK(state.iteration >= 0 && state.last_overflow_iteration >= -1 &&
-               state.last_overflow_iteration < state.iteration,
-           ArgumentError, "the loss scaler's saved last_overflow_iteration is ", state.last_overflow_iteration,
-           ", it must lie in -1 to iteration - 1 (iteration is ", state.iteration,
-           "); the checkpoint is damaged or not this class's");
+  PS_CHECK(
+      state.iteration >= 0 && state.last_overflow_iteration >= -1 && state.last_overflow_iteration < state.iteration,
+      ArgumentError, "the loss scaler's saved last_overflow_iteration is ", state.last_overflow_iteration,
+      ", it must lie in -1 to iteration - 1 (iteration is ", state.iteration,
+      "); the checkpoint is damaged or not this class's");
   PS_CHECK(state.hysteresis_left >= 1, ArgumentError, "the loss scaler's saved hysteresis_left is ",
            state.hysteresis_left, ", it must be at least 1; the checkpoint is damaged or not this class's");
   state_ = state;

@@ -31,7 +31,7 @@ struct LossScalerOptions {
 // What a checkpoint keeps.
 struct LossScalerState {
   double scale = 1;
-  int64_t iteration = 0;                // calls of update() so far
+  int64_t iteration = 0;  // calls of update() so far
   int64_t last_overflow_iteration = -1;
   int64_t hysteresis_left = 1;
 };

@@ -46,10 +46,7 @@ class Sweep {
 };
 
 Sweep::Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start)
-    : problem_(problem),
-      moments_(problem.timeline->moments),
-      uses_(problem.arrays.size()),
-      needed_(moments_.size()) {
+    : problem_(problem), moments_(problem.timeline->moments), uses_(problem.arrays.size()), needed_(moments_.size()) {
   for (size_t t = 0; t < moments_.size(); ++t) {
     for (const Access& access : moments_[t].accesses) {
       if (access.mode == AccessMode::kRetire) continue;
@@ -68,8 +65,7 @@ void Sweep::run_moment(size_t t) {
   MomentPlan& plan = plan_.moments[t];
   int64_t in_use_bytes = 0;
   for (int array : needed) in_use_bytes += cost(array).num_bytes;
-  plan_.least_limit_bytes = std::max(plan_.least_limit_bytes,
-                                     problem_.fixed_bytes + in_use_bytes + tide(t));
+  plan_.least_limit_bytes = std::max(plan_.least_limit_bytes, problem_.fixed_bytes + in_use_bytes + tide(t));
 
   // When a moment does not fit even alone, everything else is evicted and the runtime reports the rest.
   std::vector<int> chosen;
@@ -78,7 +74,8 @@ void Sweep::run_moment(size_t t) {
   for (const Access& access : moments_[t].accesses) {
     const int array = access.array.index();
     if (access.mode == AccessMode::kRetire || resident_.count(array)) continue;
-    const bool created = access.mode == AccessMode::kWrite && uses_[static_cast<size_t>(array)].front() == static_cast<int64_t>(t);
+    const bool created =
+        access.mode == AccessMode::kWrite && uses_[static_cast<size_t>(array)].front() == static_cast<int64_t>(t);
     if (!created) {
       plan.fetch.push_back(access.array);
       plan_.uploaded_bytes += cost(array).fetch_bytes;

@@ -22,19 +22,19 @@ namespace patrickstar {
 
 // What the planner must know of an array beside the timeline. Costs are bytes over the link.
 struct ArrayCost {
-  int64_t num_bytes = 0;       // of device memory while resident
-  int64_t fetch_bytes = 0;     // to bring it back; 0 when it can be derived on the device
-  int64_t evict_bytes = 0;     // to push it out before its time; 0 when clean. A dirty array is of use until it retires.
-  int64_t retire_bytes = 0;    // when the timeline says that it leaves
+  int64_t num_bytes = 0;     // of device memory while resident
+  int64_t fetch_bytes = 0;   // to bring it back; 0 when it can be derived on the device
+  int64_t evict_bytes = 0;   // to push it out before its time; 0 when clean. A dirty array is of use until it retires.
+  int64_t retire_bytes = 0;  // when the timeline says that it leaves
   bool survives_step = false;  // a copy on the device is still valid in the next step
 };
 
 struct PlanProblem {
   const Timeline* timeline = nullptr;
-  std::vector<ArrayCost> arrays;     // by ArrayId::index()
-  int64_t limit_bytes = INT64_MAX;   // for tide, fixed and planned payloads together
-  int64_t least_tide_bytes = 0;      // the tide counts as at least this at every moment
-  int64_t fixed_bytes = 0;           // payloads that stay on the device throughout
+  std::vector<ArrayCost> arrays;            // by ArrayId::index()
+  int64_t limit_bytes = INT64_MAX;          // for tide, fixed and planned payloads together
+  int64_t least_tide_bytes = 0;             // the tide counts as at least this at every moment
+  int64_t fixed_bytes = 0;                  // payloads that stay on the device throughout
   int64_t payload_limit_bytes = INT64_MAX;  // for planned payloads alone (a static partition)
 };
 
@@ -47,9 +47,9 @@ struct MomentPlan {
 
 struct Plan {
   std::vector<MomentPlan> moments;
-  int64_t uploaded_bytes = 0;    // per step, in the steady state
-  int64_t downloaded_bytes = 0;  // per step, in the steady state
-  int64_t least_limit_bytes = 0; // the smallest limit_bytes under which every moment fits
+  int64_t uploaded_bytes = 0;     // per step, in the steady state
+  int64_t downloaded_bytes = 0;   // per step, in the steady state
+  int64_t least_limit_bytes = 0;  // the smallest limit_bytes under which every moment fits
 };
 
 Plan make_plan(const PlanProblem& problem);

@@ -22,7 +22,8 @@ Tick AccessTracker::open_scope(const std::vector<ParamId>& params, HoldUntil unt
 }
 
 void AccessTracker::close_scope() {
-  PS_CHECK(!scopes_.empty(), StateError, "a module ended that had not begun; was a forward hook of PatrickStar removed?");
+  PS_CHECK(!scopes_.empty(), StateError,
+           "a module ended that had not begun; was a forward hook of PatrickStar removed?");
   release_transient();
   const Hold scope = std::move(scopes_.back());
   scopes_.pop_back();
@@ -42,8 +43,8 @@ Tick AccessTracker::touch(const std::vector<ParamId>& params) {
 void AccessTracker::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
   release_transient();
   std::vector<Hold> over;
-  const auto still_open = std::stable_partition(backward_.begin(), backward_.end(),
-                                                [end](const Hold& hold) { return hold.begin <= end; });
+  const auto still_open =
+      std::stable_partition(backward_.begin(), backward_.end(), [end](const Hold& hold) { return hold.begin <= end; });
   std::move(still_open, backward_.end(), std::back_inserter(over));
   backward_.erase(still_open, backward_.end());
   for (const Hold& hold : over) release(hold.params, State::kHoldAfterBwd);

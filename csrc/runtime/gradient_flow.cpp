@@ -233,7 +233,8 @@ void GradientFlow::compute_statistics(ChunkId chunk) {
   for (ParamId param : spec.params) {
     if (!has_gradient(param)) continue;
     const int64_t offset = core_.store.layout().placement(param).offset;
-    double* partials = on_device ? device_partials(param) : partials_.data() + partial_offsets_[static_cast<size_t>(param)];
+    double* partials =
+        on_device ? device_partials(param) : partials_.data() + partial_offsets_[static_cast<size_t>(param)];
     compute.sum_squares(offset_bytes(data, offset, dtype), dtype, core_.store.layout().param(param).numel, partials);
   }
   statistics_[static_cast<size_t>(chunk)] = on_device ? Statistics::kOnDevice : Statistics::kOnHost;
@@ -243,7 +244,8 @@ double GradientFlow::sum_of_squares() {
   if (std::any_of(has_sum_.begin(), has_sum_.end(), [](uint8_t has) { return has != 0; })) add_to_sums();
   const Layout& layout = core_.store.layout();
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && has_gradient_in(chunk)) compute_statistics(chunk);
+    if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && has_gradient_in(chunk))
+      compute_statistics(chunk);
   }
   std::vector<double> from_device;
   if (device_partials_) {
@@ -259,7 +261,8 @@ double GradientFlow::sum_of_squares() {
     const std::vector<double>& partials = on_device && device_partials_ ? from_device : partials_;
     const auto begin = partials.begin() + partial_offsets_[static_cast<size_t>(param)];
     double sum = 0;
-    for (auto value = begin; value != begin + optim::num_square_partials(layout.param(param).numel); ++value) sum += *value;
+    for (auto value = begin; value != begin + optim::num_square_partials(layout.param(param).numel); ++value)
+      sum += *value;
     total += sum;
   }
   return total;

@@ -1,9 +1,9 @@
 // Gradients on their way from autograd to the optimizer.
 //
 // Within one backward a parameter's gradient is folded into its chunk's gradient slot (kGrad, compute dtype). When a
-// chunk has all the gradients it had in the backward before (in the first one: one for each trainable parameter), and its
-// parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the optimizer
-// states are on the host, the gradient goes down in their place.
+// chunk has all the gradients it had in the backward before (in the first one: one for each trainable parameter), and
+// its parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the
+// optimizer states are on the host, the gradient goes down in their place.
 //
 // [Note: accumulation] A second backward before the step first moves what is there into a float32 sum (kGradSum), on
 // whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
@@ -44,7 +44,9 @@ class GradientFlow {
   // Waits for the device.
   double sum_of_squares();
 
-  bool has_gradient(ParamId param) const { return has_grad_[static_cast<size_t>(param)] || has_sum_[static_cast<size_t>(param)]; }
+  bool has_gradient(ParamId param) const {
+    return has_grad_[static_cast<size_t>(param)] || has_sum_[static_cast<size_t>(param)];
+  }
   bool has_gradient_in(ChunkId chunk) const;
   // kGradSum when micro-batches were accumulated, else kGrad.
   ArrayKind source(ChunkId chunk) const;
@@ -74,12 +76,12 @@ class GradientFlow {
   std::vector<uint8_t> has_grad_;  // by parameter: a gradient of the running or last micro-batch is in kGrad
   std::vector<uint8_t> has_sum_;   // by parameter: earlier micro-batches are in kGradSum
   std::vector<ChunkProgress> progress_;
-  std::vector<Statistics> statistics_;      // by chunk
-  std::vector<int64_t> partial_offsets_;    // by parameter, in doubles
-  std::vector<double> partials_;            // on the host
-  Slot device_partials_;                    // the same layout on the device; empty on the simulated device
-  int num_backwards_ = 0;                   // since the last clear()
-  bool accumulates_ = false;                // the step before had several micro-batches
+  std::vector<Statistics> statistics_;    // by chunk
+  std::vector<int64_t> partial_offsets_;  // by parameter, in doubles
+  std::vector<double> partials_;          // on the host
+  Slot device_partials_;                  // the same layout on the device; empty on the simulated device
+  int num_backwards_ = 0;                 // since the last clear()
+  bool accumulates_ = false;              // the step before had several micro-batches
 };
 
 }  // namespace patrickstar

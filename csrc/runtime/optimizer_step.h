@@ -54,7 +54,8 @@ class OptimizerStep {
   void close_target(ChunkId chunk, const Target& target);
   void add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups, float grad_scale,
                 std::vector<optim::AdamJob>& jobs);
-  // Writes round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
+  // Writes round(master) for the parameters that have no gradient, where the result would else be the gradient's
+  // garbage.
   void restore_unused(ChunkId chunk, const Target& target);
 
   Core core_;

@@ -283,7 +283,8 @@ bool Pager::evict_one() {
     return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
   });
   // One that cannot leave (host memory is full and it is dirty) does not save the others.
-  return std::any_of(candidates.begin(), candidates.end(), [this](const Candidate& victim) { return evict(victim.id); });
+  return std::any_of(candidates.begin(), candidates.end(),
+                     [this](const Candidate& victim) { return evict(victim.id); });
 }
 
 bool Pager::evict(ArrayId id) {

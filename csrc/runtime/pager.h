@@ -76,7 +76,8 @@ class Pager final : public PressureHandler {
   // training the arena holds masters only.
   void ensure_state(ArrayId id, Tier tier);
 
-  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there is.
+  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there
+  // is.
   bool is_derivable(ArrayId id) const;
 
   // Next step's plan. `payload_limit_bytes` bounds payloads whatever the tide (warm-up, static partition).

@@ -27,9 +27,10 @@ std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_byt
     (host ? on_host : on_device) += bytes;
     tiers.push_back(host ? Tier::kHost : Tier::kDevice);
   }
-  PS_CHECK(device_unlimited || on_device <= device_room_bytes, MemoryBudgetError, "parameters and optimizer states need ",
-           on_host + on_device, " bytes; host memory takes ", host_limit_bytes, " and the device ", device_room_bytes,
-           " before activations; raise host_memory or device_memory by ", on_device - device_room_bytes, " bytes");
+  PS_CHECK(device_unlimited || on_device <= device_room_bytes, MemoryBudgetError,
+           "parameters and optimizer states need ", on_host + on_device, " bytes; host memory takes ", host_limit_bytes,
+           " and the device ", device_room_bytes, " before activations; raise host_memory or device_memory by ",
+           on_device - device_room_bytes, " bytes");
   return tiers;
 }
 
@@ -62,7 +63,8 @@ int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<Pa
     int64_t bytes = 0;
     for (ChunkId id : chunks) {
       bytes += layout.chunk(id).num_bytes(ArrayKind::kParam);
-      if (layout.chunk(id).trainable) largest_grad = std::max(largest_grad, layout.chunk(id).num_bytes(ArrayKind::kGrad));
+      if (layout.chunk(id).trainable)
+        largest_grad = std::max(largest_grad, layout.chunk(id).num_bytes(ArrayKind::kGrad));
     }
     largest = std::max(largest, bytes + largest_grad);
   }

@@ -22,7 +22,8 @@ std::unique_ptr<Backend> make_backend(const RuntimeOptions& options) {
 #ifdef PATRICKSTAR_WITH_CUDA
   if (options.cuda_device >= 0) return make_cuda_backend(options.cuda_device, options.device_limit_bytes);
 #endif
-  PS_CHECK(options.cuda_device < 0, ArgumentError, "this build of PatrickStar has no CUDA part; build it with a CUDA "
+  PS_CHECK(options.cuda_device < 0, ArgumentError,
+           "this build of PatrickStar has no CUDA part; build it with a CUDA "
            "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
   return make_cpu_backend(options.device_limit_bytes);
 }
@@ -54,11 +55,12 @@ RegionHooks region_hooks(Backend& backend, ThreadPool& pool, bool pinned) {
 }
 
 bool same_structure(const Timeline& a, const Timeline& b) {
-  return std::equal(a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
-    return x.phase == y.phase && x.acquired == y.acquired &&
-           std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
-                      [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
-  });
+  return std::equal(
+      a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
+        return x.phase == y.phase && x.acquired == y.acquired &&
+               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
+                          [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
+      });
 }
 
 bool tide_rose(const Timeline& before, const Timeline& now) {
@@ -90,7 +92,8 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names, std::vecto
   PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
            options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
            working_set, " bytes; raise device_memory to at least ", working_set,
-           " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(), " elements)");
+           " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(),
+           " elements)");
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend_->set_limit_policy(LimitPolicy::kMeasure);
   place_initially();
@@ -108,7 +111,8 @@ int64_t Runtime::fixed_payload_limit() const {
 }
 
 Runtime::Entry::Entry(Runtime& runtime) : lock_(runtime.mutex_) {
-  PS_CHECK(!runtime.closed_, StateError, "this engine is closed, but something of it is still used (the backward of an old loss?); "
+  PS_CHECK(!runtime.closed_, StateError,
+           "this engine is closed, but something of it is still used (the backward of an old loss?); "
            "build a new engine to train on");
 }
 
@@ -127,12 +131,14 @@ void Runtime::close() {
 }
 
 Core Runtime::core() {
-  return {*backend_, store_, slots_, arena_, transfer_, pool_, *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
+  return {*backend_, store_,    slots_,         arena_,
+          transfer_, pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
           recorder_, counters_, mutex_};
 }
 
 void Runtime::place_initially() {
-  const bool unlimited = options_.device_limit_bytes == kUnlimited && options_.state_placement == StatePlacement::kHybrid;
+  const bool unlimited =
+      options_.device_limit_bytes == kUnlimited && options_.state_placement == StatePlacement::kHybrid;
   const auto room = options_.device_limit_bytes == kUnlimited
                         ? kUnlimited
                         : static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * kInitialDeviceShare);
@@ -155,10 +161,12 @@ void Runtime::place_initially() {
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
   const Entry entry(*this);
   const ArrayId id{chunk, ArrayKind::kParam};
-  store_.storage(chunk) = ParamStorage(
-      storage, store_.num_bytes(id),
-      store_.describe(id) + ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
-      "torch function uses them; code that reads a tensor's memory in another way must run inside the module that owns it.");
+  store_.storage(chunk) =
+      ParamStorage(storage, store_.num_bytes(id),
+                   store_.describe(id) +
+                       ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
+                       "torch function uses them; code that reads a tensor's memory in another way must run inside the "
+                       "module that owns it.");
 }
 
 void Runtime::seal_storage(ChunkId chunk) {
@@ -182,8 +190,8 @@ void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
     } else {
       pager_->ensure_block(compute_id);
     }
-    host_compute_->cast_from_float(values, static_cast<char*>(record.block.data) + place.offset * element_size(chunk.dtype),
-                                   chunk.dtype, numel);
+    host_compute_->cast_from_float(
+        values, static_cast<char*>(record.block.data) + place.offset * element_size(chunk.dtype), chunk.dtype, numel);
     pager_->drop_slot(compute_id);
     pager_->set_on_host(compute_id);
     return;
@@ -194,7 +202,8 @@ void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
   const auto num_bytes = static_cast<size_t>(numel) * sizeof(float);
   if (record.on_device) {
     transfer_.await_on_device(id);
-    backend_->copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values, static_cast<int64_t>(num_bytes));
+    backend_->copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values,
+                   static_cast<int64_t>(num_bytes));
     backend_->synchronize(backend_->record(Queue::kCompute));
     pager_->set_on_device(id);
   } else {
@@ -211,7 +220,8 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   const ChunkSpec& chunk = layout().chunk(place.chunk);
   const int64_t numel = layout().param(param).numel;
   if (!chunk.trainable) {
-    PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ", array_kind_name(kind));
+    PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ",
+             array_kind_name(kind));
     const ArrayId id{place.chunk, ArrayKind::kParam};
     pager_->bring_to_host(id);
     const auto* data = static_cast<const char*>(store_.array(id).block.data) + place.offset * element_size(chunk.dtype);
@@ -379,7 +389,8 @@ void Runtime::finish_step() {
   gradients_->clear();
   for (ParamId param = 0; param < layout().num_params(); ++param) {
     const bool exists = store_.array({layout().placement(param).chunk, ArrayKind::kParam}).exists();
-    if (store_.param_state(param) != State::kFree || exists) store_.move_param(param, exists ? State::kHold : State::kFree);
+    if (store_.param_state(param) != State::kFree || exists)
+      store_.move_param(param, exists ? State::kHold : State::kFree);
   }
   if (recorder_.position() < 0) return;
   const bool first = !warmed_up_;
@@ -409,7 +420,8 @@ PlanProblem Runtime::plan_problem() const {
     const ArrayId param{chunk, ArrayKind::kParam};
     const ArrayId grad{chunk, ArrayKind::kGrad};
     const int64_t bytes = store_.num_bytes(param);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, states_on_device ? 0 : bytes, 0, 0, states_on_device || !trainable};
+    problem.arrays[static_cast<size_t>(param.index())] = {bytes, states_on_device ? 0 : bytes, 0, 0,
+                                                          states_on_device || !trainable};
     problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
     if (!states_on_device) continue;
     for (ArrayKind kind : optimizer_arrays()) problem.fixed_bytes += store_.num_bytes({chunk, kind});
@@ -422,7 +434,8 @@ PlanProblem Runtime::plan_problem() const {
   }
   const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
   problem.limit_bytes = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
-  if (options_.partition == Partition::kStatic) problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
+  if (options_.partition == Partition::kStatic)
+    problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
   return problem;
 }
 
@@ -457,7 +470,8 @@ void Runtime::move_states_to_device(ChunkId chunk) {
 
 int Runtime::num_device_state_chunks() const {
   int count = 0;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) count += store_.array({chunk, ArrayKind::kMaster}).on_device;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk)
+    count += store_.array({chunk, ArrayKind::kMaster}).on_device;
   return count;
 }
 

@@ -37,8 +37,8 @@ struct RuntimeOptions {
   int cuda_device = -1;  // -1: the simulated device
   int64_t device_limit_bytes = kUnlimited;
   int64_t host_limit_bytes = kUnlimited;
-  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names the
-  // least limit).
+  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
+  // the least limit).
   int64_t ample_limit_bytes = kUnlimited;
   int64_t ample_extra_bytes = 0;
   double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
@@ -66,8 +66,8 @@ class Runtime {
   void read_values(ParamId param, ArrayKind kind, float* values);
   // Forgets all arrays of a chunk (a model that leaves its engine).
   void release_chunk(ChunkId chunk);
-  // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError: autograd
-  // graphs may outlive the engine and still refer to this object.
+  // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError:
+  // autograd graphs may outlive the engine and still refer to this object.
   void close();
   bool closed() const { return closed_; }
 

@@ -27,11 +27,12 @@ def initialize_engine(
     """Builds the model inside chunks and returns the engine and its optimizer.
 
     Args:
-        model_func: a function without arguments that returns the model (any ``nn.Module``, also from ``from_pretrained``).
+        model_func: a function without arguments that returns the model (any ``nn.Module``, also from
+            ``from_pretrained``).
         local_rank: which GPU of this machine; without a GPU the device is simulated in host memory.
         config: the configuration (docs/config.md), or None for the defaults.
-        model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list of dicts whose ``params`` are
-            name patterns. None: one group of all parameters.
+        model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list
+            of dicts whose ``params`` are name patterns. None: one group of all parameters.
 
     Raises:
         ValueError: an argument or a configuration value is wrong.
@@ -53,6 +54,8 @@ def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"local_rank is {local_rank}, but this machine has {torch.cuda.device_count()} GPUs; give less")
+        raise ValueError(
+            f"local_rank is {local_rank}, but this machine has {torch.cuda.device_count()} GPUs; give less"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -13,7 +13,10 @@ ALIGNMENT = 128
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=40), st.integers(128, 4096))
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=40),
+    st.integers(128, 4096),
+)
 def test_any_parameters(params, chunk_numel):
     numels, dtypes, trainable = zip(*params, strict=True)
     layout = _C.Layout.pack(numels, dtypes, trainable, chunk_numel)

@@ -23,7 +23,9 @@ def test_states_over_a_step():
         assert states() == {"FREE"}
         seen = []
         engine.module.layers[1][0].register_forward_hook(lambda *_: None)
-        engine.module.layers[1][0].register_forward_pre_hook(lambda *_: seen.append(runtime.param_state(ids["layers.1.0.weight"])))
+        engine.module.layers[1][0].register_forward_pre_hook(
+            lambda *_: seen.append(runtime.param_state(ids["layers.1.0.weight"]))
+        )
         loss = engine(**token_batch(torch.Generator().manual_seed(0)))["loss"]
         assert seen == ["COMPUTE"]
         assert states() == {"HOLD_AFTER_FWD"}
@@ -37,13 +39,16 @@ def test_states_over_a_step():
         assert states() == {"HOLD"}
 
 
-@pytest.mark.parametrize(("path", "legal"), [
-    (["HOLD", "COMPUTE", "HOLD_AFTER_FWD", "COMPUTE", "HOLD_AFTER_BWD", "HOLD"], True),
-    (["HOLD_AFTER_BWD", "FREE"], None),
-    (["COMPUTE", "FREE"], False),
-    (["HOLD", "HOLD_AFTER_FWD"], False),
-    (["HOLD_AFTER_FWD", "RELEASED"], False),
-])
+@pytest.mark.parametrize(
+    ("path", "legal"),
+    [
+        (["HOLD", "COMPUTE", "HOLD_AFTER_FWD", "COMPUTE", "HOLD_AFTER_BWD", "HOLD"], True),
+        (["HOLD_AFTER_BWD", "FREE"], None),
+        (["COMPUTE", "FREE"], False),
+        (["HOLD", "HOLD_AFTER_FWD"], False),
+        (["HOLD_AFTER_FWD", "RELEASED"], False),
+    ],
+)
 def test_transitions(path, legal):
     """Illegal moves throw."""
     if legal is False:

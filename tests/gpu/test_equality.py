@@ -49,9 +49,13 @@ def test_budgets(precision):
         budget = model_data // share
         run = train(WIDE, make_config(precision, device_memory=budget))
         report = run.report
-        print(f"{precision}, 1/{share} of {model_data / MIB:.0f} MiB: peak {report['device_peak_bytes'] / MIB:.0f} MiB, chunks {report['num_chunks']}, "
-              f"states on the device {report['num_device_state_chunks']}, uploaded {report['uploaded_bytes'] / MIB:.0f} MiB, "
-              f"on demand {report['num_on_demand_fetches']}, prefetched {report['num_prefetch_hits']}")
+        print(
+            f"{precision}, 1/{share} of {model_data / MIB:.0f} MiB: peak {report['device_peak_bytes'] / MIB:.0f} "
+            f"MiB, chunks {report['num_chunks']}, "
+            f"states on the device {report['num_device_state_chunks']}, uploaded "
+            f"{report['uploaded_bytes'] / MIB:.0f} MiB, "
+            f"on demand {report['num_on_demand_fetches']}, prefetched {report['num_prefetch_hits']}"
+        )
         assert report["device_peak_bytes"] <= budget
         assert report["uploaded_bytes"] > 0
         assert_same(run, unlimited)
@@ -70,7 +74,10 @@ def test_where_adam_runs(precision):
 
 
 def test_chunk_sizes():
-    runs = [train(WIDE, make_config("bf16", default_chunk_size=numel, gradient_clipping=0.1)) for numel in (64 * 1024, MIB, 64 * MIB)]
+    runs = [
+        train(WIDE, make_config("bf16", default_chunk_size=numel, gradient_clipping=0.1))
+        for numel in (64 * 1024, MIB, 64 * MIB)
+    ]
     for run in runs[1:]:
         assert_same(run, runs[0])
 

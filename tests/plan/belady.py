@@ -1,8 +1,8 @@
 """The least bytes that any policy must upload for a given timeline: a linear program, independent of the planner.
 
-Between two uses an array is either kept (it then takes room at every moment in between) or dropped and uploaded again. For arrays of one
-size the program's matrix is totally unimodular (intervals on a line), so its optimum is a real schedule; in general it is a lower
-bound.
+Between two uses an array is either kept (it then takes room at every moment in between) or dropped and uploaded again.
+For arrays of one size the program's matrix is totally unimodular (intervals on a line), so its optimum is a real
+schedule; in general it is a lower bound.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from scipy.sparse import lil_matrix
 
 def least_uploaded_bytes(uses: list[set[int]], sizes: list[int], room: list[int]) -> float:
     """Args:
-        uses: for each moment, the arrays it reads.
-        sizes: bytes by array.
-        room: for each moment, bytes for arrays.
+    uses: for each moment, the arrays it reads.
+    sizes: bytes by array.
+    room: for each moment, bytes for arrays.
     """
     intervals = []  # (array, last use, next use)
     last: dict[int, int] = {}
@@ -30,7 +30,9 @@ def least_uploaded_bytes(uses: list[set[int]], sizes: list[int], room: list[int]
     if not intervals:
         return uploaded
     matrix = lil_matrix((len(uses), len(intervals)))
-    left = np.array([room[moment] - sum(sizes[array] for array in arrays) for moment, arrays in enumerate(uses)], dtype=float)
+    left = np.array(
+        [room[moment] - sum(sizes[array] for array in arrays) for moment, arrays in enumerate(uses)], dtype=float
+    )
     for index, (array, begin, end) in enumerate(intervals):
         for moment in range(begin + 1, end):
             matrix[moment, index] = sizes[array]

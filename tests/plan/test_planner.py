@@ -13,8 +13,14 @@ READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RET
 
 
 def moments_of(uses, tides):
-    return [{"phase": _C.Phase.FORWARD, "tide_peak_bytes": tide, "accesses": [(array, PARAM, READ) for array in sorted(arrays)]}
-            for arrays, tide in zip(uses, tides, strict=True)]
+    return [
+        {
+            "phase": _C.Phase.FORWARD,
+            "tide_peak_bytes": tide,
+            "accesses": [(array, PARAM, READ) for array in sorted(arrays)],
+        }
+        for arrays, tide in zip(uses, tides, strict=True)
+    ]
 
 
 def read_costs(sizes):
@@ -47,7 +53,9 @@ def replay(plan, uses, sizes, room):
 def problems(draw, sizes):
     count = draw(st.integers(2, 7))
     size_list = [draw(sizes) for _ in range(count)]
-    uses = [set(draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=2))) for _ in range(draw(st.integers(1, 30)))]
+    uses = [
+        set(draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=2))) for _ in range(draw(st.integers(1, 30)))
+    ]
     limit = 100
     # Whole tens, so that with arrays of 10 the program has a whole optimum.
     tides = [10 * draw(st.integers(0, (limit - sum(size_list[a] for a in arrays)) // 10)) for arrays in uses]
@@ -105,14 +113,26 @@ def test_surviving_copies_are_not_fetched_again():
 
 
 def test_gradients_retire_or_are_evicted_last():
-    """A gradient slot is created without an upload and leaves with a download; dirty arrays go after clean dead ones."""
+    """A gradient slot is created without an upload and leaves with a download; dirty arrays go after clean dead
+    ones.
+    """
     moments = [
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(0, PARAM, READ)]},
         {"phase": _C.Phase.FORWARD, "tide_peak_bytes": 0, "accesses": [(1, PARAM, READ)]},
-        {"phase": _C.Phase.BACKWARD, "tide_peak_bytes": 0, "accesses": [(1, PARAM, READ), (1, GRAD, WRITE), (1, GRAD, RETIRE)]},
-        {"phase": _C.Phase.BACKWARD, "tide_peak_bytes": 0, "accesses": [(0, PARAM, READ), (0, GRAD, WRITE), (0, GRAD, RETIRE)]},
+        {
+            "phase": _C.Phase.BACKWARD,
+            "tide_peak_bytes": 0,
+            "accesses": [(1, PARAM, READ), (1, GRAD, WRITE), (1, GRAD, RETIRE)],
+        },
+        {
+            "phase": _C.Phase.BACKWARD,
+            "tide_peak_bytes": 0,
+            "accesses": [(0, PARAM, READ), (0, GRAD, WRITE), (0, GRAD, RETIRE)],
+        },
     ]
-    costs = {(c, PARAM): (10, 10, 0, 0, False) for c in range(2)} | {(c, GRAD): (10, 10, 10, 10, False) for c in range(2)}
+    costs = {(c, PARAM): (10, 10, 0, 0, False) for c in range(2)} | {
+        (c, GRAD): (10, 10, 10, 10, False) for c in range(2)
+    }
     plan = _C.make_plan(moments, costs, limit_bytes=30)
     assert plan["uploaded_bytes"] == 20
     assert plan["downloaded_bytes"] == 20
