@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +73,28 @@ def token_batch(shape: GptShape, batch: int, generator: torch.Generator) -> dict
 
 
 def provenance() -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "?",
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Hardware, versions, command and commit. ``PATRICKSTAR_COMMIT`` names the commit where there is no git."""
     return {
-        "cpu": cpu,
+        "command": f"python -m benchmark.run {shlex.join(sys.argv[1:])}",
+        "commit": os.environ.get("PATRICKSTAR_COMMIT") or _commit(),
+        "cpu": _cpu_model(),
         "num_cpus": _C.num_available_cpus(),
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch_version": torch.__version__,
-        "python_version": platform.python_version(),
         "isa": _C.optim.isa(),
-        "commit": commit or "unknown",
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda or "none",
+        "python_version": platform.python_version(),
     }
+
+
+def _commit() -> str:
+    """The checkout's commit, marked when files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

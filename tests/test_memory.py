@@ -32,11 +32,16 @@ torch.optim.AdamW([weight]).step()
 width, depth = 1024, 48
 config = {"bf16": {"enabled": True}, "default_chunk_size": 4 * 1024 * 1024, "device_memory": "64MiB"}
 before = peak()
-engine, optimizer = initialize_engine(lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]), 0,
-config) after_init = peak() - before loss = engine(torch.randn(4, width)).float().square().mean() engine.backward(loss)
-optimizer.step() report = engine.report() print(json.dumps({"num_parameters": report["num_parameters"], "init":
-after_init, "step": peak() - before, "host": report["host_peak_bytes"],
-                  "device": report["device_peak_bytes"]}))
+model_func = lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+engine, optimizer = initialize_engine(model_func, 0, config)
+after_init = peak() - before
+loss = engine(torch.randn(4, width)).float().square().mean()
+engine.backward(loss)
+optimizer.step()
+report = engine.report()
+figures = {"num_parameters": report["num_parameters"], "init": after_init, "step": peak() - before}
+figures |= {"host": report["host_peak_bytes"], "device": report["device_peak_bytes"]}
+print(json.dumps(figures))
 """
 
 

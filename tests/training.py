@@ -102,7 +102,7 @@ def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kw
     of a later one that needs more than the first.
     """
     budget = 1
-    for _ in range(4):
+    for _ in range(8):
         try:
             train(case, {**config, "device_memory": budget}, steps=steps, **kwargs)
             return budget

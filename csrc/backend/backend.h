@@ -66,6 +66,9 @@ class Backend : public DeviceAllocator {
   virtual int64_t least_limit_bytes() = 0;
   virtual void reset_least_limit() = 0;
 
+  // Gives back device memory that was freed but is still held by a cache. Slow; for when an allocation fails.
+  virtual void reclaim() = 0;
+
   virtual int64_t limit_bytes() const = 0;
   virtual void set_limit_policy(LimitPolicy policy) = 0;
   virtual void set_pressure_handler(PressureHandler* handler) = 0;

@@ -65,6 +65,8 @@ class CpuBackend final : public Backend {
   void pin(void*, int64_t) override {}
   void unpin(void*, int64_t) override {}
 
+  void reclaim() override {}
+
   bool measures_tide_freely() const override { return true; }
   bool follows_tide() const override { return true; }
   int64_t tide_bytes() override { return meter_->tide_; }

@@ -75,6 +75,8 @@ class CudaBackend final : public Backend {
     c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
     c10::cuda::CUDACachingAllocator::setMemoryFraction(
         static_cast<double>(limit_bytes_) / static_cast<double>(total_bytes_), device_);
+    // What PyTorch has cached from before counts towards the limit and can be had back.
+    c10::cuda::CUDACachingAllocator::emptyCache();
     reset_peak();
   }
   ~CudaBackend() override {
@@ -119,6 +121,11 @@ class CudaBackend final : public Backend {
     slot_bytes_ -= num_bytes;
     cached_slot_bytes_ += num_bytes;
     least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
+  }
+
+  void reclaim() override {
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    cached_slot_bytes_ = 0;
   }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {

@@ -200,6 +200,10 @@ void Pager::ensure_slot(ArrayId id) {
   keep_within_payload_limit(num_bytes);
   array.slot = core_.slots.acquire(num_bytes);
   while (!array.slot && evict_one()) array.slot = core_.slots.acquire(num_bytes);
+  if (!array.slot) {
+    core_.backend.reclaim();
+    array.slot = core_.slots.acquire(num_bytes);
+  }
   // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
   // would be needed, later it is an error that says it.
   if (!array.slot) array.slot = core_.slots.acquire(num_bytes, OverLimit::kAllow);

@@ -11,8 +11,6 @@ namespace patrickstar {
 
 namespace {
 
-// Of a device limit, what chunk states may take before activations are known.
-constexpr double kInitialDeviceShare = 0.7;
 // On CUDA PyTorch's allocator needs some room to round and to fragment.
 constexpr double kCudaSlackRatio = 0.04;
 constexpr double kCudaSlotWaste = 0.125;
@@ -54,6 +52,12 @@ RegionHooks region_hooks(Backend& backend, ThreadPool& pool, bool pinned) {
           [&backend](void* data, int64_t num_bytes) { backend.unpin(data, num_bytes); }};
 }
 
+ResidencyOptions residency_options(const RuntimeOptions& options) {
+  ResidencyOptions residency = options;
+  residency.slack_ratio = options.cuda_device >= 0 ? kCudaSlackRatio : 0;
+  return residency;
+}
+
 bool same_structure(const Timeline& a, const Timeline& b) {
   return std::equal(
       a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
@@ -72,8 +76,8 @@ bool tide_rose(const Timeline& before, const Timeline& now) {
 
 }  // namespace
 
-Runtime::Runtime(Layout layout, std::vector<std::string> param_names, std::vector<std::vector<ParamId>> module_params,
-                 const RuntimeOptions& options)
+Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
+                 const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options)
     : options_(options),
       backend_(make_backend(options)),
       pool_(choose_num_threads(options)),
@@ -87,8 +91,9 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names, std::vecto
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
       step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_)),
-      module_params_(std::move(module_params)) {
-  const int64_t working_set = working_set_bytes(store_.layout(), module_params_);
+      values_(std::make_unique<ChunkValues>(core(), *pager_)),
+      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options))) {
+  const int64_t working_set = working_set_bytes(store_.layout(), module_params);
   PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
            options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
            working_set, " bytes; raise device_memory to at least ", working_set,
@@ -96,18 +101,7 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names, std::vecto
            " elements)");
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend_->set_limit_policy(LimitPolicy::kMeasure);
-  place_initially();
-  pager_->set_payload_limit(fixed_payload_limit());
-}
-
-// The share of the device that payloads may take before the tide is known, or always with a static partition.
-int64_t Runtime::fixed_payload_limit() const {
-  if (options_.device_limit_bytes == kUnlimited) return kUnlimited;
-  auto limit = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * options_.warmup_payload_ratio);
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (tiers_[static_cast<size_t>(chunk)] == Tier::kDevice) limit += optimizer_bytes(layout().chunk(chunk));
-  }
-  return limit;
+  residency_->place_initially();
 }
 
 Runtime::Entry::Entry(Runtime& runtime) : lock_(runtime.mutex_) {
@@ -136,28 +130,6 @@ Core Runtime::core() {
           recorder_, counters_, mutex_};
 }
 
-void Runtime::place_initially() {
-  const bool unlimited =
-      options_.device_limit_bytes == kUnlimited && options_.state_placement == StatePlacement::kHybrid;
-  const auto room = options_.device_limit_bytes == kUnlimited
-                        ? kUnlimited
-                        : static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * kInitialDeviceShare);
-  // One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
-  int64_t spare = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGrad));
-  tiers_ = initial_placement(layout(), options_.host_limit_bytes - spare, room, unlimited);
-  std::vector<int64_t> blocks;
-  for (ChunkId id = 0; id < layout().num_chunks(); ++id) {
-    if (tiers_[static_cast<size_t>(id)] == Tier::kDevice) continue;
-    const ChunkSpec& chunk = layout().chunk(id);
-    if (chunk.trainable) {
-      for (ArrayKind kind : optimizer_arrays()) blocks.push_back(chunk.num_bytes(kind));
-    }
-    blocks.push_back(chunk.num_bytes(ArrayKind::kParam));
-  }
-  arena_.reserve(blocks);
-}
-
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
   const Entry entry(*this);
   const ArrayId id{chunk, ArrayKind::kParam};
@@ -177,71 +149,12 @@ void Runtime::seal_storage(ChunkId chunk) {
 void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
   const Entry entry(*this);
   tracker_->release_transient();
-  const Placement place = layout().placement(param);
-  const ChunkSpec& chunk = layout().chunk(place.chunk);
-  const int64_t numel = layout().param(param).numel;
-  const ArrayId compute_id{place.chunk, ArrayKind::kParam};
-  PS_CHECK(store_.array(compute_id).holds == 0, StateError, store_.param_name(param),
-           " cannot be written while a module that uses it runs; write it between steps");
-  if (!chunk.trainable) {
-    ArrayRecord& record = store_.array(compute_id);
-    if (record.exists()) {
-      pager_->bring_to_host(compute_id);
-    } else {
-      pager_->ensure_block(compute_id);
-    }
-    host_compute_->cast_from_float(
-        values, static_cast<char*>(record.block.data) + place.offset * element_size(chunk.dtype), chunk.dtype, numel);
-    pager_->drop_slot(compute_id);
-    pager_->set_on_host(compute_id);
-    return;
-  }
-  const ArrayId id{place.chunk, kind};
-  pager_->ensure_state(id, tiers_[static_cast<size_t>(place.chunk)]);
-  ArrayRecord& record = store_.array(id);
-  const auto num_bytes = static_cast<size_t>(numel) * sizeof(float);
-  if (record.on_device) {
-    transfer_.await_on_device(id);
-    backend_->copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values,
-                   static_cast<int64_t>(num_bytes));
-    backend_->synchronize(backend_->record(Queue::kCompute));
-    pager_->set_on_device(id);
-  } else {
-    pager_->bring_to_host(id);
-    std::memcpy(static_cast<float*>(record.block.data) + place.offset, values, num_bytes);
-    pager_->set_on_host(id);
-  }
-  if (kind == ArrayKind::kMaster) pager_->discard(compute_id);
+  values_->write(param, kind, values, residency_->home(layout().placement(param).chunk));
 }
 
 void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   const Entry entry(*this);
-  const Placement place = layout().placement(param);
-  const ChunkSpec& chunk = layout().chunk(place.chunk);
-  const int64_t numel = layout().param(param).numel;
-  if (!chunk.trainable) {
-    PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ",
-             array_kind_name(kind));
-    const ArrayId id{place.chunk, ArrayKind::kParam};
-    pager_->bring_to_host(id);
-    const auto* data = static_cast<const char*>(store_.array(id).block.data) + place.offset * element_size(chunk.dtype);
-    host_compute_->cast_to_float(data, chunk.dtype, values, numel);
-    return;
-  }
-  const ArrayId id{place.chunk, kind};
-  const ArrayRecord& record = store_.array(id);
-  const auto num_bytes = static_cast<int64_t>(static_cast<size_t>(numel) * sizeof(float));
-  if (!record.exists()) {  // a moment before the first step
-    std::memset(values, 0, static_cast<size_t>(num_bytes));
-  } else if (record.on_device) {
-    transfer_.await_on_device(id);
-    backend_->wait(Queue::kDownload, backend_->record(Queue::kCompute));
-    backend_->copy(Queue::kDownload, values, static_cast<const float*>(record.slot.data) + place.offset, num_bytes);
-    backend_->synchronize(backend_->record(Queue::kDownload));
-  } else {
-    pager_->bring_to_host(id);
-    std::memcpy(values, static_cast<const float*>(record.block.data) + place.offset, static_cast<size_t>(num_bytes));
-  }
+  values_->read(param, kind, values);
 }
 
 void Runtime::release_chunk(ChunkId chunk) {
@@ -341,7 +254,11 @@ double Runtime::prepare_step() {
   const Entry entry(*this);
   tracker_->release_all();
   const double sum = gradients_->sum_of_squares();
-  if (!warmed_up_ && recorder_.position() >= 0) place_in_margin();
+  if (!warmed_up_ && recorder_.position() >= 0) {
+    int64_t tide_peak = pager_->tide_of_running_moment();
+    for (const Moment& moment : recorder_.running().moments) tide_peak = std::max(tide_peak, moment.tide_peak_bytes);
+    residency_->place_in_margin(tide_peak);
+  }
   return sum;
 }
 
@@ -399,73 +316,15 @@ void Runtime::finish_step() {
   if (first) {
     warmed_up_ = true;
     backend_->set_limit_policy(LimitPolicy::kEnforce);
-    if (options_.partition == Partition::kTide) pager_->set_payload_limit(kUnlimited);
   }
+  residency_->limit_payloads(recorder_.last());
   make_next_plan(previous);
 }
 
 void Runtime::make_next_plan(const Timeline& previous) {
   const Timeline& last = recorder_.last();
   if (!pager_->plan().moments.empty() && same_structure(previous, last) && !tide_rose(previous, last)) return;
-  pager_->set_plan(make_plan(plan_problem()), NextUse(last, store_.num_arrays()));
-}
-
-PlanProblem Runtime::plan_problem() const {
-  PlanProblem problem;
-  problem.timeline = &recorder_.last();
-  problem.arrays.resize(static_cast<size_t>(store_.num_arrays()));
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const bool trainable = layout().chunk(chunk).trainable;
-    const bool states_on_device = trainable && store_.array({chunk, ArrayKind::kMaster}).on_device;
-    const ArrayId param{chunk, ArrayKind::kParam};
-    const ArrayId grad{chunk, ArrayKind::kGrad};
-    const int64_t bytes = store_.num_bytes(param);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, states_on_device ? 0 : bytes, 0, 0,
-                                                          states_on_device || !trainable};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
-    if (!states_on_device) continue;
-    for (ArrayKind kind : optimizer_arrays()) problem.fixed_bytes += store_.num_bytes({chunk, kind});
-  }
-  if (options_.device_limit_bytes == kUnlimited) return problem;
-  if (!backend_->follows_tide()) {
-    for (const Moment& moment : recorder_.last().moments) {
-      problem.least_tide_bytes = std::max(problem.least_tide_bytes, moment.tide_peak_bytes);
-    }
-  }
-  const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
-  problem.limit_bytes = static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
-  if (options_.partition == Partition::kStatic)
-    problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
-  return problem;
-}
-
-void Runtime::place_in_margin() {
-  if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
-  int64_t tide_peak = pager_->tide_of_running_moment();
-  for (const Moment& moment : recorder_.running().moments) tide_peak = std::max(tide_peak, moment.tide_peak_bytes);
-  const double slack = options_.cuda_device >= 0 ? kCudaSlackRatio : 0;
-  const int64_t limit = options_.device_limit_bytes == kUnlimited
-                            ? kUnlimited
-                            : static_cast<int64_t>(static_cast<double>(options_.device_limit_bytes) * (1 - slack));
-  pager_->set_payload_limit(INT64_MAX);
-  const int count = num_margin_chunks(layout(), limit, tide_peak, options_.margin_use_ratio);
-  for (ChunkId chunk = 0; chunk < count; ++chunk) {
-    if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
-  }
-  arena_.trim();
-}
-
-void Runtime::move_states_to_device(ChunkId chunk) {
-  for (ArrayKind kind : optimizer_arrays()) {
-    const ArrayId id{chunk, kind};
-    ArrayRecord& record = store_.array(id);
-    if (record.on_device || !record.exists()) continue;
-    ++record.holds;
-    pager_->bring(id);
-    --record.holds;
-    pager_->drop_block(id);
-  }
-  tiers_[static_cast<size_t>(chunk)] = Tier::kDevice;
+  pager_->set_plan(make_plan(residency_->plan_problem(last)), NextUse(last, store_.num_arrays()));
 }
 
 int Runtime::num_device_state_chunks() const {

@@ -16,41 +16,27 @@
 #include <vector>
 
 #include "runtime/access_tracker.h"
+#include "runtime/chunk_values.h"
 #include "runtime/counters.h"
 #include "runtime/gradient_flow.h"
 #include "runtime/optimizer_step.h"
 #include "runtime/pager.h"
+#include "runtime/residency.h"
 
 namespace patrickstar {
 
-enum class Partition : uint8_t {
-  kTide,    // payloads get what the tide leaves, moment by moment
-  kStatic,  // payloads get a fixed share of the device
-};
-
-enum class StatePlacement : uint8_t {
-  kHybrid,  // optimizer states in the device's margin, the others on the host
-  kHost,    // all optimizer states on the host
-};
-
-struct RuntimeOptions {
+struct RuntimeOptions : ResidencyOptions {
   int cuda_device = -1;  // -1: the simulated device
-  int64_t device_limit_bytes = kUnlimited;
-  int64_t host_limit_bytes = kUnlimited;
   // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
   // the least limit).
   int64_t ample_limit_bytes = kUnlimited;
   int64_t ample_extra_bytes = 0;
-  double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
-  double margin_use_ratio = 0.8;
-  Partition partition = Partition::kTide;
-  StatePlacement state_placement = StatePlacement::kHybrid;
   int num_threads = 0;  // 0: all available
 };
 
 class Runtime {
  public:
-  Runtime(Layout layout, std::vector<std::string> param_names, std::vector<std::vector<ParamId>> module_params,
+  Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
           const RuntimeOptions& options);
   ~Runtime();
   Runtime(const Runtime&) = delete;
@@ -122,14 +108,9 @@ class Runtime {
   };
 
   Core core();
-  void place_initially();
-  int64_t fixed_payload_limit() const;
-  void place_in_margin();
-  void move_states_to_device(ChunkId chunk);
   void check_least_limit(const char* when);
   void finish_step();
   void make_next_plan(const Timeline& previous);
-  PlanProblem plan_problem() const;
 
   RuntimeOptions options_;
   std::recursive_timed_mutex mutex_;
@@ -148,8 +129,8 @@ class Runtime {
   std::unique_ptr<AccessTracker> tracker_;
   std::unique_ptr<GradientFlow> gradients_;
   std::unique_ptr<OptimizerStep> step_;
-  std::vector<Tier> tiers_;
-  std::vector<std::vector<ParamId>> module_params_;
+  std::unique_ptr<ChunkValues> values_;
+  std::unique_ptr<Residency> residency_;
   bool warmed_up_ = false;
 };
 

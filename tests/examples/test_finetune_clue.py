@@ -53,7 +53,7 @@ def test_bert_learns_sentences_and_finetunes_what_it_saved(tmp_path):
     data.mkdir()
     write_sentence_task(data)
     flags = ("--data", data, "--arch", "bert", *SMALL)
-    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 2, "--epochs", 20, "--save", "--output-dir", output)
+    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 4, "--epochs", 40, "--save", "--output-dir", output)
     assert result.returncode == 0, result.stderr
     check_report(result.stdout, "majority class")
     assert figure(result.stdout, r"test loss .* accuracy ([0-9.]+)%") > 70

@@ -110,9 +110,9 @@ def test_models(name, precision):
     """Every model: everything resident, and optimizer states on the host with chunks of a few KiB in little memory."""
     config = make_config(precision, gradient_clipping=1.0)
     resident = train(MODELS[name], config, steps=6)
-    scarce = make_config(precision, gradient_clipping=1.0, default_chunk_size=2048, device_memory=80 * MIB)
+    scarce = make_config(precision, gradient_clipping=1.0, default_chunk_size=2048, device_memory=256 * MIB)
     scarce["optimizer"]["params"]["use_hybrid_adam"] = False
-    scarce["client"] = {"mem_tracer": {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 0.0005}}
+    scarce["client"] = {"mem_tracer": {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 3e-5}}
     run = train(MODELS[name], scarce, steps=6)
     assert run.report["num_evictions"] > 0
     assert_same(run, resident)

@@ -1,0 +1,67 @@
+// Residency: what lives where from step to step, and how much of the device payloads may take.
+//
+//   before the first step   optimizer states on the host, what does not fit there on the device; payloads keep to a
+//                           fixed share of the device, since the tide is not known
+//   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
+//   after every step        poses the planner's problem for the next
+//
+// Owned by Runtime, guarded by its lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/planner.h"
+#include "runtime/pager.h"
+
+namespace patrickstar {
+
+enum class Partition : uint8_t {
+  kTide,    // payloads get what the tide leaves, moment by moment
+  kStatic,  // payloads get a fixed share of the device
+};
+
+enum class StatePlacement : uint8_t {
+  kHybrid,  // optimizer states in the device's margin, the others on the host
+  kHost,    // all optimizer states on the host
+};
+
+struct ResidencyOptions {
+  int64_t device_limit_bytes = kUnlimited;
+  int64_t host_limit_bytes = kUnlimited;
+  double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
+  double margin_use_ratio = 0.8;
+  double slack_ratio = 0;  // of the device limit, left free for the allocator's rounding
+  Partition partition = Partition::kTide;
+  StatePlacement state_placement = StatePlacement::kHybrid;
+};
+
+class Residency {
+ public:
+  Residency(Core core, Pager& pager, const ResidencyOptions& options) : core_(core), pager_(pager), options_(options) {}
+
+  // Decides the first homes and reserves host memory for them. Throws MemoryBudgetError when the budgets cannot hold
+  // the model.
+  void place_initially();
+  // Moves states into the margin that a step's `tide_peak_bytes` leaves.
+  void place_in_margin(int64_t tide_peak_bytes);
+  // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
+  void limit_payloads(const Timeline& last);
+  PlanProblem plan_problem(const Timeline& last) const;
+
+  // Where the chunk's optimizer states are kept.
+  Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
+
+ private:
+  const Layout& layout() const { return core_.store.layout(); }
+  int64_t limit_within_slack() const;
+  int64_t fixed_payload_limit() const;
+  void move_states_to_device(ChunkId chunk);
+
+  Core core_;
+  Pager& pager_;
+  ResidencyOptions options_;
+  std::vector<Tier> homes_;
+};
+
+}  // namespace patrickstar
