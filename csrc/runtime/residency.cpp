@@ -57,10 +57,10 @@ void Residency::place_initially() {
   pager_.set_payload_limit(fixed_payload_limit());
 }
 
-void Residency::place_in_margin(int64_t tide_peak_bytes) {
+void Residency::place_in_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
   pager_.set_payload_limit(kUnlimited);
-  const int count = num_margin_chunks(layout(), limit_within_slack(), tide_peak_bytes, options_.margin_use_ratio);
+  const int count = num_margin_chunks(layout(), limit_within_slack(), highest_tide(step), options_.margin_use_ratio);
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
   }

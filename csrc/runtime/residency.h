@@ -43,8 +43,8 @@ class Residency {
   // Decides the first homes and reserves host memory for them. Throws MemoryBudgetError when the budgets cannot hold
   // the model.
   void place_initially();
-  // Moves states into the margin that a step's `tide_peak_bytes` leaves.
-  void place_in_margin(int64_t tide_peak_bytes);
+  // Moves states into the margin that a step's tide leaves.
+  void place_in_margin(const Timeline& step);
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   PlanProblem plan_problem(const Timeline& last) const;

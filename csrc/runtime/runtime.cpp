@@ -254,11 +254,8 @@ double Runtime::prepare_step() {
   const Entry entry(*this);
   tracker_->release_all();
   const double sum = gradients_->sum_of_squares();
-  if (!warmed_up_ && recorder_.position() >= 0) {
-    int64_t tide_peak = pager_->tide_of_running_moment();
-    for (const Moment& moment : recorder_.running().moments) tide_peak = std::max(tide_peak, moment.tide_peak_bytes);
-    residency_->place_in_margin(tide_peak);
-  }
+  recorder_.note_tide(pager_->tide_of_running_moment());
+  if (!warmed_up_ && recorder_.position() >= 0) residency_->place_in_margin(recorder_.running());
   return sum;
 }
 
@@ -312,7 +309,9 @@ void Runtime::finish_step() {
   if (recorder_.position() < 0) return;
   const bool first = !warmed_up_;
   const Timeline previous = recorder_.last();
-  recorder_.finish_step(pager_->tide_of_running_moment());
+  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
+  // optimizer states would be taken for tide.
+  recorder_.finish_step();
   if (first) {
     warmed_up_ = true;
     backend_->set_limit_policy(LimitPolicy::kEnforce);

@@ -29,9 +29,8 @@ void Recorder::add(Access access) {
   if (!known) accesses.push_back(access);
 }
 
-void Recorder::finish_step(int64_t tide_peak) {
+void Recorder::finish_step() {
   if (running_.moments.empty()) return;
-  note_tide(tide_peak);
   last_ = std::move(running_);
   running_ = {};
   has_last_ = true;

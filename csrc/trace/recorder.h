@@ -2,7 +2,8 @@
 //
 //   recorder.begin_moment(Phase::kForward, acquired, tide_peak_of_the_moment_before);
 //   recorder.add({grad, AccessMode::kWrite});
-//   recorder.finish_step(tide_peak);   // the recording becomes last()
+//   recorder.note_tide(tide_peak);   // of the last moment
+//   recorder.finish_step();          // the recording becomes last()
 //
 // Guarded by the runtime's lock.
 #pragma once
@@ -20,7 +21,9 @@ class Recorder {
   void begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak);
   // Adds an access to the running moment; dropped when no moment has begun.
   void add(Access access);
-  void finish_step(int64_t tide_peak);
+  // The running moment's tide was at least so high.
+  void note_tide(int64_t tide_peak);
+  void finish_step();
   // Forgets the running step's recording (an exception left the step).
   void abandon_step();
 
@@ -31,8 +34,6 @@ class Recorder {
   int64_t position() const { return static_cast<int64_t>(running_.moments.size()) - 1; }
 
  private:
-  void note_tide(int64_t tide_peak);
-
   Timeline running_;
   Timeline last_;
   bool has_last_ = false;
