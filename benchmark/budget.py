@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--length", type=int, default=32, help="tokens per sequence")
+    parser.add_argument("--length", type=int, default=8, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="measured steps per budget")
     parser.add_argument("--chunk-numel", type=int, default=2 * 2**20, help="elements per chunk")

@@ -1,16 +1,20 @@
 """One step with everything resident against plain PyTorch on the same model.
 
-Both train the same Hugging Face GPT-2 in float32 on the same batches: plain PyTorch with
-``torch.optim.AdamW(fused=True)``, and the engine without a device budget. Steps are interleaved; the ratio is of
-medians.
+Both train the same Hugging Face GPT-2 on the same batches: plain PyTorch with ``torch.optim.AdamW(fused=True)``, and
+the engine without a device budget. Each has a process of its own, since in one process they disturb each other's memory
+(what one frees the other faults in again); they take turns of a few steps, and the one that waits is idle. The ratio is
+the median over the turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--turns", type=int, default=8, help="timed turns of each")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
@@ -36,25 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _plain(shape: GptShape, batch: int, precision: str) -> Callable[[], None]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build_gpt(shape).to(device)
+def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
+    model = build_gpt(shape).to(_device())
     masters = list(model.parameters())
-    if precision == "bf16":
+    if args.precision == "bf16":
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
         model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAM)
-    generator = torch.Generator().manual_seed(1)
 
-    def step() -> None:
+    def step(data: dict) -> None:
         optimizer.zero_grad()
-        data = {key: value.to(device) for key, value in token_batch(shape, batch, generator).items()}
         model(**data).loss.backward()
-        if precision == "bf16":
+        if args.precision == "bf16":
             for master, param in zip(masters, model.parameters(), strict=True):
                 master.grad, param.grad = param.grad.float(), None
         optimizer.step()
-        if precision == "bf16":
+        if args.precision == "bf16":
             with torch.no_grad():
                 for master, param in zip(masters, model.parameters(), strict=True):
                     param.copy_(master)
@@ -62,50 +64,80 @@ def _plain(shape: GptShape, batch: int, precision: str) -> Callable[[], None]:
     return step
 
 
-def _ours(shape: GptShape, batch: int, precision: str):
-    config = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": precision == "bf16"}}
+def _ours(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
+    config = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": args.precision == "bf16"}}
     engine, optimizer = initialize_engine(lambda: build_gpt(shape), 0, config)
     engine.train()
-    generator = torch.Generator().manual_seed(1)
 
-    def step() -> None:
+    def step(data: dict) -> None:
         optimizer.zero_grad()
-        engine.backward(engine(**token_batch(shape, batch, generator)).loss)
+        engine.backward(engine(**data).loss)
         optimizer.step()
 
-    return engine, step
+    return step
+
+
+SYSTEMS = {"torch": _plain, "patrickstar": _ours}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _shape(args: argparse.Namespace) -> GptShape:
+    return GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.length, checkpointing=False)
+
+
+def _work(system: str, args: argparse.Namespace, connection: Connection) -> None:
+    """A process that trains: for each number received, as many steps; their seconds are sent back. 0 ends it."""
+    torch.manual_seed(0)
+    shape = _shape(args)
+    step = SYSTEMS[system](shape, args)
+    generator = torch.Generator().manual_seed(1)
+    while num_steps := connection.recv():
+        seconds = []
+        for _ in range(num_steps):
+            data = {key: value.to(_device()) for key, value in token_batch(shape, args.batch, generator).items()}
+            begin = time.perf_counter()
+            step(data)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        connection.send(seconds)
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Median seconds of a step of both, interleaved; warm-up steps are not counted."""
-    shape = GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.length, checkpointing=False)
-    torch.manual_seed(0)
-    plain = _plain(shape, args.batch, args.precision)
-    torch.manual_seed(0)
-    engine, ours = _ours(shape, args.batch, args.precision)
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-    with engine:
-        for index in range(args.steps + 3):
-            for name, step in (("plain", plain), ("ours", ours)):
-                begin = time.perf_counter()
-                step()
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                if index >= 3:
-                    seconds[name].append(time.perf_counter() - begin)
-        report = engine.report()
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratios = [ours / plain for ours, plain in zip(seconds["ours"], seconds["plain"], strict=True)]
+    """Median seconds of a step of both; the first turn of each is its warm-up."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else the threads of the one that waits keep spinning
+    context = multiprocessing.get_context("spawn")
+    workers, connections = [], {}
+    for system in SYSTEMS:
+        connections[system], remote = context.Pipe()
+        workers.append(context.Process(target=_work, args=(system, args, remote), daemon=True))
+        workers[-1].start()
+        remote.close()
+    turns: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    for turn in range(args.turns + 1):
+        for system in SYSTEMS if turn % 2 else reversed(SYSTEMS):
+            connections[system].send(args.steps)
+            seconds = statistics.median(connections[system].recv())
+            if turn > 0:
+                turns[system].append(seconds)
+    for system, worker in zip(SYSTEMS, workers, strict=True):
+        connections[system].send(0)
+        worker.join()
+    ratios = sorted(ours / plain for ours, plain in zip(turns["patrickstar"], turns["torch"], strict=True))
     return {
         "case": "overhead",
         "step_ratio_vs_torch": statistics.median(ratios),
-        "step_seconds": medians["ours"],
-        "torch_step_seconds": medians["plain"],
-        "num_parameters": report["num_parameters"],
+        "least_step_ratio_vs_torch": ratios[0],
+        "greatest_step_ratio_vs_torch": ratios[-1],
+        "step_seconds": statistics.median(turns["patrickstar"]),
+        "torch_step_seconds": statistics.median(turns["torch"]),
+        "num_parameters": _shape(args).num_parameters(),
         "precision": args.precision,
         "batch": args.batch,
         "length": args.length,
-        "uploaded_bytes": report["uploaded_bytes"],
         **provenance(),
     }
 
@@ -119,6 +151,7 @@ def format_table(result: dict) -> str:
             f"GPU {result['gpu']}",
             f"plain PyTorch  {result['torch_step_seconds']:.4f} s per step",
             f"PatrickStar    {result['step_seconds']:.4f} s per step",
-            f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL})",
+            f"ratio          {result['step_ratio_vs_torch']:.3f} (goal at most {GOAL}; turns from "
+            f"{result['least_step_ratio_vs_torch']:.3f} to {result['greatest_step_ratio_vs_torch']:.3f})",
         ]
     )
