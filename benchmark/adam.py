@@ -12,25 +12,22 @@ parameter is rounded to bfloat16. It is timed twice:
 
 All arrays, also torch's and those of the copy, lie on huge pages (where the system grants them), and the rounds are
 interleaved.
-
-    python -m benchmark.adam [--json]      (or: python -m benchmark.run adam)
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import mmap
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
+from benchmark.common import provenance
 from patrickstar import _C
 
 BYTES_PER_PARAM = 28  # master, momentum, variance: 4 read and 4 written each; gradient 2 read; parameter 2 written
@@ -187,13 +184,6 @@ def median_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[s
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
-
-
 def run(args: argparse.Namespace) -> dict:
     """Measures with `numel`, `num_threads` and `repeats` of `args`; GB are 10**9 bytes, times medians."""
     torch.set_num_threads(args.num_threads)
@@ -240,9 +230,7 @@ def run(args: argparse.Namespace) -> dict:
         "numel": args.numel,
         "num_threads": args.num_threads,
         "repeats": args.repeats,
-        "isa": ours.isa,
-        "torch_version": torch.__version__,
-        "cpu_model": cpu_model(),
+        **provenance(),
     }
 
 
@@ -261,19 +249,6 @@ def format_table(result: dict) -> str:
     ]  # fmt: skip
     title = (
         f"CPU AdamW, {result['numel']:,} parameters, {result['num_threads']} threads, {result['isa']}, "
-        f"{result['cpu_model']}, torch {result['torch_version']}"
+        f"{result['cpu']}, torch {result['torch_version']}"
     )
     return "\n".join([title, *(f"  {name:<26}{first:>16}  {second}" for name, first, second in rows)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU Adam against torch and against a copy.")
-    add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    args = parser.parse_args()
-    result = run(args)
-    print(json.dumps(result) if args.json else format_table(result))
-
-
-if __name__ == "__main__":
-    main()
