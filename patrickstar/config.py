@@ -150,9 +150,11 @@ class Config:
     client: ClientConfig = dataclasses.field(default_factory=ClientConfig)
     """Memory shares and accepted options."""
     device_memory: int | None = None
-    """Device budget in bytes, activations included; None: by ratio (unlimited on the simulated device)."""
+    """Device budget in bytes, or a string such as ``"24GiB"``; activations included. None: by ratio (unlimited on the
+    simulated device).
+    """
     host_memory: int | None = None
-    """Host budget in bytes for chunks; None: by ratio."""
+    """Host budget for chunks, in bytes or as a string; None: by ratio."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from patrickstar.config import Config, OptimizerType, log_accepted_options, parse_bytes, parse_config
+from patrickstar.config import _SECTIONS, Config, OptimizerType, log_accepted_options, parse_bytes, parse_config
 
 
 def test_defaults_of_the_first_patrickstar():
@@ -134,3 +138,16 @@ def test_nothing_is_logged_by_default(caplog):
     with caplog.at_level(logging.INFO):
         log_accepted_options(parse_config({"client": {"mem_tracer": {"use_async_mem_monitor": True}}}))
     assert not caplog.records
+
+
+def test_the_documented_table_is_the_configuration():
+    """docs/config.md is what tools/config_table.py makes, and has every key."""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, root / "tools" / "config_table.py"], capture_output=True, text=True, check=True
+    )
+    text = (root / "docs" / "config.md").read_text(encoding="utf-8")
+    assert text == done.stdout
+    names = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
+    fields = [field.name for section in (Config, *_SECTIONS.values()) for field in dataclasses.fields(section)]
+    assert sorted(names) == sorted(fields)
