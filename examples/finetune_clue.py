@@ -2,7 +2,7 @@
 
 Usage:
     python examples/finetune_clue.py --data tnews --arch bert             # a small model with its own vocabulary
-    python examples/finetune_clue.py --data tnews --arch gpt2 --device-memory 64MiB
+    python examples/finetune_clue.py --data tnews --arch gpt2 --device-memory 192MiB
     python examples/finetune_clue.py --data afqmc --pretrained FOLDER --lr 5e-5        # a local Hugging Face folder
 
 Without --pretrained the small model is first trained as a language model, on the training sentences and, if the folder
