@@ -71,10 +71,10 @@ class HybridAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.step(self)
+        self._session.step(self.param_groups, self._group_options())
         return loss
 
-    def group_options(self) -> list[_C.GroupOptions]:
+    def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
         return [
             _C.GroupOptions(
@@ -121,11 +121,13 @@ class HybridAdam(torch.optim.Optimizer):
             ValueError: the groups or the shapes of the states do not match; nothing is changed then.
         """
         saved_groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+        saved_sizes, sizes = (
+            [len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)
+        )
+        if saved_sizes != sizes:
             raise ValueError(
-                f"the optimizer has groups of {[len(group['params']) for group in self.param_groups]} parameters, "
-                "the state dict of "
-                f"{[len(group['params']) for group in saved_groups]}; build the engine with the same model_parameters"
+                f"the optimizer has groups of {sizes} parameters, the state dict of {saved_sizes}; "
+                "build the engine with the same model_parameters"
             )
         pairs = [
             (param, saved)

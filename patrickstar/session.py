@@ -14,7 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from patrickstar.preprocess import (
     plan_params,
     release_params,
 )
-
-if TYPE_CHECKING:
-    from patrickstar.optim import HybridAdam
 
 logger = logging.getLogger("patrickstar")
 
@@ -140,8 +137,7 @@ class Session:
             if spec.param.requires_grad:
                 raise _C.StateError(
                     f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with "
-                    "it trainable "
-                    "and set requires_grad to False afterwards"
+                    "it trainable and set requires_grad to False afterwards"
                 )
         training = self.module.training and torch.is_grad_enabled()
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
@@ -212,8 +208,8 @@ class Session:
 
     # The step.
 
-    def step(self, optimizer: HybridAdam) -> None:
-        """One optimizer step over chunks and managed parameters."""
+    def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
         self._check_open()
         managed_squares = self.managed.sum_of_squares()
         if not self.runtime.gradients_pending():
@@ -226,8 +222,8 @@ class Session:
         if finite:
             clipping = self.config.gradient_clipping
             clip = min(1.0, clipping / (norm + _CLIP_EPS)) if clipping > 0 else 1.0
-            self.managed.step(optimizer.param_groups, clip / scale)
-            self.runtime.apply_step(optimizer.group_options(), clip / scale)
+            self.managed.step(param_groups, clip / scale)
+            self.runtime.apply_step(options, clip / scale)
         else:
             self.runtime.skip_step()
             if self.scaler is None:
