@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     small.add_argument("--layers", type=int, default=2)
     small.add_argument("--heads", type=int, default=4)
     small.add_argument("--vocab-size", type=int, default=4000)
-    small.add_argument("--lm-epochs", type=float, default=10.0, help="epochs as a language model; 0: none")
+    small.add_argument("--lm-epochs", type=float, default=3.0, help="epochs as a language model; 0: none")
     small.add_argument("--lm-lr", type=float, default=1e-3)
     common.add_training_arguments(parser)
     parser.set_defaults(batch_size=32, epochs=8.0, lr=2e-4)
