@@ -116,6 +116,7 @@ def make_plan(
     *,
     limit_bytes: int,
     fixed_bytes: int = 0,
+    prefetch_bytes: int = 0,
 ) -> dict[str, Any]:
     """The plan for a timeline.
 

@@ -8,7 +8,7 @@
 // On the CPU, kUpload and kDownload are worker threads and the "device" is ordinary memory with a
 // simulated limit, so the same ordering mistakes show on any machine.
 //
-// All methods but the destructor may be called from any thread, one at a time (the runtime's lock).
+// All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's lock).
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,12 @@ class Backend : public DeviceAllocator {
   virtual Event record(Queue queue) = 0;
   // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller.
   virtual void wait(Queue queue, const Event& event) = 0;
+  // These two may be called by any thread at any time.
   virtual void synchronize(const Event& event) = 0;
   virtual bool is_complete(const Event& event) = 0;
+  // Whether wait(kUpload or kDownload, event) would block the caller until the event is complete: on CUDA, when it is
+  // one of the host's (a stream cannot wait for it).
+  virtual bool waits_on_host(const Event& event) = 0;
 
   // Makes host memory fit for asynchronous copies, and undoes it.
   virtual void pin(void* data, int64_t num_bytes) = 0;

@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "backend/backend.h"
-#include "backend/copy_queue.h"
 #include "backend/device_meter.h"
 #include "common/check.h"
+#include "common/work_queue.h"
 
 namespace patrickstar {
 
@@ -33,11 +33,14 @@ class CpuBackend final : public Backend {
     meter_->add_slot_over_limit(num_bytes);
     return allocate_memory(num_bytes);
   }
-  void free(void* pointer, int64_t num_bytes, const Event& after) override {
-    synchronize(after);
+  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) override {
+    synchronize(busy.copied);
+    synchronize(busy.computed);
     std::free(pointer);
     meter_->subtract_slot(num_bytes);
   }
+
+  bool is_idle(const BusyUntil& busy) override { return is_complete(busy.copied) && is_complete(busy.computed); }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     run(queue, [=] { std::memcpy(to, from, static_cast<size_t>(num_bytes)); });
@@ -52,15 +55,17 @@ class CpuBackend final : public Backend {
     if (queue == Queue::kCompute) {
       synchronize(event);
     } else {
-      worker(queue).submit([event] { static_cast<CpuEvent&>(*event).wait(); });
+      worker(queue).submit([event] { static_cast<HostEvent&>(*event).wait(); });
     }
   }
   void synchronize(const Event& event) override {
-    if (event != nullptr) static_cast<CpuEvent&>(*event).wait();
+    if (event != nullptr) static_cast<HostEvent&>(*event).wait();
   }
   bool is_complete(const Event& event) override {
-    return event == nullptr || static_cast<CpuEvent&>(*event).is_complete();
+    return event == nullptr || static_cast<HostEvent&>(*event).is_complete();
   }
+
+  bool waits_on_host(const Event&) override { return false; }
 
   void pin(void*, int64_t) override {}
   void unpin(void*, int64_t) override {}
@@ -91,7 +96,7 @@ class CpuBackend final : public Backend {
     return pointer;
   }
 
-  CopyQueue& worker(Queue queue) { return queue == Queue::kUpload ? upload_ : download_; }
+  WorkQueue& worker(Queue queue) { return queue == Queue::kUpload ? upload_ : download_; }
 
   template <typename Task>
   void run(Queue queue, Task task) {
@@ -104,8 +109,8 @@ class CpuBackend final : public Backend {
 
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
-  CopyQueue upload_;
-  CopyQueue download_;
+  WorkQueue upload_;
+  WorkQueue download_;
 };
 
 }  // namespace

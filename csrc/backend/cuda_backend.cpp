@@ -57,6 +57,7 @@ struct CudaEvent final : EventState {
   cudaEvent_t event;
 };
 
+HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
 
 class CudaBackend final : public Backend {
@@ -114,8 +115,9 @@ class CudaBackend final : public Backend {
     return pointer;
   }
   void* allocate_over_limit(int64_t) override { return nullptr; }
-  void free(void* pointer, int64_t num_bytes, const Event& after) override {
-    wait(Queue::kUpload, after);
+  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) override {
+    wait(Queue::kUpload, busy.copied);
+    wait(Queue::kUpload, busy.computed);
     wait(Queue::kUpload, record(Queue::kCompute));
     c10::cuda::CUDACachingAllocator::raw_delete(pointer);
     slot_bytes_ -= num_bytes;
@@ -123,6 +125,7 @@ class CudaBackend final : public Backend {
     least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
   }
 
+  bool is_idle(const BusyUntil& busy) override { return is_complete(busy.copied) && is_complete(busy.computed); }
   void reclaim() override {
     c10::cuda::CUDACachingAllocator::emptyCache();
     cached_slot_bytes_ = 0;
@@ -145,14 +148,23 @@ class CudaBackend final : public Backend {
   }
   void wait(Queue queue, const Event& event) override {
     if (event == nullptr) return;
+    if (HostEvent* host = host_event(event)) return host->wait();
     const c10::cuda::CUDAGuard guard(device_);
     PS_CUDA_CHECK(cudaStreamWaitEvent(stream(queue), native(event), 0));
   }
   void synchronize(const Event& event) override {
-    if (event != nullptr) PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
+    if (event == nullptr) return;
+    if (HostEvent* host = host_event(event)) return host->wait();
+    PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
   }
   bool is_complete(const Event& event) override {
-    return event == nullptr || cudaEventQuery(native(event)) == cudaSuccess;
+    if (event == nullptr) return true;
+    if (HostEvent* host = host_event(event)) return host->is_complete();
+    return cudaEventQuery(native(event)) == cudaSuccess;
+  }
+  bool waits_on_host(const Event& event) override {
+    HostEvent* host = event == nullptr ? nullptr : host_event(event);
+    return host != nullptr && !host->is_complete();
   }
 
   void pin(void* data, int64_t num_bytes) override {

@@ -80,12 +80,13 @@ void register_plan(py::module_& module) {
       "make_plan",
       [](const py::list& moments,
          const std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>& costs,
-         int64_t limit_bytes, int64_t fixed_bytes) {
+         int64_t limit_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
         problem.limit_bytes = limit_bytes;
         problem.fixed_bytes = fixed_bytes;
+        problem.prefetch_bytes = prefetch_bytes;
         for (const auto& [key, cost] : costs) {
           const auto index = static_cast<size_t>(ArrayId{key.first, key.second}.index());
           if (problem.arrays.size() <= index) problem.arrays.resize(index + 1);
@@ -95,6 +96,7 @@ void register_plan(py::module_& module) {
         return describe_plan(make_plan(problem));
       },
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("fixed_bytes") = 0,
+      py::arg("prefetch_bytes") = 0,
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
       "survives_step)}.");
 }

@@ -16,8 +16,10 @@ class DeviceAllocator {
   // Like allocate, but goes over the limit where the backend's policy allows it (a warm-up step does, to measure the
   // least limit). Null where it does not.
   virtual void* allocate_over_limit(int64_t num_bytes) = 0;
-  // The memory may be handed out again once `after` is complete.
-  virtual void free(void* pointer, int64_t num_bytes, const Event& after) = 0;
+  // The memory may be handed out again once it is not `busy` any more.
+  virtual void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) = 0;
+  // Whether whoever writes the memory next would not have to wait.
+  virtual bool is_idle(const BusyUntil& busy) = 0;
 };
 
 // Asked for memory when something else on the device (an activation, a workspace) does not fit.

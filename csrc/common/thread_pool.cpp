@@ -22,6 +22,8 @@ int cgroup_cpu_limit() {
   return static_cast<int>((std::stod(quota) + period - 1) / period);
 }
 
+constexpr int64_t kPiecesPerThread = 8;
+
 }  // namespace
 
 int num_available_cpus() {
@@ -36,7 +38,7 @@ int num_available_cpus() {
 
 ThreadPool::ThreadPool(int num_threads) {
   PS_CHECK(num_threads >= 1, ArgumentError, "a thread pool needs at least 1 thread, got ", num_threads);
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
 }
 
 ThreadPool::~ThreadPool() {
@@ -55,23 +57,27 @@ void ThreadPool::parallel_for(int64_t size, int64_t grain, const std::function<v
     fn(0, size);
     return;
   }
+  const std::lock_guard<std::mutex> turn(turn_);
+  const int64_t grains = (size + grain - 1) / grain;
+  const int64_t pieces = std::min(grains, kPiecesPerThread * num_threads());
   {
     std::lock_guard<std::mutex> lock(mutex_);
     fn_ = &fn;
     size_ = size;
-    grain_ = grain;
+    piece_ = (grains + pieces - 1) / pieces * grain;
+    next_ = 0;
     num_running_ = static_cast<int>(workers_.size());
     ++job_;
   }
   start_.notify_all();
-  run_share(0);
+  run_pieces();
   std::unique_lock<std::mutex> lock(mutex_);
   finished_.wait(lock, [this] { return num_running_ == 0; });
   fn_ = nullptr;
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void ThreadPool::work(int index) {
+void ThreadPool::work() {
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -79,20 +85,17 @@ void ThreadPool::work(int index) {
     if (stopping_) return;
     seen = job_;
     lock.unlock();
-    run_share(index);
+    run_pieces();
     lock.lock();
     if (--num_running_ == 0) finished_.notify_one();
   }
 }
 
-void ThreadPool::run_share(int index) {
-  const int64_t threads = static_cast<int64_t>(workers_.size()) + 1;
-  const int64_t grains = (size_ + grain_ - 1) / grain_;
-  const int64_t begin = grains * index / threads * grain_;
-  const int64_t end = std::min(grains * (index + 1) / threads * grain_, size_);
-  if (begin >= end) return;
+void ThreadPool::run_pieces() {
   try {
-    (*fn_)(begin, end);
+    for (int64_t begin = next_.fetch_add(piece_); begin < size_; begin = next_.fetch_add(piece_)) {
+      (*fn_)(begin, std::min(begin + piece_, size_));
+    }
   } catch (...) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) error_ = std::current_exception();

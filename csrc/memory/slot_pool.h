@@ -1,8 +1,8 @@
 // Device slots: the blocks of device memory that payloads occupy.
 //
-// A released slot stays here for reuse (its last user's event goes with it, so that reuse needs no host
-// synchronisation) until somebody needs the memory for something else. Slots count against the device
-// limit whether in use or idle. Guarded by the runtime's lock.
+// A released slot stays here for reuse (its last users' events go with it, so that reuse needs no host synchronisation)
+// until somebody needs the memory for something else. The one that was released first is reused first. Slots count
+// against the device limit whether in use or idle. Guarded by the runtime's lock.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace patrickstar {
 struct Slot {
   void* data = nullptr;
   int64_t num_bytes = 0;
-  Event busy_until;  // whoever writes next must wait for it
+  BusyUntil busy;
 
   explicit operator bool() const { return data != nullptr; }
 };
@@ -31,6 +31,10 @@ class SlotPool {
   ~SlotPool() { trim(INT64_MAX); }
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
+
+  // While slots take no more than this, a new one is preferred to an idle one whose last use is not over: whoever writes
+  // it would have to wait.
+  void set_ample_bytes(int64_t num_bytes) { ample_bytes_ = num_bytes; }
 
   // An empty slot when there is no room.
   Slot acquire(int64_t num_bytes, OverLimit over_limit = OverLimit::kRefuse);
@@ -47,6 +51,7 @@ class SlotPool {
   std::multimap<int64_t, Slot> idle_;  // by size
   int64_t used_bytes_ = 0;
   int64_t idle_bytes_ = 0;
+  int64_t ample_bytes_ = 0;
 };
 
 }  // namespace patrickstar

@@ -21,6 +21,7 @@ class Sweep {
 
  private:
   void run_moment(size_t t);
+  void hoist_fetches();
   void plan_prefetch(size_t t, const std::set<int>& in_use);
   // The farthest-used arrays outside `keep` whose eviction lets `more_bytes` fit at moment t; all of them, and
   // false, when that is not enough.
@@ -28,7 +29,7 @@ class Sweep {
   void evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted);
   std::vector<std::pair<int64_t, int>> victims(size_t t, const std::set<int>& keep) const;
 
-  int64_t room(size_t t) const;
+  int64_t room(size_t t) const;  // for what stays, without what is set aside for prefetches
   int64_t tide(size_t t) const { return std::max(moments_[t].tide_peak_bytes, problem_.least_tide_bytes); }
   int64_t next_use(int array, size_t t) const;
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
@@ -42,6 +43,7 @@ class Sweep {
   std::vector<std::set<int>> needed_;  // by moment: all arrays read or written
   std::set<int> resident_;
   int64_t resident_bytes_ = 0;
+  std::vector<int64_t> occupied_;  // by moment: bytes of resident arrays at its height
   Plan plan_;
 };
 
@@ -58,6 +60,7 @@ Sweep::Sweep(const PlanProblem& problem, const std::set<int>& resident_at_start)
   for (int array : resident_at_start) add(array);
   plan_.moments.resize(moments_.size());
   for (size_t t = 0; t < moments_.size(); ++t) run_moment(t);
+  if (problem_.prefetch_bytes > 0) hoist_fetches();
 }
 
 void Sweep::run_moment(size_t t) {
@@ -82,13 +85,40 @@ void Sweep::run_moment(size_t t) {
     }
     add(array);
   }
+  occupied_.push_back(resident_bytes_);
   for (const Access& access : moments_[t].accesses) {
     const int array = access.array.index();
     if (access.mode != AccessMode::kRetire) continue;
     plan_.downloaded_bytes += cost(array).retire_bytes;
     if (resident_.count(array)) remove(array);
   }
-  if (t + 1 < moments_.size()) plan_prefetch(t, needed);
+  if (problem_.prefetch_bytes == 0 && t + 1 < moments_.size()) plan_prefetch(t, needed);
+}
+
+// Moves each fetch to the earliest moment from which its array fits until it is needed, earlier needs first.
+void Sweep::hoist_fetches() {
+  std::vector<int64_t> ahead(moments_.size(), 0);  // by moment: bytes fetched for later ones
+  for (size_t t = 0; t < moments_.size(); ++t) {
+    std::vector<ArrayId> left;
+    for (ArrayId id : plan_.moments[t].fetch) {
+      const int64_t bytes = cost(id.index()).num_bytes;
+      const auto fits = [&](size_t s) {
+        const auto& evicted = plan_.moments[s].evict;
+        return ahead[s] + bytes <= problem_.prefetch_bytes &&
+               occupied_[s] + ahead[s] + bytes <= room(s) + problem_.prefetch_bytes && !needed_[s].count(id.index()) &&
+               std::find(evicted.begin(), evicted.end(), id) == evicted.end();
+      };
+      size_t start = t;
+      while (start > 0 && fits(start - 1)) --start;
+      if (start == t) {
+        left.push_back(id);
+        continue;
+      }
+      plan_.moments[start].prefetch.push_back(id);
+      for (size_t s = start; s < t; ++s) ahead[s] += bytes;
+    }
+    plan_.moments[t].fetch = std::move(left);
+  }
 }
 
 void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
@@ -157,7 +187,7 @@ int64_t Sweep::room(size_t t) const {
   if (problem_.limit_bytes != INT64_MAX) {
     room = std::min(room, problem_.limit_bytes - problem_.fixed_bytes - tide(t));
   }
-  return room;
+  return room == INT64_MAX ? room : room - problem_.prefetch_bytes;
 }
 
 int64_t Sweep::next_use(int array, size_t t) const {

@@ -3,8 +3,11 @@
 // At every moment the limit minus the tide is what payloads may take. The planner sweeps the moments and evicts,
 // whenever room is short, the array whose next use is farthest (Belady 1966). For arrays of one size this
 // moves the fewest bytes that any policy can, also when the room varies from moment to moment (an interval may be
-// kept or not; the greedy choice by end time keeps the most). Prefetches look one moment ahead and are planned
-// only where the room of the earlier moment allows them with the same evictions.
+// kept or not; the greedy choice by end time keeps the most).
+//
+// Prefetches: without room set aside for them, they look one moment ahead and are planned only where the room of the
+// earlier moment allows them with the same evictions, so they cost no bytes. With `prefetch_bytes` set aside, which keeps
+// as much from staying on the device, fetches start as early as that room allows, in the order of need.
 //
 //   Plan plan = make_plan(problem);
 //   plan.moments[t].evict   // at the start of moment t, before its fetches
@@ -36,13 +39,14 @@ struct PlanProblem {
   int64_t least_tide_bytes = 0;             // the tide counts as at least this at every moment
   int64_t fixed_bytes = 0;                  // payloads that stay on the device throughout
   int64_t payload_limit_bytes = INT64_MAX;  // for planned payloads alone (a static partition)
+  int64_t prefetch_bytes = 0;               // of the room, for fetches ahead of their use
 };
 
 struct MomentPlan {
   std::vector<ArrayId> evict;        // before the fetches of this moment
   std::vector<ArrayId> fetch;        // needed now, not on the device
   std::vector<ArrayId> evict_ahead;  // after the fetches, to make room for the prefetches
-  std::vector<ArrayId> prefetch;     // needed at the next moment
+  std::vector<ArrayId> prefetch;     // needed at a later moment, in the order of need
 };
 
 struct Plan {

@@ -41,6 +41,7 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients)
     : core_(core),
       pager_(pager),
       gradients_(gradients),
+      host_updates_(core.backend, core.host_compute),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
       step_counts_(group_of_.size(), 0) {}
 
@@ -53,7 +54,7 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
       apply_on_device(chunk, groups, scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
-      pager_.push_out({chunk, gradients_.source(chunk)});
+      pager_.send_to_host({chunk, gradients_.source(chunk)});
       on_host.push_back(chunk);
     }
   }
@@ -77,6 +78,9 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
   for (ArrayId id : used) pager_.bring(id);
   const Target target = open_target(chunk, /*on_device=*/true);
   std::vector<optim::AdamJob> jobs;
+  for (const Restore& restore : restores(chunk, target)) {
+    core_.device_compute.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+  }
   add_jobs(chunk, target, groups, grad_scale, jobs);
   core_.device_compute.adam(jobs);
   for (ArrayKind kind : optimizer_arrays()) pager_.set_on_device({chunk, kind});
@@ -87,18 +91,27 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
 void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
                                   float grad_scale) {
   std::vector<Target> targets;
-  std::vector<optim::AdamJob> jobs;
+  HostUpdate update;
   for (ChunkId chunk : chunks) {
-    pager_.bring_to_host({chunk, gradients_.source(chunk)});
+    const ArrayId grad{chunk, gradients_.source(chunk)};
+    pager_.send_to_host(grad);
     for (ArrayKind kind : optimizer_arrays()) {
       pager_.ensure_state({chunk, kind}, Tier::kHost);
       pager_.bring_to_host({chunk, kind});
     }
-    targets.push_back(open_target(chunk, /*on_device=*/false));
-    add_jobs(chunk, targets.back(), groups, grad_scale, jobs);
+    update.after.push_back(core_.store.array(grad).host_ready);
+    const Target target = open_target(chunk, /*on_device=*/false);
+    for (const Restore& restore : restores(chunk, target)) update.restores.push_back(restore);
+    add_jobs(chunk, target, groups, grad_scale, update.jobs);
+    targets.push_back(target);
   }
-  core_.host_compute.adam(jobs);
-  for (size_t i = 0; i < chunks.size(); ++i) close_target(chunks[i], targets[i]);
+  const Event done = host_updates_.submit(std::move(update));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    close_target(chunks[i], targets[i]);
+    for (ArrayKind kind : optimizer_arrays()) core_.store.array({chunks[i], kind}).host_ready = done;
+    core_.store.array({chunks[i], ArrayKind::kParam}).host_ready = done;
+    if (!targets[i].in_place) core_.store.array({chunks[i], ArrayKind::kGradSum}).block_busy_until = done;
+  }
 }
 
 OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) {
@@ -121,21 +134,21 @@ OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) 
     core_.transfer.await_on_host(param);
     target.param = core_.store.array(param).block.data;
   }
-  restore_unused(chunk, target);
   return target;
 }
 
-void OptimizerStep::restore_unused(ChunkId chunk, const Target& target) {
+std::vector<Restore> OptimizerStep::restores(ChunkId chunk, const Target& target) const {
   const Layout& layout = core_.store.layout();
   const DType dtype = layout.chunk(chunk).dtype;
   const ArrayRecord& master = core_.store.array({chunk, ArrayKind::kMaster});
   const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
-  optim::Compute& compute = target.on_device ? core_.device_compute : core_.host_compute;
+  std::vector<Restore> result;
   for (ParamId param : layout.chunk(chunk).params) {
     if (gradients_.has_gradient(param)) continue;
     const int64_t offset = layout.placement(param).offset;
-    compute.cast_from_float(from + offset, at(target.param, offset, dtype), dtype, layout.param(param).numel);
+    result.push_back({from + offset, at(target.param, offset, dtype), dtype, layout.param(param).numel});
   }
+  return result;
 }
 
 void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups,
@@ -178,6 +191,7 @@ void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
     grad.on_device = false;
   } else if (target.in_place) {
     param.block = std::exchange(grad.block, {});
+    grad.host_ready = nullptr;
     grad.on_host = false;
   }
   if (target.on_device) {

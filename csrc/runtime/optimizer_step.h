@@ -2,13 +2,16 @@
 //
 // Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
 // torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
-// the gradients' place, on the tier of the update. Guarded by the runtime's lock.
+// the gradients' place, on the tier of the update. Updates on the host run on after apply() has returned, in the order
+// in which the next forward needs the chunks; blocks are marked with the event of their update. Guarded by the runtime's
+// lock.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "runtime/gradient_flow.h"
+#include "runtime/host_updates.h"
 #include "runtime/pager.h"
 
 namespace patrickstar {
@@ -54,13 +57,13 @@ class OptimizerStep {
   void close_target(ChunkId chunk, const Target& target);
   void add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups, float grad_scale,
                 std::vector<optim::AdamJob>& jobs);
-  // Writes round(master) for the parameters that have no gradient, where the result would else be the gradient's
-  // garbage.
-  void restore_unused(ChunkId chunk, const Target& target);
+  // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
+  std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
 
   Core core_;
   Pager& pager_;
   GradientFlow& gradients_;
+  HostUpdates host_updates_;
   std::vector<int> group_of_;
   std::vector<int64_t> step_counts_;
 };

@@ -56,20 +56,27 @@ void Pager::bring_untracked(const std::vector<ArrayId>& acquired) {
 
 void Pager::replay(size_t moment) {
   for (ArrayId id : plan_.moments[moment].evict_ahead) evict(id);
-  for (ArrayId id : plan_.moments[moment].prefetch) prefetch(id);
+  const auto& planned = plan_.moments[moment].prefetch;
+  postponed_.insert(postponed_.end(), planned.begin(), planned.end());
+  // In order: a later one must not take the link, and the slot, of an earlier one.
+  auto first_left = postponed_.begin();
+  while (first_left != postponed_.end() && prefetch(*first_left)) ++first_left;
+  postponed_.erase(postponed_.begin(), first_left);
 }
 
-void Pager::prefetch(ArrayId id) {
+bool Pager::prefetch(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
-  if (array.on_device) return;
+  if (array.on_device) return true;
+  if (array.on_host && core_.backend.waits_on_host(array.host_ready)) return false;
   array.slot = core_.slots.acquire(core_.store.num_bytes(id));
-  if (!array.slot) return;  // the tide is above the trace: the use itself will make room
+  if (!array.slot) return true;  // the tide is above the trace: the use itself will make room
   if (array.on_host) {
     core_.transfer.upload(id);
   } else {
     derive_on_device(id);
   }
   array.prefetched = true;
+  return true;
 }
 
 void Pager::bring(ArrayId id) {
@@ -104,7 +111,7 @@ void Pager::derive_on_device(ArrayId id) {
   const ChunkSpec& chunk = core_.store.layout().chunk(id.chunk);
   if (master.on_device) {
     core_.transfer.await_on_device(master_id);
-    core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+    core_.transfer.await_slot(Queue::kCompute, array.slot);
     core_.device_compute.cast_from_float(static_cast<const float*>(master.slot.data), array.slot.data, chunk.dtype,
                                          chunk.numel);
     set_on_device(id);
@@ -142,7 +149,7 @@ void* Pager::open_for_write(ArrayId id) {
     if (array.on_host) {
       core_.transfer.upload(id);
     } else {
-      core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+      core_.transfer.await_slot(Queue::kCompute, array.slot);
     }
   }
   core_.transfer.await_on_device(id);
@@ -162,6 +169,11 @@ bool Pager::push_out(ArrayId id) {
   }
   drop_slot(id);
   return true;
+}
+
+void Pager::send_to_host(ArrayId id) {
+  ensure_block(id);
+  push_out(id);
 }
 
 void Pager::discard(ArrayId id) {
@@ -230,7 +242,7 @@ void Pager::ensure_state(ArrayId id, Tier tier) {
   const int64_t num_bytes = core_.store.num_bytes(id);
   if (tier == Tier::kDevice) {
     ensure_slot(id);
-    core_.backend.wait(Queue::kCompute, array.slot.busy_until);
+    core_.transfer.await_slot(Queue::kCompute, array.slot);
     core_.backend.fill_zero(Queue::kCompute, array.slot.data, num_bytes);
     set_on_device(id);
     return;
@@ -255,7 +267,10 @@ void Pager::set_plan(Plan plan, NextUse next_use) {
   ++core_.counters.num_plans;
 }
 
-void Pager::restart_replay() { replaying_ = !plan_.moments.empty(); }
+void Pager::restart_replay() {
+  replaying_ = !plan_.moments.empty();
+  postponed_.clear();
+}
 
 int64_t Pager::next_use(ArrayId id) const { return next_use_.after(id, core_.recorder.position()); }
 

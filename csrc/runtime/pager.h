@@ -57,6 +57,8 @@ class Pager final : public PressureHandler {
   void bring_to_host(ArrayId id);
   // Starts the copy to the host and frees the slot. False when host memory has no room for it.
   bool push_out(ArrayId id);
+  // The same, and an error when there is no room; host_ready says when the copy is complete.
+  void send_to_host(ArrayId id);
   // Forgets the value, wherever it is.
   void discard(ArrayId id);
   // Frees the device slot; the value must be on the host as well, derivable or dead.
@@ -94,7 +96,8 @@ class Pager final : public PressureHandler {
  private:
   bool measures_tide() const;
   void replay(size_t moment);
-  void prefetch(ArrayId id);
+  // False when it is too early: what makes the host's copy is still running.
+  bool prefetch(ArrayId id);
   void derive_on_device(ArrayId id);
   bool evict(ArrayId id);
   bool is_evictable(ArrayId id) const;
@@ -106,6 +109,7 @@ class Pager final : public PressureHandler {
   Plan plan_;
   NextUse next_use_;
   bool replaying_ = false;
+  std::vector<ArrayId> postponed_;  // prefetches that came too early
   int64_t payload_limit_bytes_ = INT64_MAX;
   int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
 };

@@ -10,6 +10,8 @@ namespace {
 
 // Of a device limit, what optimizer states may take before activations are known.
 constexpr double kInitialDeviceShare = 0.7;
+// Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
+constexpr int64_t kPrefetchedChunks = 16;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -81,13 +83,16 @@ void Residency::move_states_to_device(ChunkId chunk) {
 }
 
 void Residency::limit_payloads(const Timeline& last) {
+  int64_t ample = 0;
   if (options_.partition == Partition::kStatic) {
     pager_.set_payload_limit(fixed_payload_limit());
   } else if (core_.backend.follows_tide() || options_.device_limit_bytes == kUnlimited) {
     pager_.set_payload_limit(kUnlimited);
   } else {
-    pager_.set_payload_limit(limit_within_slack() - highest_tide(last));
+    ample = limit_within_slack() - highest_tide(last);
+    pager_.set_payload_limit(ample);
   }
+  core_.slots.set_ample_bytes(ample);
 }
 
 PlanProblem Residency::plan_problem(const Timeline& last) const {
@@ -111,8 +116,28 @@ PlanProblem Residency::plan_problem(const Timeline& last) const {
   problem.limit_bytes = limit_within_slack();
   if (options_.partition == Partition::kStatic) {
     problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
+  } else if (!core_.backend.follows_tide()) {
+    problem.prefetch_bytes = prefetch_bytes(problem);
   }
   return problem;
+}
+
+// Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
+// than a copy in memory, so there all room goes to what can stay.
+int64_t Residency::prefetch_bytes(const PlanProblem& problem) const {
+  const int64_t room = problem.limit_bytes - problem.fixed_bytes - problem.least_tide_bytes;
+  int64_t needed = 0;
+  int64_t largest = 0;
+  for (const Moment& moment : problem.timeline->moments) {
+    int64_t bytes = 0;
+    for (const Access& access : moment.accesses) {
+      const int64_t num_bytes = core_.store.num_bytes(access.array);
+      if (access.mode != AccessMode::kRetire) bytes += num_bytes;
+      largest = std::max(largest, num_bytes);
+    }
+    needed = std::max(needed, bytes);
+  }
+  return std::clamp((room - needed) / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
 }  // namespace patrickstar

@@ -56,6 +56,7 @@ class Residency {
   const Layout& layout() const { return core_.store.layout(); }
   int64_t limit_within_slack() const;
   int64_t fixed_payload_limit() const;
+  int64_t prefetch_bytes(const PlanProblem& problem) const;
   void move_states_to_device(ChunkId chunk);
 
   Core core_;

@@ -8,11 +8,11 @@ void TransferEngine::upload(ArrayId id) {
   ArrayRecord& array = store_.array(id);
   PS_CHECK(array.on_host && array.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
   const int64_t num_bytes = store_.num_bytes(id);
-  backend_.wait(Queue::kUpload, array.slot.busy_until);
+  await_slot(Queue::kUpload, array.slot);
   backend_.wait(Queue::kUpload, array.host_ready);
   backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
   array.device_ready = backend_.record(Queue::kUpload);
-  array.slot.busy_until = array.device_ready;
+  array.slot.busy = {array.device_ready, nullptr};
   array.block_busy_until = array.device_ready;
   array.on_device = true;
   counters_.uploaded_bytes += num_bytes;
@@ -26,7 +26,7 @@ void TransferEngine::download(ArrayId id) {
   backend_.wait(Queue::kDownload, backend_.record(Queue::kCompute));
   backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
   array.host_ready = backend_.record(Queue::kDownload);
-  array.slot.busy_until = array.host_ready;
+  array.slot.busy.copied = array.host_ready;
   array.on_host = true;
   counters_.downloaded_bytes += num_bytes;
 }
@@ -46,11 +46,11 @@ void TransferEngine::await_on_host(ArrayId id) {
   array.block_busy_until = nullptr;
 }
 
-void TransferEngine::mark_busy(ArrayId id) {
-  ArrayRecord& array = store_.array(id);
-  // A transfer under way ends before the compute queue goes on, so one event covers both.
-  backend_.wait(Queue::kCompute, array.slot.busy_until);
-  array.slot.busy_until = backend_.record(Queue::kCompute);
+void TransferEngine::mark_busy(ArrayId id) { store_.array(id).slot.busy.computed = backend_.record(Queue::kCompute); }
+
+void TransferEngine::await_slot(Queue queue, const Slot& slot) {
+  backend_.wait(queue, slot.busy.copied);
+  backend_.wait(queue, slot.busy.computed);
 }
 
 }  // namespace patrickstar

@@ -4,7 +4,7 @@
 //   download(array)   slot -> block, on the download queue, after the compute queue's present work
 //
 // Both blocks must exist. The engine keeps the records' events so that whoever reads next can wait. [Note:
-// reuse of memory] A slot's `busy_until` is complete when nothing reads or writes its old content any more; a
+// reuse of memory] When a slot's `busy` events are complete, nothing reads or writes its old content any more; a
 // block may be freed only after await_on_host. Guarded by the runtime's lock.
 #pragma once
 
@@ -32,8 +32,10 @@ class TransferEngine {
   // Returns when the array's block can be read, written and freed by this thread.
   void await_on_host(ArrayId id);
 
-  // An event after which the slot's present content is no longer needed: all compute enqueued so far, and a
-  // transfer under way. To be stored in the slot when it is released.
+  // Later work of `queue` may write the slot: what still reads or writes its old content is over then.
+  void await_slot(Queue queue, const Slot& slot);
+  // To be called before the slot is released: all compute enqueued so far may use its content. A transfer under way is
+  // known to the slot already, and the compute queue does not wait for it.
   void mark_busy(ArrayId id);
 
   TransferCounters& counters() { return counters_; }

@@ -151,3 +151,25 @@ def test_the_tide_decides():
     assert flat["uploaded_bytes"] == 30
     assert peak["uploaded_bytes"] == 50
     assert peak["least_limit_bytes"] == 30
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(problems(st.integers(1, 20)), problems(st.just(10))), st.integers(1, 60))
+def test_room_for_prefetches(problem, prefetch_bytes):
+    """Fetches start ahead within the room set aside, and cost what a device with so much less room costs."""
+    uses, sizes, tides, limit = problem
+    room = [limit - tide for tide in tides]
+    moments, costs = moments_of(uses, tides), read_costs(sizes)
+    plan = _C.make_plan(moments, costs, limit_bytes=limit, prefetch_bytes=prefetch_bytes)
+    assert replay(plan, uses, sizes, room) == plan["uploaded_bytes"]
+    if len(set(sizes)) == 1:  # else the rule is a heuristic
+        without = _C.make_plan(moments, costs, limit_bytes=limit - prefetch_bytes)
+        assert plan["uploaded_bytes"] == without["uploaded_bytes"]
+
+
+def test_prefetches_start_as_early_as_they_fit():
+    """Four arrays in a row; room for the one in use and two more."""
+    uses = [{0}, {1}, {2}, {3}]
+    plan = _C.make_plan(moments_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
+    assert [step["prefetch"] for step in plan["moments"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]
+    assert [step["fetch"] for step in plan["moments"]] == [[(0, PARAM)], [], [], []]

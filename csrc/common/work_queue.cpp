@@ -1,28 +1,12 @@
-#include "backend/copy_queue.h"
+#include "common/work_queue.h"
 
 #include <utility>
 
 namespace patrickstar {
 
-void CpuEvent::complete() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  complete_ = true;
-  changed_.notify_all();
-}
+WorkQueue::WorkQueue() : worker_([this] { work(); }) {}
 
-void CpuEvent::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return complete_; });
-}
-
-bool CpuEvent::is_complete() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return complete_;
-}
-
-CopyQueue::CopyQueue() : worker_([this] { work(); }) {}
-
-CopyQueue::~CopyQueue() {
+WorkQueue::~WorkQueue() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
@@ -31,7 +15,7 @@ CopyQueue::~CopyQueue() {
   worker_.join();
 }
 
-void CopyQueue::submit(std::function<void()> task) {
+void WorkQueue::submit(std::function<void()> task) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
@@ -39,13 +23,13 @@ void CopyQueue::submit(std::function<void()> task) {
   changed_.notify_one();
 }
 
-Event CopyQueue::record() {
-  auto event = std::make_shared<CpuEvent>();
+Event WorkQueue::record() {
+  auto event = std::make_shared<HostEvent>();
   submit([event] { event->complete(); });
   return event;
 }
 
-void CopyQueue::work() {
+void WorkQueue::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });

@@ -1,0 +1,46 @@
+// Optimizer updates that run on the host beside everything else: on a queue of their own, one after the other, each on
+// all threads of the pool.
+//
+//   Event done = updates.submit({jobs, restores, {gradient.host_ready}});
+//   record.host_ready = done;   // whoever reads the block waits for it
+//
+// An update owns nothing: its blocks must stay until `done` is complete, which their records see to.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/backend.h"
+#include "common/work_queue.h"
+#include "optim/compute.h"
+
+namespace patrickstar {
+
+// out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
+struct Restore {
+  const float* in;
+  void* out;
+  DType dtype;
+  int64_t numel;
+};
+
+struct HostUpdate {
+  std::vector<optim::AdamJob> jobs;
+  std::vector<Restore> restores;
+  std::vector<Event> after;  // downloads of the gradients
+};
+
+class HostUpdates {
+ public:
+  HostUpdates(Backend& backend, optim::Compute& compute) : backend_(backend), compute_(compute) {}
+
+  // Complete when the update is.
+  Event submit(HostUpdate update);
+
+ private:
+  Backend& backend_;
+  optim::Compute& compute_;
+  WorkQueue queue_;
+};
+
+}  // namespace patrickstar
