@@ -22,6 +22,7 @@ class Sweep {
  private:
   void run_moment(size_t t);
   void hoist_fetches();
+  bool needs_write(size_t t, ArrayId id) const;
   void plan_prefetch(size_t t, const std::set<int>& in_use);
   // The farthest-used arrays outside `keep` whose eviction lets `more_bytes` fit at moment t; all of them, and
   // false, when that is not enough.
@@ -95,7 +96,14 @@ void Sweep::run_moment(size_t t) {
   if (problem_.prefetch_bytes == 0 && t + 1 < moments_.size()) plan_prefetch(t, needed);
 }
 
-// Moves each fetch to the earliest moment from which its array fits until it is needed, earlier needs first.
+bool Sweep::needs_write(size_t t, ArrayId id) const {
+  const auto& accesses = moments_[t].accesses;
+  return std::any_of(accesses.begin(), accesses.end(),
+                     [id](const Access& access) { return access.array == id && access.mode == AccessMode::kWrite; });
+}
+
+// Moves each fetch of a value to the earliest moment from which it fits until it is needed, earlier needs first. What is
+// written (a gradient that left half done) may not exist before, so it is fetched where it is.
 void Sweep::hoist_fetches() {
   std::vector<int64_t> ahead(moments_.size(), 0);  // by moment: bytes fetched for later ones
   for (size_t t = 0; t < moments_.size(); ++t) {
@@ -110,7 +118,7 @@ void Sweep::hoist_fetches() {
       };
       size_t start = t;
       while (start > 0 && fits(start - 1)) --start;
-      if (start == t) {
+      if (start == t || needs_write(t, id)) {
         left.push_back(id);
         continue;
       }
