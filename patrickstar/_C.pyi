@@ -287,6 +287,21 @@ class optim:
         **kwargs: float,
     ) -> None: ...
     @staticmethod
+    def adam_apart(
+        isa: str,
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        new_states: Sequence[int],
+        **kwargs: float,
+    ) -> None: ...
+    @staticmethod
     def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None: ...
     @staticmethod
     def cast_to_float(isa: str, in_: int, in_dtype: DType, out: int, numel: int, num_threads: int) -> None: ...

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <array>
 #include <iterator>
 #include <string>
 #include <vector>
@@ -130,6 +131,28 @@ void register_cpu_kernels(py::module_& module) {
       },
       kAdamDoc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"));
+  module.def(
+      "adam_apart",
+      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, int num_threads, const std::array<Address, 3>& new_states,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        const py::gil_scoped_release release;
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          optim::AdamRange range = arrays.range(begin, size);
+          range.new_master = pointer<float>(new_states[0]) + begin;
+          range.new_momentum = pointer<float>(new_states[1]) + begin;
+          range.new_variance = pointer<float>(new_states[2]) + begin;
+          kernels.adam(range, scalars);
+        });
+      },
+      "As adam, but the new master, momentum and variance go to new_states and the old ones stay as they are.",
+      py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
+      py::arg("new_states"));
   module.def(
       "cast_from_float",
       [](const std::string& isa, Address in, Address out, DType out_dtype, int64_t numel, int num_threads) {

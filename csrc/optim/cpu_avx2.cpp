@@ -39,6 +39,7 @@ struct Vector {
   }
   static __m128i to_f16(Float x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static void store16(uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }
+  static void stream(float* p, Float x) { _mm256_stream_ps(p, x); }
   static void stream16(uint16_t* p, __m128i x) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), x); }
   static void end_stream() { _mm_sfence(); }
 

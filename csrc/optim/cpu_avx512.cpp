@@ -41,6 +41,7 @@ struct Vector {
   }
   static __m256i to_f16(Float x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static void store16(uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+  static void stream(float* p, Float x) { _mm512_stream_ps(p, x); }
   static void stream16(uint16_t* p, __m256i x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
   static void end_stream() { _mm_sfence(); }
 

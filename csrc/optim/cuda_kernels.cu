@@ -165,9 +165,10 @@ struct AdamBody {
     load<DType::kFloat32>(r.variance, i, v);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) update(g[k], p[k], m[k], v[k]);
-    store<DType::kFloat32>(r.master, i, p);
-    store<DType::kFloat32>(r.momentum, i, m);
-    store<DType::kFloat32>(r.variance, i, v);
+    const bool apart = r.new_master != nullptr;
+    store<DType::kFloat32>(apart ? r.new_master : r.master, i, p);
+    store<DType::kFloat32>(apart ? r.new_momentum : r.momentum, i, m);
+    store<DType::kFloat32>(apart ? r.new_variance : r.variance, i, v);
     if (r.param != nullptr) store<kParam>(r.param, i, p);
   }
 

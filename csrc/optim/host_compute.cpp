@@ -21,7 +21,10 @@ AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
           range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin),
           range.grad_dtype,
           range.param_dtype,
-          end - begin};
+          end - begin,
+          range.new_master == nullptr ? nullptr : range.new_master + begin,
+          range.new_momentum == nullptr ? nullptr : range.new_momentum + begin,
+          range.new_variance == nullptr ? nullptr : range.new_variance + begin};
 }
 
 class HostCompute final : public Compute {

@@ -146,6 +146,60 @@ struct AdamConstants {
         minus_step_size(V::set(-s.step_size)) {}
 };
 
+// Where new states go, and where the parameter's update finds its moments again: in the old ones' place,
+struct StatesInPlace {
+  template <class V>
+  PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
+    V::store(r.momentum + i, x);
+  }
+  template <class V>
+  PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
+    V::store(r.variance + i, x);
+  }
+  template <class V>
+  PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
+    V::store(r.master + i, x);
+  }
+  const float* momentum(const AdamRange& r, int64_t i) const { return r.momentum + i; }
+  const float* variance(const AdamRange& r, int64_t i) const { return r.variance + i; }
+};
+
+// or apart from them. Memory is written past the cache (a store that first reads its line costs half as much again; so
+// this takes as long as in place), and the moments are found in a ring that stays in the first-level cache. Vectors start
+// at multiples of their width, so none wraps around in it.
+template <bool kStreaming>
+struct StatesApart {
+  static constexpr int64_t kRing = 512;
+  alignas(64) float momentum_ring[kRing];
+  alignas(64) float variance_ring[kRing];
+
+  template <class V>
+  static PS_STEP put(float* to, typename V::Float x) {
+    if constexpr (kStreaming) {
+      V::stream(to, x);
+    } else {
+      V::store(to, x);
+    }
+  }
+  template <class V>
+  PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
+    V::store(momentum_ring + i % kRing, x);
+    put<V>(r.new_momentum + i, x);
+  }
+  template <class V>
+  PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
+    V::store(variance_ring + i % kRing, x);
+    put<V>(r.new_variance + i, x);
+  }
+  template <class V>
+  PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
+    put<V>(r.new_master + i, x);
+  }
+  const float* momentum(const AdamRange&, int64_t i) const { return momentum_ring + i % kRing; }
+  const float* variance(const AdamRange&, int64_t i) const { return variance_ring + i % kRing; }
+};
+static_assert(StatesApart<true>::kRing >= 2 * kSkew + 2 * kStride);
+
 // The three updates of one element run in this order, the first two while the master is still old.
 template <class V, DType kGrad>
 inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange& r, const AdamConstants<V>& c,
@@ -154,26 +208,26 @@ inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange
   return V::fma(c.weight_decay, V::load(r.master + i), g);
 }
 
-template <class V, DType kGrad>
-PS_STEP update_momentum(const AdamRange& r, const AdamConstants<V>& c, int64_t i) {
+template <class V, DType kGrad, class States>
+PS_STEP update_momentum(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad>(r, c, i);
   const auto m = V::load(r.momentum + i);
-  V::store(r.momentum + i, V::quiet(V::fma(c.one_minus_beta1, V::sub(g, m), m)));
+  states.template put_momentum<V>(r, i, V::quiet(V::fma(c.one_minus_beta1, V::sub(g, m), m)));
 }
 
-template <class V, DType kGrad>
-PS_STEP update_variance(const AdamRange& r, const AdamConstants<V>& c, int64_t i) {
+template <class V, DType kGrad, class States>
+PS_STEP update_variance(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad>(r, c, i);
   const auto v = V::mul(c.beta2, V::load(r.variance + i));
-  V::store(r.variance + i, V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v)));
+  states.template put_variance<V>(r, i, V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v)));
 }
 
-template <class V, DType kParam>
-PS_STEP update_param(const AdamRange& r, const AdamConstants<V>& c, int64_t i, ParamStore param_store) {
+template <class V, DType kParam, class States>
+PS_STEP update_param(const AdamRange& r, const AdamConstants<V>& c, int64_t i, ParamStore param_store, States& states) {
   auto p = V::mul(V::load(r.master + i), c.decay);
-  const auto d = V::fma(V::sqrt(V::load(r.variance + i)), c.inv_sqrt_bias_correction2, c.eps);
-  p = V::quiet(V::fma(c.minus_step_size, V::div(V::load(r.momentum + i), d), p));
-  V::store(r.master + i, p);
+  const auto d = V::fma(V::sqrt(V::load(states.variance(r, i))), c.inv_sqrt_bias_correction2, c.eps);
+  p = V::quiet(V::fma(c.minus_step_size, V::div(V::load(states.momentum(r, i)), d), p));
+  states.template put_master<V>(r, i, p);
   if (param_store == ParamStore::kCached) store<V, kParam>(r.param, i, p);
   if (param_store == ParamStore::kStreaming) stream<V, kParam>(r.param, i, p);
 }
@@ -199,21 +253,22 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
 }
 
 // See [Note: skewed streams].
-template <DType kGrad, DType kParam>
+template <DType kGrad, DType kParam, class States>
 PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
   const AdamRange r = range;
+  States states;
   const AdamConstants<Vector> c(scalars);
   const auto momentum = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_momentum<V, kGrad>(r, AdamConstants<V>(scalars), i);
+    update_momentum<V, kGrad>(r, AdamConstants<V>(scalars), i, states);
   };
   const auto variance = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_variance<V, kGrad>(r, AdamConstants<V>(scalars), i);
+    update_variance<V, kGrad>(r, AdamConstants<V>(scalars), i, states);
   };
   const auto param = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_param<V, kParam>(r, AdamConstants<V>(scalars), i, param_store);
+    update_param<V, kParam>(r, AdamConstants<V>(scalars), i, param_store, states);
   };
   const int64_t ahead = r.numel < 2 * kSkew ? r.numel : 2 * kSkew;
   const int64_t middle = r.numel < kSkew ? r.numel : kSkew;
@@ -224,9 +279,9 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
     prefetch<kGrad>(r, i + 2 * kSkew);
 #pragma GCC unroll 4
     for (int64_t k = i; k < i + kStride; k += Vector::kWidth) {
-      update_momentum<Vector, kGrad>(r, c, k + 2 * kSkew);
-      update_variance<Vector, kGrad>(r, c, k + kSkew);
-      update_param<Vector, kParam>(r, c, k, param_store);
+      update_momentum<Vector, kGrad>(r, c, k + 2 * kSkew, states);
+      update_variance<Vector, kGrad>(r, c, k + kSkew, states);
+      update_param<Vector, kParam>(r, c, k, param_store, states);
     }
   }
   for_range(skewed + ahead, r.numel, momentum);
@@ -240,15 +295,32 @@ inline ParamStore choose_param_store(const AdamRange& r) {
   return r.param != r.grad && aligned && r.numel >= kMinStreaming ? ParamStore::kStreaming : ParamStore::kCached;
 }
 
-void adam(const AdamRange& range, const AdamScalars& scalars) {
-  const ParamStore param_store = choose_param_store(range);
+inline bool streams_states(const AdamRange& r) {
+  const auto addresses = reinterpret_cast<uintptr_t>(r.new_master) | reinterpret_cast<uintptr_t>(r.new_momentum) |
+                         reinterpret_cast<uintptr_t>(r.new_variance);
+  return addresses % 64 == 0 && r.numel >= kMinStreaming;
+}
+
+template <class States>
+inline void run_adam(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
   with_ieee_arithmetic([&] {
     with_dtype(range.grad_dtype, [&](auto grad) {
       with_dtype(range.param_dtype,
-                 [&](auto param) { adam_loop<grad.value, param.value>(range, scalars, param_store); });
+                 [&](auto param) { adam_loop<grad.value, param.value, States>(range, scalars, param_store); });
     });
   });
-  if (param_store == ParamStore::kStreaming) Vector::end_stream();
+}
+
+void adam(const AdamRange& range, const AdamScalars& scalars) {
+  const ParamStore param_store = choose_param_store(range);
+  if (range.new_master == nullptr) {
+    run_adam<StatesInPlace>(range, scalars, param_store);
+  } else if (streams_states(range)) {
+    run_adam<StatesApart<true>>(range, scalars, param_store);
+  } else {
+    run_adam<StatesApart<false>>(range, scalars, param_store);
+  }
+  Vector::end_stream();
 }
 
 // ---- Casts and sums --------------------------------------------------------------------------------

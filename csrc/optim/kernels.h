@@ -57,7 +57,8 @@ struct AdamScalars {
 };
 
 // One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
-// are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted.
+// are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted. With `new_*`
+// the old states stay as they are and the new ones go there (all three or none, apart from everything else).
 struct AdamRange {
   float* master;
   float* momentum;
@@ -67,6 +68,9 @@ struct AdamRange {
   DType grad_dtype;
   DType param_dtype;
   int64_t numel;
+  float* new_master = nullptr;
+  float* new_momentum = nullptr;
+  float* new_variance = nullptr;
 };
 
 // One ISA's functions. Obtained from cpu_kernels() or cpu_kernels_named(); tables are constant.

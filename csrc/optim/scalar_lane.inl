@@ -71,6 +71,7 @@ struct ScalarLane {
   static uint16_t to_f16(Float x) { return f16_from_float(x); }
   static void store16(uint16_t* p, uint16_t x) { *p = x; }
   // A store that bypasses the cache, where the ISA has one; end_stream makes such stores visible to others.
+  static void stream(float* p, Float x) { *p = x; }
   static void stream16(uint16_t* p, uint16_t x) { *p = x; }
   static void end_stream() {}
 

@@ -77,6 +77,24 @@ def test_every_isa_gives_the_scalar_bits(case, scalars, misalign, num_threads):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("misalign", [0, 5])
+@pytest.mark.parametrize("numel", [*SIZES, 300_000])
+def test_new_states_apart_from_the_old(isa, numel, misalign):
+    """The same bits in other memory, the old states untouched; 300,000 elements are written past the cache."""
+    initial = make_arrays(numel, torch.bfloat16, torch.bfloat16, in_place=False, seed=3, wild=True)
+    expected = initial.clone()
+    run_adam("scalar", expected, SCALARS["adamw"])
+    arrays = initial.clone(misalign=misalign)
+    apart = initial.clone(misalign=misalign)
+    new_states = [address(tensor) for tensor in (apart.master, apart.momentum, apart.variance)]
+    _C.optim.adam_apart(isa, *arrays.addresses(), 2, new_states=new_states, **SCALARS["adamw"])
+    for name in ("master", "momentum", "variance"):
+        assert_same_bits(getattr(apart, name), getattr(expected, name), f"{isa} new {name}")
+        assert_same_bits(getattr(arrays, name), getattr(initial, name), f"{isa} old {name}")
+    assert_same_bits(arrays.param, expected.param, f"{isa} param")
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("numel", SIZES)
 def test_nothing_outside_the_range_is_written(isa, numel):
     memory = make_arrays(numel + 40, torch.bfloat16, torch.float16, in_place=False, seed=1, wild=True)
