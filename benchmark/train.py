@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> dict:
                 "num_evictions",
                 "num_prefetch_hits",
                 "num_on_demand_fetches",
+                "num_speculated_updates",
+                "num_updates_taken_over",
             )
         },
         "uploaded_bytes_per_step": report["uploaded_bytes"] // args.steps,

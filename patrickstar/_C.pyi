@@ -161,6 +161,13 @@ class Layout:
     def chunk(self, chunk: int, /) -> dict[str, Any]:
         """``numel``, ``dtype``, ``trainable``, ``params``."""
 
+@final
+class SpeculationMode(_Enum):
+    """Whether updates on the host may start before the step is decided."""
+
+    OFF: ClassVar[SpeculationMode]
+    ON: ClassVar[SpeculationMode]
+
 class RuntimeOptions:
     """What a Runtime is made with; all fields have defaults."""
 
@@ -176,6 +183,7 @@ class RuntimeOptions:
     state_placement: StatePlacement
     num_threads: int
     """0: all available."""
+    speculation: SpeculationMode
     def __init__(self) -> None: ...
 
 class GroupOptions:
@@ -209,7 +217,9 @@ class Runtime:
     def close_scope(self) -> None: ...
     def tick(self) -> int: ...
     def touch(self, params: Sequence[int], /) -> int: ...
-    def begin_backward(self) -> None: ...
+    def begin_backward(
+        self, expected_groups: Sequence[GroupOptions] = ..., expected_grad_scale: float = 1.0
+    ) -> None: ...
     def enter_backward(self, begin: int, end: int, params: Sequence[int], /) -> None: ...
     def fold_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...

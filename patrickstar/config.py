@@ -33,6 +33,14 @@ class OptimizerType(enum.Enum):
     ADAMW = "AdamW"
 
 
+class Speculation(enum.Enum):
+    """When updates on the host start."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig:
     """``optimizer.params``: the defaults of every parameter group."""
@@ -57,6 +65,11 @@ class OptimizerConfig:
     """``"Adam"`` or ``"AdamW"``."""
     params: AdamConfig = dataclasses.field(default_factory=AdamConfig)
     """Its options."""
+    speculation: Speculation = Speculation.AUTO
+    """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
+    memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
+    ``"auto"`` (with a GPU), ``"always"`` or ``"never"``. It changes no number.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,6 +277,10 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
         return _parse_section(_SECTIONS[kind], value, name + ".")
     if kind == "OptimizerType":
         return _parse_optimizer_type(value, name)
+    if kind == "Speculation":
+        if value not in [member.value for member in Speculation]:
+            raise ValueError(f'{name} is {value!r}; give "auto", "always" or "never"')
+        return Speculation(value)
     if kind == "bool":
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it is a switch, give True or False")

@@ -38,6 +38,7 @@ class HybridAdam(torch.optim.Optimizer):
             check_adam_options({**defaults, **group}, f"model_parameters[{index}]")
         super().__init__(groups, defaults)
         self._built = True
+        session.expected_options = self._group_options
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if isinstance(param, ChunkedParameter):

@@ -13,7 +13,7 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
-from patrickstar.config import Config, make_loss_scaler
+from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.memory import make_budgets
@@ -77,6 +77,8 @@ class Session:
         self.outcome = StepOutcome()
         self.stage = Stage.IDLE
         self.closed = False
+        self.expected_options: Callable[[], list[_C.GroupOptions]] = list
+        """The options that the next step is expected to use (none: not known)."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.runtime = self._make_runtime()
@@ -110,6 +112,11 @@ class Session:
         options.partition = _C.Partition.STATIC if tracer.with_static_partition else _C.Partition.TIDE
         hybrid = self.config.optimizer.params.use_hybrid_adam
         options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
+        speculation = self.config.optimizer.speculation
+        speculates = speculation is Speculation.ALWAYS or (
+            speculation is Speculation.AUTO and self.device.type == "cuda"
+        )
+        options.speculation = _C.SpeculationMode.ON if speculates else _C.SpeculationMode.OFF
         default_numel = self.config.default_chunk_size
         size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
         if size.numel != default_numel:
@@ -155,7 +162,7 @@ class Session:
         self._check_open()
         self._check_loss(loss)
         scale = self.scaler.scale if self.scaler is not None else 1.0
-        self.runtime.begin_backward()
+        self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
         self._in_backward = True
         try:
             (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)

@@ -52,6 +52,9 @@ void register_options(py::module_& module) {
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
+  py::enum_<SpeculationMode>(module, "SpeculationMode")
+      .value("OFF", SpeculationMode::kOff)
+      .value("ON", SpeculationMode::kOn);
   py::class_<RuntimeOptions>(module, "RuntimeOptions")
       .def(py::init<>())
       .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
@@ -63,7 +66,8 @@ void register_options(py::module_& module) {
       .def_readwrite("margin_use_ratio", &RuntimeOptions::margin_use_ratio)
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
-      .def_readwrite("num_threads", &RuntimeOptions::num_threads);
+      .def_readwrite("num_threads", &RuntimeOptions::num_threads)
+      .def_readwrite("speculation", &RuntimeOptions::speculation);
   py::class_<GroupOptions>(module, "GroupOptions")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
              return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
@@ -91,6 +95,8 @@ py::dict report(Runtime& self) {
   result["num_moments"] = counters.num_moments;
   result["num_replayed_moments"] = counters.num_replayed_moments;
   result["num_plans"] = counters.num_plans;
+  result["num_speculated_updates"] = counters.num_speculated_updates;
+  result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
   result["num_chunks"] = self.layout().num_chunks();
@@ -138,7 +144,8 @@ void register_runtime(py::module_& module) {
       .def("close_scope", &Runtime::close_scope, ReleaseGil())
       .def("tick", &Runtime::tick)
       .def("touch", &Runtime::touch, ReleaseGil())
-      .def("begin_backward", &Runtime::begin_backward, ReleaseGil())
+      .def("begin_backward", &Runtime::begin_backward, py::arg("expected_groups") = std::vector<GroupOptions>{},
+           py::arg("expected_grad_scale") = 1.0, ReleaseGil())
       .def("enter_backward", &Runtime::enter_backward, ReleaseGil())
       .def(
           "fold_gradient",

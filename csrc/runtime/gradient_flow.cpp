@@ -64,6 +64,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
            " was frozen when the engine was built and now gets a gradient; build the engine with it trainable and "
            "set requires_grad to False afterwards instead");
   ArrayRecord& record = core_.store.array(grad);
+  if (record.on_host) announce_change(place.chunk);
   ++record.holds;
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
   --record.holds;
@@ -98,7 +99,13 @@ void GradientFlow::retire(ChunkId chunk) {
   // The values are dead, and the gradient may take their place, unless another micro-batch or a later use is expected.
   if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) pager_.discard(param);
   if (states_on_device(chunk)) return;
-  if (pager_.push_out(grad)) core_.recorder.add({grad, AccessMode::kRetire});
+  if (!pager_.push_out(grad)) return;
+  core_.recorder.add({grad, AccessMode::kRetire});
+  if (!accumulates_ && retired_listener_) retired_listener_(chunk);
+}
+
+void GradientFlow::announce_change(ChunkId chunk) {
+  if (change_listener_) change_listener_(chunk);
 }
 
 void GradientFlow::end_backward() {
@@ -118,6 +125,7 @@ void GradientFlow::end_backward() {
 
 void GradientFlow::abort_backward() {
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    announce_change(chunk);
     pager_.discard({chunk, ArrayKind::kGrad});
     for (ParamId param : core_.store.layout().chunk(chunk).params) has_grad_[static_cast<size_t>(param)] = 0;
     statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
@@ -133,12 +141,14 @@ void GradientFlow::clear() {
 }
 
 void GradientFlow::clear_param(ParamId param) {
+  announce_change(core_.store.layout().placement(param).chunk);
   has_grad_[static_cast<size_t>(param)] = 0;
   has_sum_[static_cast<size_t>(param)] = 0;
   statistics_[static_cast<size_t>(core_.store.layout().placement(param).chunk)] = Statistics::kNone;
 }
 
 void GradientFlow::forget(ChunkId chunk) {
+  announce_change(chunk);
   pager_.discard({chunk, ArrayKind::kGrad});
   pager_.discard({chunk, ArrayKind::kGradSum});
   statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
@@ -168,6 +178,7 @@ void GradientFlow::add_to_sums() {
 }
 
 void GradientFlow::add_to_sum(ChunkId chunk) {
+  announce_change(chunk);
   const ArrayId grad{chunk, ArrayKind::kGrad};
   const ArrayId sum{chunk, ArrayKind::kGradSum};
   ArrayRecord& grad_record = core_.store.array(grad);

@@ -14,6 +14,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "runtime/access_tracker.h"
@@ -36,6 +38,10 @@ class GradientFlow {
   // Forgets all gradients (zero_grad, or after the step).
   void clear();
   void clear_param(ParamId param);
+
+  // Told when a chunk's gradient is complete and on its way to the host, and before such a gradient changes or goes.
+  void set_retired_listener(std::function<void(ChunkId)> listener) { retired_listener_ = std::move(listener); }
+  void set_change_listener(std::function<void(ChunkId)> listener) { change_listener_ = std::move(listener); }
 
   // Called by the tracker when a use in backward was released.
   void on_backward_release(ChunkId chunk);
@@ -66,6 +72,7 @@ class GradientFlow {
   void add_to_sum(ChunkId chunk);
   void compute_statistics(ChunkId chunk);
   void forget(ChunkId chunk);
+  void announce_change(ChunkId chunk);
   bool states_on_device(ChunkId chunk) const;
   double* device_partials(ParamId param);
   ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
@@ -80,8 +87,10 @@ class GradientFlow {
   std::vector<int64_t> partial_offsets_;  // by parameter, in doubles
   std::vector<double> partials_;          // on the host
   Slot device_partials_;                  // the same layout on the device; empty on the simulated device
-  int num_backwards_ = 0;                 // since the last clear()
-  bool accumulates_ = false;              // the step before had several micro-batches
+  std::function<void(ChunkId)> retired_listener_;
+  std::function<void(ChunkId)> change_listener_;
+  int num_backwards_ = 0;     // since the last clear()
+  bool accumulates_ = false;  // the step before had several micro-batches
 };
 
 }  // namespace patrickstar

@@ -8,6 +8,7 @@ namespace patrickstar {
 Event HostUpdates::submit(HostUpdate update) {
   const auto shared = std::make_shared<const HostUpdate>(std::move(update));
   queue_.submit([this, shared] {
+    if (shared->cancelled && *shared->cancelled) return;
     for (const Event& event : shared->after) backend_.synchronize(event);
     for (const Restore& restore : shared->restores) {
       compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);

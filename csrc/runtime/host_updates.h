@@ -7,7 +7,9 @@
 // An update owns nothing: its blocks must stay until `done` is complete, which their records see to.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "backend/backend.h"
@@ -27,7 +29,8 @@ struct Restore {
 struct HostUpdate {
   std::vector<optim::AdamJob> jobs;
   std::vector<Restore> restores;
-  std::vector<Event> after;  // downloads of the gradients
+  std::vector<Event> after;                            // downloads of the gradients
+  std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
 };
 
 class HostUpdates {

@@ -1,5 +1,6 @@
 #include "runtime/optimizer_step.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -11,6 +12,13 @@ namespace {
 
 // Host chunks are updated in batches of at least this many elements, so that small chunks keep all threads busy.
 constexpr int64_t kBatchNumel = int64_t{4} << 20;
+
+// Gradients on their way, and one that is kept beside its parameters.
+int64_t reserve_bytes(const Layout& layout) {
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
+  return 4 * largest;
+}
 
 char* at(void* data, int64_t offset, DType dtype) { return static_cast<char*>(data) + offset * element_size(dtype); }
 const char* at(const void* data, int64_t offset, DType dtype) {
@@ -37,20 +45,97 @@ optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count,
   return scalars;
 }
 
-OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients)
+OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode mode)
     : core_(core),
       pager_(pager),
       gradients_(gradients),
       host_updates_(core.backend, core.host_compute),
+      speculation_(core.store.layout().num_chunks(), core.arena, host_updates_, core.backend, mode,
+                   reserve_bytes(core.store.layout())),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
-      step_counts_(group_of_.size(), 0) {}
+      step_counts_(group_of_.size(), 0) {
+  gradients_.set_retired_listener([this](ChunkId chunk) { speculate(chunk); });
+  gradients_.set_change_listener([this](ChunkId chunk) { speculation_.cancel(chunk); });
+}
+
+OptimizerStep::~OptimizerStep() {
+  gradients_.set_retired_listener({});
+  gradients_.set_change_listener({});
+}
+
+void OptimizerStep::set_step_count(ParamId param, int64_t count) {
+  speculation_.cancel(core_.store.layout().placement(param).chunk);
+  step_counts_[static_cast<size_t>(param)] = count;
+}
+
+// Starts the chunk's update on the host ahead of the step, if it has all that it takes.
+void OptimizerStep::speculate(ChunkId chunk) {
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  ArrayRecord& record = core_.store.array(grad);
+  if (!speculation_.active() || speculation_.has(chunk) || gradients_.source(chunk) != ArrayKind::kGrad) return;
+  if (!record.on_host || !gradients_.has_gradient_in(chunk)) return;
+  for (ArrayKind kind : optimizer_arrays()) {
+    const ArrayRecord& state = core_.store.array({chunk, kind});
+    if (!state.on_host || state.on_device) return;  // moments are made in the first step
+  }
+  NewStates states;
+  if (!speculation_.try_allocate(core_.store.num_bytes({chunk, ArrayKind::kMaster}), core_.store.num_bytes(grad),
+                                 states))
+    return;
+  Target target{};
+  target.grad = record.block.data;
+  target.grad_dtype = core_.store.layout().chunk(chunk).dtype;
+  target.param = states.param.data;
+  target.apart = &states;
+  HostUpdate update;
+  update.after.push_back(record.host_ready);
+  for (ArrayKind kind : optimizer_arrays()) update.after.push_back(core_.store.array({chunk, kind}).host_ready);
+  update.restores = restores(chunk, target);
+  add_jobs(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
+           update.jobs);
+  speculation_.start(chunk, std::move(update), states);
+  ++core_.counters.num_speculated_updates;
+}
+
+// The chunk's new states become its states.
+void OptimizerStep::take_over(ChunkId chunk) {
+  const ArrayId param_id{chunk, ArrayKind::kParam};
+  const NewStates states = speculation_.take(chunk);
+  auto block = states.states.begin();
+  for (ArrayKind kind : optimizer_arrays()) {
+    ArrayRecord& record = core_.store.array({chunk, kind});
+    speculation_.free_after(std::exchange(record.block, *block++), states.done);
+    record.host_ready = states.done;
+  }
+  ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
+  speculation_.free_after(std::exchange(grad.block, {}), states.done);
+  grad.host_ready = nullptr;
+  grad.on_host = false;
+  pager_.discard(param_id);
+  ArrayRecord& param = core_.store.array(param_id);
+  param.block = states.param;
+  param.host_ready = states.done;
+  pager_.set_on_host(param_id);
+  for (ParamId id : core_.store.layout().chunk(chunk).params) core_.store.move_param(id, State::kHold);
+  count_step(chunk);
+}
+
+void OptimizerStep::count_step(ChunkId chunk) {
+  for (ParamId param : core_.store.layout().chunk(chunk).params) {
+    if (gradients_.has_gradient(param)) ++step_counts_[static_cast<size_t>(param)];
+  }
+}
 
 void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
   const auto scale = static_cast<float>(grad_scale);
+  const bool as_expected = speculation_.begin_step(groups, grad_scale);
   std::vector<ChunkId> on_host;
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
     if (!gradients_.has_gradient_in(chunk)) continue;
-    if (core_.store.array({chunk, ArrayKind::kMaster}).on_device) {
+    if (as_expected && speculation_.has(chunk)) {
+      take_over(chunk);
+      ++core_.counters.num_updates_taken_over;
+    } else if (core_.store.array({chunk, ArrayKind::kMaster}).on_device) {
       apply_on_device(chunk, groups, scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
@@ -159,6 +244,9 @@ void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vec
     const ArrayRecord& record = core_.store.array({chunk, kind});
     return static_cast<float*>(target.on_device ? record.slot.data : record.block.data);
   };
+  const auto new_state = [&](size_t index, int64_t offset) {
+    return target.apart == nullptr ? nullptr : static_cast<float*>(target.apart->states[index].data) + offset;
+  };
   // Neighbours of one group and step count are updated as one range.
   int64_t end = -1;
   std::pair<int, int64_t> last_key{-1, -1};
@@ -167,13 +255,14 @@ void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vec
     const int64_t offset = layout.placement(param).offset;
     const int64_t numel = layout.param(param).numel;
     const int group = group_of_[static_cast<size_t>(param)];
-    const std::pair<int, int64_t> key{group, ++step_counts_[static_cast<size_t>(param)]};
+    const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
     if (offset == end && key == last_key) {
       jobs.back().range.numel += numel;
     } else {
       jobs.push_back({{array(ArrayKind::kMaster) + offset, array(ArrayKind::kMomentum) + offset,
                        array(ArrayKind::kVariance) + offset, at(target.grad, offset, target.grad_dtype),
-                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel},
+                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
+                       new_state(1, offset), new_state(2, offset)},
                       make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
     }
     end = offset + numel;
@@ -182,6 +271,7 @@ void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vec
 }
 
 void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
+  count_step(chunk);
   const ArrayId param_id{chunk, ArrayKind::kParam};
   ArrayRecord& param = core_.store.array(param_id);
   ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});

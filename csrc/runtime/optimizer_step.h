@@ -11,35 +11,29 @@
 #include <vector>
 
 #include "runtime/gradient_flow.h"
+#include "runtime/group_options.h"
 #include "runtime/host_updates.h"
 #include "runtime/pager.h"
+#include "runtime/speculation.h"
 
 namespace patrickstar {
 
-enum class WeightDecay : uint8_t {
-  kL2,         // Adam: the decay is added to the gradient
-  kDecoupled,  // AdamW
-};
-
-struct GroupOptions {
-  double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0;
-  WeightDecay mode = WeightDecay::kDecoupled;
-};
-
 class OptimizerStep {
  public:
-  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients);
+  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode mode);
+  ~OptimizerStep();
 
+  // Before a backward: what the step after it is expected to get. Updates on the host may start then.
+  void expect(const std::vector<GroupOptions>& groups, double grad_scale) { speculation_.expect(groups, grad_scale); }
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale);
 
   void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
   int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
-  void set_step_count(ParamId param, int64_t count) { step_counts_[static_cast<size_t>(param)] = count; }
+  void set_step_count(ParamId param, int64_t count);
+  // What a running update was given is about to change, or is not wanted any more.
+  void cancel(ChunkId chunk) { speculation_.cancel(chunk); }
+  void release_host_memory() { speculation_.release_memory(); }
 
  private:
   // Where one chunk's update happens and where its result goes.
@@ -49,6 +43,7 @@ class OptimizerStep {
     DType grad_dtype;
     void* param;
     bool in_place;  // the result replaces the gradient in its memory
+    const NewStates* apart = nullptr;
   };
 
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
@@ -59,11 +54,15 @@ class OptimizerStep {
                 std::vector<optim::AdamJob>& jobs);
   // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
   std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
+  void speculate(ChunkId chunk);
+  void take_over(ChunkId chunk);
+  void count_step(ChunkId chunk);
 
   Core core_;
   Pager& pager_;
   GradientFlow& gradients_;
   HostUpdates host_updates_;
+  Speculation speculation_;
   std::vector<int> group_of_;
   std::vector<int64_t> step_counts_;
 };

@@ -163,7 +163,7 @@ bool Pager::push_out(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (!array.on_device) return true;
   if (!array.on_host) {
-    if (!array.block) array.block = core_.arena.try_allocate(core_.store.num_bytes(id));
+    if (!array.block) array.block = try_allocate_block(core_.store.num_bytes(id));
     if (!array.block) return false;
     core_.transfer.download(id);
   }
@@ -200,9 +200,19 @@ void Pager::drop_block(ArrayId id) {
   array.on_host = false;
 }
 
+HostBlock Pager::try_allocate_block(int64_t num_bytes) {
+  HostBlock block = core_.arena.try_allocate(num_bytes);
+  if (block || !host_pressure_handler_) return block;
+  host_pressure_handler_();
+  return core_.arena.try_allocate(num_bytes);
+}
+
 void Pager::ensure_block(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
-  if (!array.block) array.block = core_.arena.allocate(core_.store.num_bytes(id));
+  if (array.block) return;
+  const int64_t num_bytes = core_.store.num_bytes(id);
+  array.block = try_allocate_block(num_bytes);
+  if (!array.block) array.block = core_.arena.allocate(num_bytes);  // says what is missing
 }
 
 void Pager::ensure_slot(ArrayId id) {

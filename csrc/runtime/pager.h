@@ -9,7 +9,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -93,6 +95,9 @@ class Pager final : public PressureHandler {
 
   void release_device_memory(int64_t num_bytes) override;
 
+  // Called when host memory is short, before that becomes an error.
+  void set_host_pressure_handler(std::function<void()> handler) { host_pressure_handler_ = std::move(handler); }
+
  private:
   bool measures_tide() const;
   void replay(size_t moment);
@@ -103,9 +108,11 @@ class Pager final : public PressureHandler {
   bool is_evictable(ArrayId id) const;
   // Evicts the array whose next use is farthest. False when nothing can leave.
   bool evict_one();
+  HostBlock try_allocate_block(int64_t num_bytes);
   void keep_within_payload_limit(int64_t more_bytes);
 
   Core core_;
+  std::function<void()> host_pressure_handler_;
   Plan plan_;
   NextUse next_use_;
   bool replaying_ = false;

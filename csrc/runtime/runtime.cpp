@@ -90,7 +90,7 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
       pager_(std::make_unique<Pager>(core())),
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
-      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_)),
+      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_, options.speculation)),
       values_(std::make_unique<ChunkValues>(core(), *pager_)),
       residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options))) {
   const int64_t working_set = working_set_bytes(store_.layout(), module_params);
@@ -99,6 +99,7 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
            working_set, " bytes; raise device_memory to at least ", working_set,
            " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(),
            " elements)");
+  pager_->set_host_pressure_handler([this] { step_->release_host_memory(); });
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend_->set_limit_policy(LimitPolicy::kMeasure);
   residency_->place_initially();
@@ -117,6 +118,7 @@ Runtime::~Runtime() {
 void Runtime::close() {
   const Entry entry(*this);
   tracker_->release_all();
+  step_->release_host_memory();
   for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
   closed_ = true;
   slots_.trim(INT64_MAX);
@@ -149,6 +151,7 @@ void Runtime::seal_storage(ChunkId chunk) {
 void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
   const Entry entry(*this);
   tracker_->release_transient();
+  step_->cancel(layout().placement(param).chunk);
   values_->write(param, kind, values, residency_->home(layout().placement(param).chunk));
 }
 
@@ -203,8 +206,9 @@ Tick Runtime::touch(const std::vector<ParamId>& params) {
   return tracker_->touch(params);
 }
 
-void Runtime::begin_backward() {
+void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
   const Entry entry(*this);
+  step_->expect(expected_groups, expected_grad_scale);
   tracker_->release_transient();
   tracker_->set_tracking(Tracking::kTraining);
   tracker_->set_phase(Phase::kBackward);

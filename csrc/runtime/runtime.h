@@ -32,6 +32,7 @@ struct RuntimeOptions : ResidencyOptions {
   int64_t ample_limit_bytes = kUnlimited;
   int64_t ample_extra_bytes = 0;
   int num_threads = 0;  // 0: all available
+  SpeculationMode speculation = SpeculationMode::kOff;
 };
 
 class Runtime {
@@ -66,7 +67,8 @@ class Runtime {
   Tick touch(const std::vector<ParamId>& params);
 
   // Backward.
-  void begin_backward();
+  // With the options and the factor on gradients that the step after it is expected to get (none: not known).
+  void begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
   void fold_gradient(ParamId param, const void* data);
   void end_backward();

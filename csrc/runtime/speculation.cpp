@@ -1,0 +1,118 @@
+#include "runtime/speculation.h"
+
+#include <algorithm>
+
+namespace patrickstar {
+
+namespace {
+
+// After n failures in a row, 2^n backwards go without speculation; at most 2^kMaxPause.
+constexpr int kMaxPause = 6;
+
+}  // namespace
+
+Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
+                         int64_t reserve_bytes)
+    : arena_(arena),
+      updates_(updates),
+      backend_(backend),
+      mode_(mode),
+      reserve_bytes_(reserve_bytes),
+      pending_(static_cast<size_t>(num_chunks)) {}
+
+Speculation::~Speculation() { release_memory(); }
+
+void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
+  if (backwards_to_wait_ > 0) {
+    --backwards_to_wait_;
+    active_ = false;
+    return;
+  }
+  active_ = mode_ == SpeculationMode::kOn && !groups.empty() && !paused_for_memory_;
+  groups_ = std::move(groups);
+  grad_scale_ = grad_scale;
+}
+
+bool Speculation::try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states) {
+  free_completed();
+  const int64_t num_bytes = 3 * state_bytes + param_bytes;
+  if (arena_.used_bytes() + num_bytes + reserve_bytes_ > arena_.limit_bytes()) return false;
+  states.param = arena_.try_allocate(param_bytes);
+  bool complete = static_cast<bool>(states.param);
+  for (HostBlock& block : states.states) {
+    if (complete) block = arena_.try_allocate(state_bytes);
+    complete = complete && static_cast<bool>(block);
+  }
+  if (!complete) free(states);
+  return complete;
+}
+
+void Speculation::start(ChunkId chunk, HostUpdate update, NewStates states) {
+  Pending& pending = pending_[static_cast<size_t>(chunk)];
+  pending.cancelled = std::make_shared<std::atomic<bool>>(false);
+  update.cancelled = pending.cancelled;
+  states.done = updates_.submit(std::move(update));
+  pending.states = std::move(states);
+}
+
+bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const bool started = std::any_of(pending_.begin(), pending_.end(), [](const Pending& p) { return p.cancelled; });
+  if (!started) return false;
+  if (active_ && groups == groups_ && grad_scale == grad_scale_) {
+    failures_ = 0;
+    return true;
+  }
+  failures_ = std::min(failures_ + 1, kMaxPause);
+  backwards_to_wait_ = 1 << failures_;
+  cancel_all();
+  return false;
+}
+
+NewStates Speculation::take(ChunkId chunk) {
+  Pending& pending = pending_[static_cast<size_t>(chunk)];
+  pending.cancelled = nullptr;
+  return std::exchange(pending.states, {});
+}
+
+void Speculation::cancel(ChunkId chunk) {
+  if (!has(chunk)) return;
+  pending_[static_cast<size_t>(chunk)].cancelled->store(true);
+  const NewStates states = take(chunk);
+  backend_.synchronize(states.done);
+  free(states);
+}
+
+void Speculation::cancel_all() {
+  for (Pending& pending : pending_) {
+    if (pending.cancelled) pending.cancelled->store(true);  // before the first wait, so that no other starts
+  }
+  for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(pending_.size()); ++chunk) cancel(chunk);
+}
+
+void Speculation::free_after(const HostBlock& block, Event after) {
+  if (block) leaving_.emplace_back(std::move(after), block);
+}
+
+void Speculation::free_completed() {
+  const auto first_left = std::partition(leaving_.begin(), leaving_.end(),
+                                         [this](const auto& entry) { return backend_.is_complete(entry.first); });
+  for (auto entry = leaving_.begin(); entry != first_left; ++entry) arena_.free(entry->second);
+  leaving_.erase(leaving_.begin(), first_left);
+}
+
+void Speculation::free(const NewStates& states) {
+  for (const HostBlock& block : states.states) {
+    if (block) arena_.free(block);
+  }
+  if (states.param) arena_.free(states.param);
+}
+
+void Speculation::release_memory() {
+  paused_for_memory_ = mode_ == SpeculationMode::kOn;
+  active_ = false;
+  cancel_all();
+  for (const auto& [event, block] : leaving_) backend_.synchronize(event);
+  free_completed();
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,92 @@
+// Speculation: updates on the host that start before it is known whether the step will be what it is expected to be.
+//
+// Clipping and loss scaling make a chunk's update depend on the norm of all gradients, which is known when backward is
+// over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host, into
+// memory of its own; the step then either takes the new states over, which moves nothing, or drops them and updates the
+// chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched until then, and
+// what is taken over was computed from the very inputs of the step, so results do not depend on it.
+//
+//   expect(groups, grad_scale)     before a backward
+//   start(chunk, update, ...)      its gradient is complete
+//   begin_step(groups, grad_scale) true when they are the expected ones
+//   take(chunk)                    its new states; or cancel(chunk)
+//
+// Where memory does not allow it a chunk is not started. Where expectations fail again and again, it pauses.
+// Guarded by the runtime's lock.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "common/types.h"
+#include "memory/host_arena.h"
+#include "runtime/group_options.h"
+#include "runtime/host_updates.h"
+
+namespace patrickstar {
+
+enum class SpeculationMode : uint8_t { kOff, kOn };
+
+// New values of a chunk, in memory of their own.
+struct NewStates {
+  std::array<HostBlock, 3> states;  // in the order of optimizer_arrays()
+  HostBlock param;
+  Event done;
+};
+
+class Speculation {
+ public:
+  // `reserve_bytes` of host memory are left to everybody else.
+  Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
+              int64_t reserve_bytes);
+  ~Speculation();
+
+  void expect(std::vector<GroupOptions> groups, double grad_scale);
+  // Whether chunks may be started in this backward.
+  bool active() const { return active_; }
+  const std::vector<GroupOptions>& expected_groups() const { return groups_; }
+  double expected_grad_scale() const { return grad_scale_; }
+
+  // Memory for a chunk's new values: false when there is none.
+  bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
+  void start(ChunkId chunk, HostUpdate update, NewStates states);
+  bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
+
+  bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  NewStates take(ChunkId chunk);
+  // Drops what was started; returns when nothing of it runs any more.
+  void cancel(ChunkId chunk);
+  void cancel_all();
+  // Frees `block` once `after` is complete.
+  void free_after(const HostBlock& block, Event after);
+  // Gives back all host memory that speculation holds.
+  void release_memory();
+
+ private:
+  struct Pending {
+    NewStates states;
+    std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
+  };
+  void free_completed();
+  void free(const NewStates& states);
+
+  HostArena& arena_;
+  HostUpdates& updates_;
+  Backend& backend_;
+  SpeculationMode mode_;
+  int64_t reserve_bytes_;
+  std::vector<Pending> pending_;  // by chunk
+  std::vector<std::pair<Event, HostBlock>> leaving_;
+  std::vector<GroupOptions> groups_;
+  double grad_scale_ = 0;
+  bool active_ = false;
+  bool paused_for_memory_ = false;
+  int failures_ = 0;  // in a row
+  int backwards_to_wait_ = 0;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,158 @@
+"""Updates that start during backward, expecting the step to be what it seems to be: exact whatever happens then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS
+from tests.test_equality import PRECISIONS, WIDE
+from tests.training import assert_same, make_config, train
+
+
+def on_host(precision, speculation, **config):
+    """All optimizer states on the host, where speculation has work."""
+    result = make_config(precision, **config)
+    result["optimizer"]["params"]["use_hybrid_adam"] = False
+    result["optimizer"]["speculation"] = speculation
+    return result
+
+
+def updates(run):
+    return run.report["num_speculated_updates"], run.report["num_updates_taken_over"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_update_is_taken_over(precision):
+    """Without clipping and overflow all updates after the first step are the expected ones; the bits are the same."""
+    run = train(WIDE, on_host(precision, "always"))
+    started, taken = updates(run)
+    assert started == taken == 19 * run.report["num_chunks"]
+    never = train(WIDE, on_host(precision, "never"))
+    assert updates(never) == (0, 0)
+    assert_same(run, never)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_clipping_that_acts_now_and_then(precision):
+    """Steps whose norm is above the limit are done again with the true factor."""
+    norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9)).grad_norms)
+    config = {"gradient_clipping": norms[14]}
+    run = train(WIDE, on_host(precision, "always", **config))
+    started, taken = updates(run)
+    print(f"{precision}: {started} started, {taken} taken over")
+    assert 0 < taken < started
+    assert_same(run, train(WIDE, on_host(precision, "never", **config)))
+
+
+def test_clipping_that_always_acts_ends_speculation():
+    run = train(WIDE, on_host("bf16", "always", gradient_clipping=1e-3), steps=40)
+    started, taken = updates(run)
+    assert taken == 0
+    assert started <= 6 * run.report["num_chunks"]
+    assert_same(run, train(WIDE, on_host("bf16", "never", gradient_clipping=1e-3), steps=40))
+
+
+def test_overflow():
+    config = {"initial_scale_power": 24, "hysteresis": 1}
+    runs = []
+    for speculation in ("always", "never"):
+        settings = on_host("fp16", speculation)
+        settings["fp16"] |= config
+        runs.append(train(MODELS["gpt2"], settings))
+    assert runs[0].report["num_skipped_steps"] == runs[1].report["num_skipped_steps"] > 3
+    assert updates(runs[0])[1] > 0
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """In the least device budget, with unused, shared and frozen parameters, and clipping."""
+    config = on_host("bf16", "always", gradient_clipping=1.0, device_memory="1MB")
+    run = train(MODELS[name], config, steps=8)
+    assert_same(run, train(MODELS[name], on_host("bf16", "never", gradient_clipping=1.0), steps=8))
+
+
+def interfered(speculation, interfere):
+    """Twelve steps with a scheduler; ``interfere(engine, optimizer, batch, step)`` runs between backward and step."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(MODELS["mlp"].build, 0, on_host("bf16", speculation))
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    with engine:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        for step in range(12):
+            optimizer.zero_grad()
+            data = MODELS["mlp"].batch(generator)
+            loss = engine(**data)["loss"]
+            engine.backward(loss)
+            interfere(engine, optimizer, data, step)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+        return losses, engine.state_dict(), engine.report()
+
+
+def second_backward(engine, optimizer, data, step):
+    if step % 4 == 2:
+        engine.backward(engine(**data)["loss"])
+
+
+def forgotten_gradients(engine, optimizer, data, step):
+    if step % 3 == 1:
+        optimizer.zero_grad()
+        engine.backward(engine(**data)["loss"])
+
+
+def other_rate(engine, optimizer, data, step):
+    if step % 3 == 1:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def other_values(engine, optimizer, data, step):
+    if step % 3 == 1:
+        engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
+
+
+def other_moments(engine, optimizer, data, step):
+    if step == 4:
+        state = optimizer.state_dict()
+        for entry in state["state"].values():
+            entry["exp_avg"] = entry["exp_avg"] * 0.5
+        optimizer.load_state_dict(state)
+
+
+def written_parameter(engine, optimizer, data, step):
+    if step == 5:
+        with torch.no_grad():
+            engine.module.head.weight.mul_(0.9)
+
+
+def nothing(engine, optimizer, data, step):
+    pass
+
+
+@pytest.mark.parametrize(
+    "interfere",
+    [nothing, second_backward, forgotten_gradients, other_rate, other_values, other_moments, written_parameter],
+)
+def test_what_changes_between_backward_and_step(interfere):
+    losses, state, report = interfered("always", interfere)
+    expected_losses, expected_state, _ = interfered("never", interfere)
+    print(f"{report['num_speculated_updates']} started, {report['num_updates_taken_over']} taken over")
+    assert report["num_updates_taken_over"] > 0
+    assert losses == expected_losses
+    assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
+
+
+def test_host_memory_bounds_it():
+    """Chunks are started while the host budget allows it, and training needs no more than without."""
+    never = train(WIDE, on_host("bf16", "never"))
+    least = never.report["host_peak_bytes"]
+    for budget, some in ((least + 2**17, False), (least * 3 // 2, True), (4 * least, True)):
+        run = train(WIDE, on_host("bf16", "always", host_memory=budget, default_chunk_size=32 * 1024))
+        print(f"budget {budget}: {updates(run)}, host peak {run.report['host_peak_bytes']}")
+        assert run.report["host_peak_bytes"] <= budget
+        assert (updates(run)[1] > 0) == some
+        assert_same(run, never)
