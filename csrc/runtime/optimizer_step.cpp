@@ -68,16 +68,35 @@ void OptimizerStep::set_step_count(ParamId param, int64_t count) {
   step_counts_[static_cast<size_t>(param)] = count;
 }
 
+// Moments are made in the first step.
+bool OptimizerStep::has_states_on_host(ChunkId chunk) const {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
+    const ArrayRecord& state = core_.store.array({chunk, kind});
+    return state.on_host && !state.on_device;
+  });
+}
+
+void OptimizerStep::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const Layout& layout = core_.store.layout();
+  speculation_.expect(groups, grad_scale);
+  if (!speculation_.must_choose() || gradients_.pending()) return;
+  std::vector<int64_t> bytes(static_cast<size_t>(layout.num_chunks()), 0);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (!has_states_on_host(chunk)) continue;
+    int64_t& sum = bytes[static_cast<size_t>(chunk)];
+    for (ArrayKind kind : optimizer_arrays()) sum += layout.num_bytes({chunk, kind});
+    sum += layout.num_bytes({chunk, ArrayKind::kParam});
+  }
+  if (std::any_of(bytes.begin(), bytes.end(), [](int64_t sum) { return sum > 0; })) speculation_.choose(bytes);
+}
+
 // Starts the chunk's update on the host ahead of the step, if it has all that it takes.
 void OptimizerStep::speculate(ChunkId chunk) {
   const ArrayId grad{chunk, ArrayKind::kGrad};
   ArrayRecord& record = core_.store.array(grad);
-  if (!speculation_.active() || speculation_.has(chunk) || gradients_.source(chunk) != ArrayKind::kGrad) return;
-  if (!record.on_host || !gradients_.has_gradient_in(chunk)) return;
-  for (ArrayKind kind : optimizer_arrays()) {
-    const ArrayRecord& state = core_.store.array({chunk, kind});
-    if (!state.on_host || state.on_device) return;  // moments are made in the first step
-  }
+  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != ArrayKind::kGrad) return;
+  if (!record.on_host || !gradients_.has_gradient_in(chunk) || !has_states_on_host(chunk)) return;
   NewStates states;
   if (!speculation_.try_allocate(core_.store.num_bytes({chunk, ArrayKind::kMaster}), core_.store.num_bytes(grad),
                                  states))

@@ -24,7 +24,7 @@ class OptimizerStep {
   ~OptimizerStep();
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
-  void expect(const std::vector<GroupOptions>& groups, double grad_scale) { speculation_.expect(groups, grad_scale); }
+  void expect(const std::vector<GroupOptions>& groups, double grad_scale);
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale);
 
@@ -54,6 +54,7 @@ class OptimizerStep {
                 std::vector<optim::AdamJob>& jobs);
   // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
   std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
+  bool has_states_on_host(ChunkId chunk) const;
   void speculate(ChunkId chunk);
   void take_over(ChunkId chunk);
   void count_step(ChunkId chunk);

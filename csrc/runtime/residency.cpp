@@ -12,6 +12,9 @@ namespace {
 constexpr double kInitialDeviceShare = 0.7;
 // Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
 constexpr int64_t kPrefetchedChunks = 16;
+// Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
+constexpr double kBoundaryShare = 1.0 / 3;
+constexpr int kBoundaryChunks = 2;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -62,11 +65,27 @@ void Residency::place_initially() {
 void Residency::place_in_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
   pager_.set_payload_limit(kUnlimited);
-  const int count = num_margin_chunks(layout(), limit_within_slack(), highest_tide(step), options_.margin_use_ratio);
+  int count = num_margin_chunks(layout(), limit_within_slack(), highest_tide(step), options_.margin_use_ratio);
+  if (!core_.backend.follows_tide()) count = std::max(count, num_boundary_chunks(step));
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
   }
   core_.arena.trim();
+}
+
+// The chunks that backward finishes with are those that the next forward begins with. Updated on the device, they need
+// not go down, through the host's update and up again while it waits.
+int Residency::num_boundary_chunks(const Timeline& step) const {
+  const int64_t left = limit_within_slack() - highest_tide(step);
+  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(step));
+  int count = 0;
+  while (count < std::min(kBoundaryChunks, layout().num_chunks())) {
+    const ChunkSpec& chunk = layout().chunk(count);
+    room -= optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
+    if (room < 0) break;
+    ++count;
+  }
+  return count;
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
@@ -122,22 +141,26 @@ PlanProblem Residency::plan_problem(const Timeline& last) const {
   return problem;
 }
 
+int64_t Residency::largest_moment_bytes(const Timeline& timeline) const {
+  int64_t largest = 0;
+  for (const Moment& moment : timeline.moments) {
+    int64_t bytes = 0;
+    for (const Access& access : moment.accesses) {
+      if (access.mode != AccessMode::kRetire) bytes += core_.store.num_bytes(access.array);
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
 // Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
 // than a copy in memory, so there all room goes to what can stay.
 int64_t Residency::prefetch_bytes(const PlanProblem& problem) const {
   const int64_t room = problem.limit_bytes - problem.fixed_bytes - problem.least_tide_bytes;
-  int64_t needed = 0;
   int64_t largest = 0;
-  for (const Moment& moment : problem.timeline->moments) {
-    int64_t bytes = 0;
-    for (const Access& access : moment.accesses) {
-      const int64_t num_bytes = core_.store.num_bytes(access.array);
-      if (access.mode != AccessMode::kRetire) bytes += num_bytes;
-      largest = std::max(largest, num_bytes);
-    }
-    needed = std::max(needed, bytes);
-  }
-  return std::clamp((room - needed) / 2, int64_t{0}, kPrefetchedChunks * largest);
+  for (const ChunkSpec& chunk : layout().chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
+  const int64_t spare = room - largest_moment_bytes(*problem.timeline);
+  return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
 }  // namespace patrickstar

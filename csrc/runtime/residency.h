@@ -57,6 +57,8 @@ class Residency {
   int64_t limit_within_slack() const;
   int64_t fixed_payload_limit() const;
   int64_t prefetch_bytes(const PlanProblem& problem) const;
+  int num_boundary_chunks(const Timeline& step) const;
+  int64_t largest_moment_bytes(const Timeline& timeline) const;
   void move_states_to_device(ChunkId chunk);
 
   Core core_;

@@ -33,6 +33,15 @@ void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
   grad_scale_ = grad_scale;
 }
 
+void Speculation::choose(const std::vector<int64_t>& bytes) {
+  int64_t room = arena_.limit_bytes() - arena_.used_bytes() - reserve_bytes_;
+  chosen_.assign(bytes.size(), 0);
+  for (size_t chunk = 0; chunk < bytes.size() && bytes[chunk] <= room; ++chunk) {
+    room -= bytes[chunk];
+    chosen_[chunk] = bytes[chunk] > 0;
+  }
+}
+
 bool Speculation::try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states) {
   free_completed();
   const int64_t num_bytes = 3 * state_bytes + param_bytes;

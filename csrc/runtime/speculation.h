@@ -11,7 +11,8 @@
 //   begin_step(groups, grad_scale) true when they are the expected ones
 //   take(chunk)                    its new states; or cancel(chunk)
 //
-// Where memory does not allow it a chunk is not started. Where expectations fail again and again, it pauses.
+// Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
+// time to run beside it. Where expectations fail again and again, speculation pauses.
 // Guarded by the runtime's lock.
 #pragma once
 
@@ -46,10 +47,14 @@ class Speculation {
   ~Speculation();
 
   void expect(std::vector<GroupOptions> groups, double grad_scale);
-  // Whether chunks may be started in this backward.
-  bool active() const { return active_; }
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
   double expected_grad_scale() const { return grad_scale_; }
+
+  // Chooses the chunks for which host memory suffices, in the order of the next forward. `bytes` by chunk: what its new
+  // values take, 0 for one whose states are not on the host.
+  bool must_choose() const { return active_ && chosen_.empty(); }
+  void choose(const std::vector<int64_t>& bytes);
+  bool wants(ChunkId chunk) const { return active_ && !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
 
   // Memory for a chunk's new values: false when there is none.
   bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
@@ -80,6 +85,7 @@ class Speculation {
   SpeculationMode mode_;
   int64_t reserve_bytes_;
   std::vector<Pending> pending_;  // by chunk
+  std::vector<uint8_t> chosen_;   // by chunk
   std::vector<std::pair<Event, HostBlock>> leaving_;
   std::vector<GroupOptions> groups_;
   double grad_scale_ = 0;
