@@ -2,7 +2,10 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <type_traits>
 
 namespace patrickstar {
 
@@ -12,6 +15,7 @@ struct Listener {
   c10::DeviceIndex device = 0;
   int64_t limit_bytes = 0;
   int64_t headroom_bytes = 0;
+  std::atomic<int64_t> largest_request{0};  // of activations since the scope began
   std::atomic<PressureHandler*> handler{nullptr};
 };
 
@@ -21,6 +25,27 @@ Listener& listener() {
 }
 
 thread_local int slot_allocations = 0;
+
+// What PyTorch takes from the driver for a request: 2 MiB for small ones, 20 MiB for medium ones, whole 2 MiB for others.
+int64_t segment_bytes(int64_t request) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  if (request <= kMiB) return 2 * kMiB;
+  if (request < 10 * kMiB) return 20 * kMiB;
+  return (request + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
+}
+
+// The callback below is not told what was asked for, so the largest request so far is what it makes room for: what is
+// large in backward was so in forward.
+template <typename Entry>
+void note_request(const Entry& entry) {
+  Listener& target = listener();
+  if (entry.action_ != std::decay_t<Entry>::ALLOC || entry.device_ != target.device) return;
+  if (target.handler == nullptr || slot_allocations > 0) return;
+  const auto size = static_cast<int64_t>(entry.size_);
+  int64_t largest = target.largest_request;
+  while (size > largest && !target.largest_request.compare_exchange_weak(largest, size)) {
+  }
+}
 
 class EvictChunks final : public c10::FreeMemoryCallback {
  public:
@@ -32,8 +57,9 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
     const auto& reserved = stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)];
     const int64_t left = target.limit_bytes - reserved.current;
-    if (left >= target.headroom_bytes) return false;
-    handler->release_device_memory(target.headroom_bytes - left);
+    const int64_t headroom = std::max(target.headroom_bytes, segment_bytes(target.largest_request));
+    if (left >= headroom) return false;
+    handler->release_device_memory(headroom - left);
     return true;
   }
 };
@@ -42,7 +68,12 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 
 CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes,
                                      PressureHandler* handler) {
+  static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
+  std::call_once(attached, [] {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) { note_request(entry); });
+  });
   Listener& target = listener();
+  target.largest_request = 0;
   target.device = static_cast<c10::DeviceIndex>(device);
   target.limit_bytes = limit_bytes;
   target.headroom_bytes = headroom_bytes;

@@ -15,6 +15,7 @@ constexpr int64_t kPrefetchedChunks = 16;
 // Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
 constexpr double kBoundaryShare = 1.0 / 3;
 constexpr int kBoundaryChunks = 2;
+constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -77,7 +78,7 @@ void Residency::place_in_margin(const Timeline& step) {
 // not go down, through the host's update and up again while it waits.
 int Residency::num_boundary_chunks(const Timeline& step) const {
   const int64_t left = limit_within_slack() - highest_tide(step);
-  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(step));
+  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(step) - kBoundarySlack);
   int count = 0;
   while (count < std::min(kBoundaryChunks, layout().num_chunks())) {
     const ChunkSpec& chunk = layout().chunk(count);
