@@ -146,6 +146,22 @@ def test_what_changes_between_backward_and_step(interfere):
     assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
 
 
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_closing_between_backward_and_step(num_steps):
+    """Running updates read chunks that close() frees; the module keeps its last complete step."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(WIDE.build, 0, on_host("bf16", "always"))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        engine.backward(engine(**WIDE.batch(generator))["loss"])
+        optimizer.step()
+    before = engine.state_dict()
+    engine.backward(engine(**WIDE.batch(generator))["loss"])
+    module = engine.module
+    engine.close()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_host_memory_bounds_it():
     """Chunks are started while the host budget allows it, and training needs no more than without."""
     never = train(WIDE, on_host("bf16", "never"))

@@ -33,6 +33,7 @@ class OptimizerStep {
   void set_step_count(ParamId param, int64_t count);
   // What a running update was given is about to change, or is not wanted any more.
   void cancel(ChunkId chunk) { speculation_.cancel(chunk); }
+  void cancel_all() { speculation_.cancel_all(); }
   void release_host_memory() { speculation_.release_memory(); }
 
  private:

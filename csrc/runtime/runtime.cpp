@@ -163,6 +163,7 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
 void Runtime::release_chunk(ChunkId chunk) {
   const Entry entry(*this);
   tracker_->release_all();
+  step_->cancel(chunk);
   for (int kind = 0; kind < kNumArrayKinds; ++kind) pager_->discard({chunk, static_cast<ArrayKind>(kind)});
   slots_.trim(INT64_MAX);
   arena_.trim();
@@ -250,6 +251,7 @@ void Runtime::abort() {
   const Entry entry(*this);
   tracker_->release_all();
   tracker_->set_tracking(Tracking::kUntracked);
+  step_->cancel_all();
   gradients_->abort_backward();
   recorder_.abandon_step();
 }
@@ -273,12 +275,14 @@ void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_sc
 void Runtime::skip_step() {
   const Entry entry(*this);
   ++counters_.num_skipped_steps;
+  step_->cancel_all();
   finish_step();
 }
 
 void Runtime::clear_gradients() {
   const Entry entry(*this);
   if (!gradients_->pending()) return;
+  step_->cancel_all();
   gradients_->clear();
   recorder_.abandon_step();
 }
