@@ -102,9 +102,14 @@ class Observer:
         """Sets the values of one array of a parameter from a tensor of its shape, of any float dtype and device."""
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             source = values.detach()
-            if source.dtype != torch.float32 or source.device.type != "cpu" or source.stride() != handle.stride:
-                source = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32).copy_(source)
-        self._runtime.write_values(handle.id, kind, source.data_ptr())
+            if source.device.type not in ("cpu", "cuda"):
+                source = source.cpu()
+            if source.dtype != torch.float32 or source.stride() != handle.stride:
+                source = torch.empty_strided(
+                    handle.shape, handle.stride, dtype=torch.float32, device=source.device
+                ).copy_(source)
+        where = _C.Tier.DEVICE if source.device.type == "cuda" else _C.Tier.HOST
+        self._runtime.write_values(handle.id, kind, source.data_ptr(), where)
 
     def has_gradient(self, handle: ParamHandle) -> bool:
         """Whether the parameter has a folded gradient."""

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.materialize import DeferredInit
 from patrickstar.observer import Observer
 
 logger = logging.getLogger("patrickstar")
@@ -26,6 +27,7 @@ logger = logging.getLogger("patrickstar")
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 
 _LEAST_CHUNK_NUMEL = 1024
+_UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
 
 # Which parameter names of a module were registered inside torch_scope, and with which do_allreduce.
 _torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -66,6 +68,8 @@ class ChunkedSpec:
     name: str
     param: nn.Parameter
     compute_dtype: torch.dtype
+    original_device: torch.device
+    """Where the parameter returns to when it leaves the engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +103,6 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
             )
-        if param.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device, it has no values; materialise the module in model_func"
-            )
     return module
 
 
@@ -128,7 +128,7 @@ def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedd
             managed.append(ManagedParam(name=name, param=param, on_host=param in on_host))
         else:
             dtype = torch.float32 if param in keep_float32 else compute_dtype
-            chunked.append(ChunkedSpec(name=name, param=param, compute_dtype=dtype))
+            chunked.append(ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device))
     return ParamPlan(chunked=chunked, managed=managed)
 
 
@@ -208,25 +208,50 @@ def make_layout(plan: ParamPlan, chunk_numel: int) -> _C.Layout:
 
 
 def adopt_params(
-    plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime, observer: Observer, device: torch.device
+    plan: ParamPlan,
+    layout: _C.Layout,
+    runtime: _C.Runtime,
+    observer: Observer,
+    device: torch.device,
+    deferred: DeferredInit | None,
 ) -> None:
-    """Moves the parameters' values into chunks, chunk by chunk, and makes the parameters views of them.
+    """Moves the parameters' values into chunks and makes the parameters views of them.
 
     Each parameter's own memory is freed as soon as its values are in the chunk, so the model is never held twice: at
-    most one chunk of values exists in both places.
+    most one chunk of values, or one unit of a model on the meta device (``deferred``), exists in both places.
     """
     libc = ctypes.CDLL(None)
-    for chunk in range(layout.num_chunks):
-        ids = layout.chunk(chunk)["params"]
-        with _C.HostAllocations():
-            storage = torch.empty(0, device=device).untyped_storage()
-        runtime.bind_storage(chunk, storage._cdata)
-        for param_id in ids:
-            _adopt(plan.chunked[param_id], param_id, chunk, layout.placement(param_id)[1], storage, observer)
-        runtime.seal_storage(chunk)
+    chunks = [layout.chunk(chunk)["params"] for chunk in range(layout.num_chunks)]
+    storages = [_bind_storage(runtime, chunk, device) for chunk in range(layout.num_chunks)]
+    missing = [len(params) for params in chunks]
+    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
+    for params in _batches(plan, chunks, device, deferred):
+        for param_id in [ids.pop(param) for param in params if param in ids]:
+            chunk, offset = layout.placement(param_id)
+            _adopt(plan.chunked[param_id], param_id, chunk, offset, storages[chunk], observer)
+            missing[chunk] -= 1
+            if missing[chunk] == 0:
+                runtime.seal_storage(chunk)
         # Freed pieces of the heap go back to the system; without this the peak would hold both copies.
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
+
+
+def _bind_storage(runtime: _C.Runtime, chunk: int, device: torch.device) -> torch.UntypedStorage:
+    with _C.HostAllocations():
+        storage = torch.empty(0, device=device).untyped_storage()
+    runtime.bind_storage(chunk, storage._cdata)
+    return storage
+
+
+def _batches(
+    plan: ParamPlan, chunks: list[list[int]], device: torch.device, deferred: DeferredInit | None
+) -> Iterator[list[nn.Parameter]]:
+    """All chunked parameters, in pieces that may exist beside their chunks."""
+    if deferred is not None:
+        yield from deferred.units(device, _UNIT_BYTES)
+    for params in chunks:  # what is left: those that had values from the start
+        yield [plan.chunked[param_id].param for param_id in params]
 
 
 def _adopt(
@@ -246,7 +271,7 @@ def _adopt(
         offset=offset,
         trainable=param.requires_grad,
         original_dtype=data.dtype,
-        original_device=data.device,
+        original_device=spec.original_device,
         observer=observer,
     )
     observer.write_values(handle, _C.ArrayKind.MASTER, data)

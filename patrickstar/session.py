@@ -24,6 +24,7 @@ from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
+from patrickstar.materialize import DeferredInit
 from patrickstar.memory import make_budgets
 from patrickstar.observer import Observer
 from patrickstar.preprocess import (
@@ -68,7 +69,7 @@ class Session:
         StateError: another engine is open in this process.
     """
 
-    def __init__(self, module: nn.Module, config: Config, device: torch.device):
+    def __init__(self, module: nn.Module, config: Config, device: torch.device, deferred: DeferredInit | None = None):
         _check_no_open_engine()
         self.module = module
         self.config = config
@@ -83,7 +84,7 @@ class Session:
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.runtime = self._make_runtime()
         self.observer = Observer(self.runtime)
-        adopt_params(self._plan, self.layout, self.runtime, self.observer, device)
+        adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)

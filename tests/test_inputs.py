@@ -33,7 +33,6 @@ def engine_and_optimizer():
         ({"model_func": 3}, "model_func is a int"),
         ({"model_func": lambda: "model"}, "model_func returned a str"),
         ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
-        ({"model_func": lambda: nn.Linear(2, 2, device="meta")}, "meta device"),
         ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
         ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
         ({"model_func": Mlp, "config": "config.json"}, "config is a str"),

@@ -126,8 +126,8 @@ void register_runtime(py::module_& module) {
       .def("seal_storage", &Runtime::seal_storage)
       .def(
           "write_values",
-          [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
-            self.write_values(param, kind, reinterpret_cast<const float*>(values));
+          [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values, Tier where) {
+            self.write_values(param, kind, {reinterpret_cast<const float*>(values), where});
           },
           ReleaseGil())
       .def(

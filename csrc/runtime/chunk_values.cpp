@@ -1,12 +1,19 @@
 #include "runtime/chunk_values.h"
 
 #include <cstring>
+#include <vector>
 
 #include "common/check.h"
 
 namespace patrickstar {
 
-void ChunkValues::write(ParamId param, ArrayKind kind, const float* values, Tier home) {
+namespace {
+
+constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
+
+}  // namespace
+
+void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
   const Layout& layout = core_.store.layout();
   const Placement place = layout.placement(param);
   const ArrayId compute_id{place.chunk, ArrayKind::kParam};
@@ -19,18 +26,30 @@ void ChunkValues::write(ParamId param, ArrayKind kind, const float* values, Tier
   const int64_t num_bytes = layout.param(param).numel * static_cast<int64_t>(sizeof(float));
   if (record.on_device) {
     core_.transfer.await_on_device(id);
-    core_.backend.copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values, num_bytes);
+    core_.backend.copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values.data, num_bytes);
     core_.backend.synchronize(core_.backend.record(Queue::kCompute));
     pager_.set_on_device(id);
   } else {
     pager_.bring_to_host(id);
-    std::memcpy(static_cast<float*>(record.block.data) + place.offset, values, static_cast<size_t>(num_bytes));
+    copy_to_host(static_cast<float*>(record.block.data) + place.offset, values, num_bytes);
     pager_.set_on_host(id);
   }
   if (kind == ArrayKind::kMaster) pager_.discard(compute_id);
 }
 
-void ChunkValues::write_frozen(ParamId param, const float* values) {
+void ChunkValues::copy_to_host(void* to, ParamValues values, int64_t num_bytes) {
+  if (values.where == Tier::kDevice) {
+    core_.backend.copy(Queue::kCompute, to, values.data, num_bytes);
+    core_.backend.synchronize(core_.backend.record(Queue::kCompute));
+    return;
+  }
+  core_.pool.parallel_for(num_bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<char*>(to) + begin, reinterpret_cast<const char*>(values.data) + begin,
+                static_cast<size_t>(end - begin));
+  });
+}
+
+void ChunkValues::write_frozen(ParamId param, ParamValues values) {
   const Layout& layout = core_.store.layout();
   const Placement place = layout.placement(param);
   const DType dtype = layout.chunk(place.chunk).dtype;
@@ -42,7 +61,14 @@ void ChunkValues::write_frozen(ParamId param, const float* values) {
     pager_.ensure_block(id);
   }
   void* data = static_cast<char*>(record.block.data) + place.offset * element_size(dtype);
-  core_.host_compute.cast_from_float(values, data, dtype, layout.param(param).numel);
+  const int64_t numel = layout.param(param).numel;
+  std::vector<float> staged;
+  if (values.where == Tier::kDevice) {
+    staged.resize(static_cast<size_t>(numel));
+    copy_to_host(staged.data(), values, numel * static_cast<int64_t>(sizeof(float)));
+    values.data = staged.data();
+  }
+  core_.host_compute.cast_from_float(values.data, data, dtype, numel);
   pager_.drop_slot(id);
   pager_.set_on_host(id);
 }

@@ -9,19 +9,26 @@
 
 namespace patrickstar {
 
+// float32 values of one parameter, in its memory order.
+struct ParamValues {
+  const float* data;
+  Tier where;  // on the device: complete when the compute queue gets there
+};
+
 class ChunkValues {
  public:
   ChunkValues(Core core, Pager& pager) : core_(core), pager_(pager) {}
 
-  // `values` is host memory, in the parameter's memory order. kMaster of a frozen parameter means its compute value.
-  // An optimizer array that does not exist yet is made on `home`. Throws StateError while a module that uses the
-  // parameter runs.
-  void write(ParamId param, ArrayKind kind, const float* values, Tier home);
-  // A moment that was never made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
+  // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
+  // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs.
+  void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  // `values` is host memory. A moment that was never made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
   void read(ParamId param, ArrayKind kind, float* values);
 
  private:
-  void write_frozen(ParamId param, const float* values);
+  void write_frozen(ParamId param, ParamValues values);
+  // Returns when the values are there.
+  void copy_to_host(void* to, ParamValues values, int64_t num_bytes);
   void read_frozen(ParamId param, float* values);
 
   Core core_;

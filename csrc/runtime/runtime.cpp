@@ -148,7 +148,7 @@ void Runtime::seal_storage(ChunkId chunk) {
   store_.storage(chunk).detach();
 }
 
-void Runtime::write_values(ParamId param, ArrayKind kind, const float* values) {
+void Runtime::write_values(ParamId param, ArrayKind kind, ParamValues values) {
   const Entry entry(*this);
   tracker_->release_transient();
   step_->cancel(layout().placement(param).chunk);

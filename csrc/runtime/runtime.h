@@ -48,8 +48,8 @@ class Runtime {
   // All views of the chunk's storage are made: from now on it guards its memory.
   void seal_storage(ChunkId chunk);
   // One value of a parameter's float32 arrays, in the parameter's memory order. kMaster of a frozen parameter means its
-  // compute value. `values` is host memory.
-  void write_values(ParamId param, ArrayKind kind, const float* values);
+  // compute value. What is read goes to host memory.
+  void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
   // Forgets all arrays of a chunk (a model that leaves its engine).
   void release_chunk(ChunkId chunk);

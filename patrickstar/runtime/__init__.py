@@ -11,6 +11,7 @@ from torch import nn
 from patrickstar.config import Config, log_accepted_options, parse_config
 from patrickstar.engine import Engine
 from patrickstar.groups import ModelParameters, make_groups
+from patrickstar.materialize import DeferredInit
 from patrickstar.optim import HybridAdam
 from patrickstar.preprocess import build_module
 from patrickstar.session import Session
@@ -28,7 +29,9 @@ def initialize_engine(
 
     Args:
         model_func: a function without arguments that returns the model (any ``nn.Module``, also from
-            ``from_pretrained``).
+            ``from_pretrained``). What it builds on the meta device (``with torch.device("meta")``) is initialised on
+            the training device by its modules' ``reset_parameters`` or Hugging Face's ``_init_weights``: fast, and
+            never whole outside of chunks.
         local_rank: which GPU of this machine; without a GPU the device is simulated in host memory.
         config: the configuration (docs/config.md), or None for the defaults.
         model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list
@@ -43,8 +46,9 @@ def initialize_engine(
     log_accepted_options(parsed)
     device = _device(local_rank)
     module = build_module(model_func)
+    deferred = DeferredInit.of(module)
     groups = make_groups(module, model_parameters)
-    session = Session(module, parsed, device)
+    session = Session(module, parsed, device, deferred)
     return Engine(session), HybridAdam(session, groups, parsed)
 
 

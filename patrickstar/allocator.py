@@ -1,0 +1,59 @@
+"""PyTorch's CUDA caching allocator, set up for an engine.
+
+Under a tight limit the allocator's cache ends up in pieces that no large activation fits into. With *expandable
+segments* it maps memory page by page behind one range of addresses, so that freed pages of any block serve any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger("patrickstar")
+
+_PROBE_BYTES = 32 * 2**20
+_NOT_WITH = ("expandable_segments", "backend:cudamallocasync", "max_split_size_mb")
+
+
+class ExpandableSegments:
+    """Expandable segments while it is open, unless the user chose otherwise in ``PYTORCH_CUDA_ALLOC_CONF`` (or
+    ``PYTORCH_ALLOC_CONF``) or the driver does not have them.
+
+    ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.active = False
+        self._configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        if device.type != "cuda" or any(word in self._configured.lower() for word in _NOT_WITH):
+            return
+        self._set("expandable_segments:True")
+        try:
+            torch.cuda.empty_cache()  # so that the probe takes new memory
+            torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            pass  # a limit from before; it says nothing about segments
+        except RuntimeError as error:
+            logger.info("the driver has no expandable segments (%s); large activations need more room", error)
+            self._set("expandable_segments:False")
+            return
+        self.active = True
+
+    def close(self) -> None:
+        """New segments are again what they were before. Idempotent."""
+        if self.active:
+            self.active = False
+            with contextlib.suppress(RuntimeError):
+                self._set("expandable_segments:False")
+
+    def _set(self, setting: str) -> None:
+        _allocator_settings()(",".join(filter(None, (self._configured, setting))))
+
+
+def _allocator_settings() -> Callable[[str], None]:
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    return newer if newer is not None else torch.cuda.memory._set_allocator_settings
