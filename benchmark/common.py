@@ -41,6 +41,18 @@ class GptShape:
         return 6.0 * self.num_parameters() * tokens + 6.0 * self.layers * self.hidden * self.length * tokens
 
 
+SHAPES = {
+    "tiny": GptShape(128, 4, 4, 1024, 64, checkpointing=True),
+    "0.1b": GptShape(768, 12, 12, 50304, 1024, checkpointing=True),
+    "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
+    "4.3b": GptShape(2304, 64, 16, 50304, 1024, checkpointing=True),
+    "6.3b": GptShape(3072, 53, 16, 50304, 1024, checkpointing=True),
+    "10.5b": GptShape(4096, 50, 16, 50304, 1024, checkpointing=True),
+    "16.1b": GptShape(4096, 78, 16, 50304, 1024, checkpointing=True),
+    "18.5b": GptShape(4096, 90, 16, 50304, 1024, checkpointing=True),
+}
+
+
 def build_gpt(shape: GptShape) -> nn.Module:
     """A Hugging Face GPT-2 with an output layer of its own and no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,10 +84,17 @@ def token_batch(shape: GptShape, batch: int, generator: torch.Generator) -> dict
     return {"input_ids": tokens, "labels": tokens}
 
 
-def provenance() -> dict[str, Any]:
-    """Hardware, versions, command and commit. ``PATRICKSTAR_COMMIT`` names the commit where there is no git."""
+def command_line(module: str) -> str:
+    """The command that runs ``module`` with this process's arguments."""
+    return f"python -m {module} {shlex.join(sys.argv[1:])}"
+
+
+def provenance(command: str | None = None) -> dict[str, Any]:
+    """Hardware, versions, command (default: this one) and commit. ``PATRICKSTAR_COMMIT`` names the commit where there
+    is no git. Opens the GPU if there is one.
+    """
     return {
-        "command": f"python -m benchmark.run {shlex.join(sys.argv[1:])}",
+        "command": command or command_line("benchmark.run"),
         "commit": os.environ.get("PATRICKSTAR_COMMIT") or _commit(),
         "cpu": _cpu_model(),
         "num_cpus": _C.num_available_cpus(),

@@ -11,16 +11,8 @@ import time
 
 import torch
 
-from benchmark.common import GptShape, build_gpt, provenance, token_batch
+from benchmark.common import SHAPES, build_gpt, provenance, token_batch
 from patrickstar.runtime import initialize_engine
-
-SHAPES = {
-    "tiny": GptShape(128, 4, 4, 1024, 64, checkpointing=True),
-    "0.1b": GptShape(768, 12, 12, 50304, 1024, checkpointing=True),
-    "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
-    "4.3b": GptShape(2304, 64, 16, 50304, 1024, checkpointing=True),
-    "6.3b": GptShape(3072, 53, 16, 50304, 1024, checkpointing=True),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,165 @@
+"""The results of ``benchmark.compare`` for files, for people and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmark.systems.launcher import Run
+
+_REFERENCE = "patrickstar"
+_GIB = 2**30
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Runs of the same job by several systems."""
+
+    command: str
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+    def step_seconds(self, run: Run) -> float:
+        """Median of the timed steps."""
+        return statistics.median(run.step_seconds[run.job.warmup :])
+
+    def speed(self, run: Run) -> float | None:
+        """Speed relative to PatrickStar's; None if one of the two did not train."""
+        reference = next((r for r in self.runs if r.job.system == _REFERENCE and r.is_measured), None)
+        if reference is None or not run.is_measured:
+            return None
+        return self.step_seconds(reference) / self.step_seconds(run)
+
+    def exposed_seconds(self, run: Run) -> float | None:
+        """Seconds of a step in which no kernel runs; None if not measured."""
+        if run.activity is None:
+            return None
+        return max(0.0, self.step_seconds(run) - run.activity["computing_seconds"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for a file."""
+        job = dataclasses.asdict(self.runs[0].job)
+        common = {key: job[key] for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps")}
+        provenance = next((run.provenance for run in self.runs if run.provenance), {})
+        shape = self.runs[0].job.shape
+        return {
+            "case": "compare",
+            **common,
+            "num_parameters": shape.num_parameters(),
+            "systems": [self._system(run) for run in self.runs],
+            **{**provenance, "command": self.command},
+        }
+
+    def _system(self, run: Run) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "system": run.job.system,
+            "outcome": run.outcome.value,
+            "reason": run.reason,
+            "version": run.version,
+            "gpu_limit_bytes": run.job.gpu_bytes,
+        }
+        if run.is_measured:
+            step = self.step_seconds(run)
+            values |= {
+                "step_seconds": step,
+                "model_tflops": run.job.shape.model_flops(run.job.batch) / step / 1e12,
+                "tokens_per_second": run.job.batch * run.job.length / step,
+                "speed_relative_to_patrickstar": self.speed(run),
+                "exposed_seconds": self.exposed_seconds(run),
+                "gpu_activity": run.activity,
+                "gpu_activity_missing_because": run.activity_reason,
+            }
+        return values | {
+            "device_peak_bytes": run.device_peak_bytes,
+            "host_peak_bytes": run.host_peak_bytes,
+            "init_seconds": run.init_seconds,
+            "all_step_seconds": [round(seconds, 4) for seconds in run.step_seconds],
+            "losses": run.losses,
+            "settings": run.settings,
+            "report": run.report,
+            "log_tail": run.log_tail,
+        }
+
+
+def format_table(comparison: Comparison) -> str:
+    """A line per system, then the losses of each."""
+    job = comparison.runs[0].job
+    provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
+    clipping = f"clipping at {job.clipping:g}" if job.clipping > 0 else "no clipping"
+    lines = [
+        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, batch {job.batch} x {job.length}, bf16, "
+        f"AdamW, {clipping}; GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
+        "",
+        f"{'system':24}{'GPU limit':>10}{'step s':>9}{'TFLOPS':>8}{'tokens/s':>10}{'speed':>7}{'device GiB':>12}"
+        f"{'host GiB':>10}{'exposed s':>11}{'up GiB':>8}{'down GiB':>9}{'init s':>8}",
+    ]
+    lines += [_row(comparison, run) for run in comparison.runs]
+    lines += ["", "losses, from the first step on:"]
+    lines += [
+        f"{run.job.system:24}" + " ".join(f"{loss:.4f}" for loss in run.losses) for run in comparison.runs if run.losses
+    ]
+    lines += [
+        f"{run.job.system}: exposed time was not measured: {run.activity_reason}"
+        for run in comparison.runs
+        if run.is_measured and run.activity is None
+    ]
+    return "\n".join(lines)
+
+
+def _row(comparison: Comparison, run: Run) -> str:
+    limit = _gib(run.job.gpu_bytes) if run.job.gpu_bytes is not None else "all"
+    start = f"{run.job.system:24}{limit:>10}"
+    if not run.is_measured:
+        return f"{start}  {run.outcome.value}: {run.reason}"
+    step = comparison.step_seconds(run)
+    tflops = run.job.shape.model_flops(run.job.batch) / step / 1e12
+    activity = run.activity or {}
+    return (
+        f"{start}{step:9.3f}{tflops:8.1f}{run.job.batch * run.job.length / step:10.0f}"
+        f"{_number(comparison.speed(run), 2):>7}{_gib(run.device_peak_bytes):>12}{_gib(run.host_peak_bytes):>10}"
+        f"{_number(comparison.exposed_seconds(run), 3):>11}{_gib(activity.get('uploaded_bytes')):>8}"
+        f"{_gib(activity.get('downloaded_bytes')):>9}{_number(run.init_seconds, 1):>8}"
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / _GIB:.1f}"
+
+
+def plot(comparison: Comparison, path: Path) -> None:
+    """Model TFLOPS of each system as bars, with its step time and peaks; the reason where there is none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    job = comparison.runs[0].job
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 * len(comparison.runs) + 1.4), layout="constrained")
+    for position, run in enumerate(comparison.runs):
+        tflops = 0.0
+        text = f"{run.outcome.value}: {run.reason}"
+        if run.is_measured:
+            step = comparison.step_seconds(run)
+            tflops = job.shape.model_flops(job.batch) / step / 1e12
+            text = f"{tflops:.3g} TFLOPS, {step:.3g} s, device {_gib(run.device_peak_bytes)}, host {_gib(run.host_peak_bytes)} GiB"
+        color = "tab:blue" if run.job.system == _REFERENCE else "tab:gray"
+        axes.barh(position, tflops, color=color, height=0.5)
+        axes.annotate(text[:90], (0, position), (2, 16), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(comparison.runs)), [_label(run) for run in comparison.runs])
+    axes.invert_yaxis()
+    axes.set_xlabel("model TFLOPS")
+    axes.set_title(f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _label(run: Run) -> str:
+    limit = "whole GPU" if run.job.gpu_bytes is None else f"within {_gib(run.job.gpu_bytes)} GiB"
+    return f"{run.job.system}\n{limit}"

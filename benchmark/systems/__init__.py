@@ -1,0 +1,101 @@
+"""The systems that ``benchmark.compare`` runs.
+
+A *system* is one way to train a model: PatrickStar or a peer. Each has a module in this package whose functions
+``build_*`` turn a :class:`Job` into a :class:`System`. All of them get the same job: the same model code, values,
+batches and optimizer. One worker process (``worker.py``) trains one system; the parent (``launcher.py``) imports
+neither the systems nor CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+
+from benchmark.common import SHAPES, GptShape
+
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""The optimizer of every system, over float32 master weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one worker trains, and within which limits."""
+
+    system: str
+    """A key of :data:`SYSTEMS`."""
+    model: str
+    """A key of ``SHAPES``."""
+    length: int
+    """Tokens per sequence."""
+    batch: int
+    """Sequences per step."""
+    clipping: float
+    """Largest global norm of the gradients; 0: no clipping."""
+    gpu_bytes: int | None
+    """Limit on device memory; None: the whole GPU."""
+    host_bytes: int | None
+    """Limit on host memory; None: none."""
+    warmup: int
+    """Steps before the timed ones."""
+    steps: int
+    """Timed steps."""
+
+    @property
+    def shape(self) -> GptShape:
+        """The model's shape at this sequence length."""
+        return dataclasses.replace(SHAPES[self.model], length=self.length)
+
+
+class System(Protocol):
+    """A model with its optimizer, ready to train. It lives as long as its process."""
+
+    version: str
+    """Of the package that trains."""
+    settings: dict[str, Any]
+    """What this system was given beyond the job, for the record."""
+    device: torch.device
+    """Where batches go."""
+
+    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Forward, backward and update; returns the loss before the update."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """The system's own figures; ``device_peak_bytes`` among them where PyTorch's CUDA allocator has none."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SystemSpec:
+    """Where a system is."""
+
+    module: str
+    """In this package."""
+    build: str
+    """Function of ``module`` that makes a :class:`System` of a :class:`Job`."""
+    package: str
+    """Import name of what has to be installed."""
+    prepare: str | None = None
+    """Function of ``module`` that does what a machine needs once, such as compiling; not part of the timing."""
+    limits_host_itself: bool = False
+    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its process is ended when it exceeds them."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether ``package`` can be found (it is not imported)."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+SYSTEMS = {
+    "patrickstar": SystemSpec(
+        module="patrickstar", build="build_chunked", package="patrickstar", limits_host_itself=True
+    ),
+    "fsdp2": SystemSpec(module="fsdp2", build="build_resident", package="torch"),
+    "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded", package="torch"),
+    "deepspeed-zero3-offload": SystemSpec(
+        module="deepspeed", build="build_zero3_offloaded", package="deepspeed", prepare="compile_kernels"
+    ),
+}

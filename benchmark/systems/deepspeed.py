@@ -1,0 +1,73 @@
+"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+from benchmark.systems import ADAMW, Job
+from benchmark.systems.device import limit_device_memory, training_device
+from benchmark.systems.single_rank import init_single_rank_group
+from benchmark.systems.weights import build_meta_gpt, fill_parameters
+
+_SUB_GROUP_NUMEL = int(1e8)
+_PREFETCH_NUMEL = int(2e8)
+
+
+def compile_kernels() -> None:
+    """Compiles DeepSpeed's CPU Adam, once per machine."""
+    CPUAdamBuilder().load(verbose=False)
+
+
+def build_zero3_offloaded(job: Job) -> Zero3:
+    """ZeRO stage 3 on one process."""
+    return Zero3(job)
+
+
+class Zero3:
+    """See :class:`benchmark.systems.System`."""
+
+    def __init__(self, job: Job):
+        self.device = training_device()
+        limit_device_memory(job)
+        init_single_rank_group()
+        config = _config(job, pin=self.device.type == "cuda")
+        self.version = deepspeed.__version__.strip()
+        self.settings: dict[str, Any] = {"config": config}
+        model = build_meta_gpt(job.shape).to(torch.bfloat16)
+        model.to_empty(device="cpu")
+        fill_parameters(model)
+        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self._engine.train()
+
+    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = self._engine(**batch).loss
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+
+def _config(job: Job, *, pin: bool) -> dict[str, Any]:
+    host = {"device": "cpu", "pin_memory": pin}
+    return {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": job.clipping,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_param": host,
+            "offload_optimizer": host,
+            "sub_group_size": _SUB_GROUP_NUMEL,
+            "stage3_prefetch_bucket_size": _PREFETCH_NUMEL,
+        },
+    }

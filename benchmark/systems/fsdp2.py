@@ -1,0 +1,66 @@
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``) as a system, with everything resident or with CPUOffloadPolicy.
+
+Set up as its documentation recommends: one group per transformer block and one for the rest, parameters gathered in
+bfloat16 over float32 shards, resharded after forward, prefetching as it does by itself, the fused AdamW. On one process
+a reduction changes no value, so gradients are reduced in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from benchmark.systems import ADAMW, Job
+from benchmark.systems.device import limit_device_memory, training_device
+from benchmark.systems.single_rank import init_single_rank_group
+from benchmark.systems.weights import build_meta_gpt, fill_parameters
+
+
+def build_resident(job: Job) -> Sharded:
+    """Parameters, gradients and states on the GPU."""
+    device = training_device()
+    return Sharded(job, device, shards=device, offload=OffloadPolicy())
+
+
+def build_offloaded(job: Job) -> Sharded:
+    """Parameters, gradients and states in pinned host memory, where AdamW runs too."""
+    device = training_device()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    return Sharded(job, device, shards=torch.device("cpu"), offload=offload)
+
+
+class Sharded:
+    """See :class:`benchmark.systems.System`."""
+
+    version = torch.__version__
+
+    def __init__(self, job: Job, device: torch.device, *, shards: torch.device, offload: OffloadPolicy):
+        limit_device_memory(job)
+        init_single_rank_group()
+        self.device = device
+        self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}
+        self._model = build_meta_gpt(job.shape)
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for block in self._model.transformer.h:
+            fully_shard(block, mp_policy=precision, offload_policy=offload)
+        fully_shard(self._model, mp_policy=precision, offload_policy=offload)
+        self._model.to_empty(device=shards)
+        fill_parameters(self._model)
+        self._params = list(self._model.parameters())
+        self._optimizer = torch.optim.AdamW(self._params, fused=True, **ADAMW)
+        self._clipping = job.clipping
+
+    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = self._model(**batch).loss
+        loss.backward()
+        if self._clipping > 0:
+            nn.utils.clip_grad_norm_(self._params, self._clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def report(self) -> dict[str, Any]:
+        return {}

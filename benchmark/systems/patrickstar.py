@@ -1,0 +1,58 @@
+"""PatrickStar as a system: the model's values are made on the host and move into chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import patrickstar
+from benchmark.common import GptShape
+from benchmark.systems import ADAMW, Job
+from benchmark.systems.device import training_device
+from benchmark.systems.weights import build_meta_gpt, fill_parameters
+from patrickstar.runtime import initialize_engine
+
+_CHUNK_NUMEL = 64 * 2**20
+
+
+def build_chunked(job: Job) -> Chunked:
+    """PatrickStar within ``job.gpu_bytes`` (None: its default share of the GPU) and ``job.host_bytes``."""
+    return Chunked(job)
+
+
+class Chunked:
+    """See :class:`benchmark.systems.System`."""
+
+    def __init__(self, job: Job):
+        config = {
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "bf16": {"enabled": True},
+            "gradient_clipping": job.clipping,
+            "default_chunk_size": _CHUNK_NUMEL,
+            "device_memory": job.gpu_bytes,
+            "host_memory": job.host_bytes,
+        }
+        self.version = patrickstar.__version__
+        self.settings: dict[str, Any] = {"config": config}
+        self._engine, self._optimizer = initialize_engine(lambda: _host_model(job.shape), 0, config)
+        self._engine.train()
+        self.device = training_device()
+
+    def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self._optimizer.zero_grad()
+        loss = self._engine(**batch).loss
+        self._engine.backward(loss)
+        self._optimizer.step()
+        return loss.detach()
+
+    def report(self) -> dict[str, Any]:
+        return self._engine.report()
+
+
+def _host_model(shape: GptShape) -> nn.Module:
+    model = build_meta_gpt(shape)
+    model.to_empty(device="cpu")
+    fill_parameters(model)
+    return model

@@ -1,0 +1,117 @@
+"""Trains one system in a process of its own: ``python -m benchmark.systems.worker JOB FD``, started by ``launcher.py``.
+
+``JOB`` is a :class:`~benchmark.systems.Job` as JSON; events go to the file descriptor ``FD``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from benchmark.common import provenance, token_batch
+from benchmark.systems import SYSTEMS, Job, System
+from benchmark.systems.events import EventWriter, Outcome, peak_resident_bytes
+from benchmark.systems.gpu_activity import profile_step
+
+_BATCH_SEED = 1
+
+
+class StepTimer:
+    """Steps of one system on one sequence of batches, each timed from the batch on the host to an idle device."""
+
+    def __init__(self, job: Job, system: System):
+        self._job = job
+        self._system = system
+        self._generator = torch.Generator().manual_seed(_BATCH_SEED)
+
+    def run(self) -> tuple[float, float]:
+        """One step; returns its seconds and its loss."""
+        system = self._system
+        tokens = token_batch(self._job.shape, self._job.batch, self._generator)
+        begin = time.perf_counter()
+        loss = system.step({key: value.to(system.device) for key, value in tokens.items()}).item()
+        if system.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, loss
+
+
+def train(job: Job, events: EventWriter) -> None:
+    """Builds the system, runs warm-up and timed steps, and one more under the profiler."""
+    spec = SYSTEMS[job.system]
+    module = importlib.import_module(f"benchmark.systems.{spec.module}")
+    if spec.prepare is not None:
+        getattr(module, spec.prepare)()
+    events.send("provenance", **provenance())
+    begin = time.perf_counter()
+    system: System = getattr(module, spec.build)(job)
+    init_seconds = time.perf_counter() - begin
+    events.send("initialised", init_seconds=init_seconds, version=system.version, settings=system.settings)
+    timer = StepTimer(job, system)
+    for _ in range(job.warmup + job.steps):
+        seconds, loss = timer.run()
+        events.send("step", seconds=seconds, loss=loss)
+    report = system.report()
+    events.send(
+        "measured",
+        device_peak_bytes=_device_peak_bytes(report),
+        host_peak_bytes=peak_resident_bytes(),
+        report=report,
+    )
+    _profile(timer, events)
+
+
+def _device_peak_bytes(report: dict[str, Any]) -> int | None:
+    """What PyTorch's allocator reserved at most since the process began; on a simulated device, the system's figure."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else report.get("device_peak_bytes")
+
+
+def _profile(timer: StepTimer, events: EventWriter) -> None:
+    """The figures are already sent: what goes wrong here costs the profile alone."""
+    if not torch.cuda.is_available():
+        events.send("not_profiled", reason="no GPU")
+        return
+    try:
+        events.send("profiled", **profile_step(lambda: timer.run() and None))
+    except Exception as error:  # noqa: BLE001
+        events.send("not_profiled", reason=_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _outcome(error: BaseException) -> Outcome:
+    """Allocators say that memory is exhausted in classes and words of their own."""
+    by_class = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or type(error).__name__ == "MemoryBudgetError"
+    by_words = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
+    return Outcome.OUT_OF_MEMORY if by_class or by_words else Outcome.FAILED
+
+
+def main() -> None:
+    values: dict[str, Any] = json.loads(sys.argv[1])
+    job = Job(**{field.name: values[field.name] for field in dataclasses.fields(Job)})
+    events = EventWriter(os.fdopen(int(sys.argv[2]), "w", encoding="utf-8"))
+    exit_code = 0
+    try:
+        train(job, events)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        events.send("failed", outcome=_outcome(error).value, reason=_describe(error))
+        exit_code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking a model of many GB apart, piece by piece, takes longer than letting the kernel have it back at once.
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
