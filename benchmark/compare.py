@@ -1,11 +1,15 @@
 """PatrickStar and its peers on the same model with equal settings, in one call.
 
-    python -m benchmark.compare --model 4.3b --batch 16 --gpu-mem 24GiB --gpu-mem fsdp2=all --json out.json --plot out.svg
+    python -m benchmark.compare --model 4.3b --batch 16 --gpu-mem 24GiB --gpu-mem fsdp2=all --json results.json
 
 Each system trains in a fresh process, one after the other: a Hugging Face GPT-2 (sdpa, no dropout, untied output layer,
 non-reentrant checkpointing) from the same values on the same batches, in bfloat16 with float32 masters, with AdamW. A
 system that is not installed is named and skipped; of one that runs out of memory, is killed or takes too long the
 reason is given. The others go on.
+
+``--gpu-mem`` limits what PyTorch's allocator may reserve (PatrickStar: ``device_memory``); without a GPU it limits
+PatrickStar's simulated device alone. ``--host-mem`` is PatrickStar's ``host_memory``; a peer has no such limit, its
+process is ended when it exceeds it.
 
 * step: median of the timed steps, each from the batch on the host to an idle GPU.
 * model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step.
@@ -13,7 +17,8 @@ reason is given. The others go on.
   memory included; both since the process began.
 * exposed: the part of a step in which the GPU computes nothing and waits for a transfer, for the host's optimizer or to
   be launched: step minus the time in which at least one kernel ran in one more step, which is profiled.
-* speed: relative to PatrickStar's, over the same batches.
+* ratio: the system's step over PatrickStar's, that is how many times as fast PatrickStar is.
+* init: from imported packages and compiled kernels to a model that can train.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from benchmark.systems.launcher import Run
 
 _REFERENCE = "patrickstar"
 _GIB = 2**30
+_LONGEST_NOTE = 90
 
 
 @dataclasses.dataclass
@@ -24,12 +25,12 @@ class Comparison:
         """Median of the timed steps."""
         return statistics.median(run.step_seconds[run.job.warmup :])
 
-    def speed(self, run: Run) -> float | None:
-        """Speed relative to PatrickStar's; None if one of the two did not train."""
+    def ratio(self, run: Run) -> float | None:
+        """Step time over PatrickStar's; None if one of the two did not train."""
         reference = next((r for r in self.runs if r.job.system == _REFERENCE and r.is_measured), None)
         if reference is None or not run.is_measured:
             return None
-        return self.step_seconds(reference) / self.step_seconds(run)
+        return self.step_seconds(run) / self.step_seconds(reference)
 
     def exposed_seconds(self, run: Run) -> float | None:
         """Seconds of a step in which no kernel runs; None if not measured."""
@@ -65,7 +66,7 @@ class Comparison:
                 "step_seconds": step,
                 "model_tflops": run.job.shape.model_flops(run.job.batch) / step / 1e12,
                 "tokens_per_second": run.job.batch * run.job.length / step,
-                "speed_relative_to_patrickstar": self.speed(run),
+                "step_seconds_over_patrickstar": self.ratio(run),
                 "exposed_seconds": self.exposed_seconds(run),
                 "gpu_activity": run.activity,
                 "gpu_activity_missing_because": run.activity_reason,
@@ -88,10 +89,11 @@ def format_table(comparison: Comparison) -> str:
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
     clipping = f"clipping at {job.clipping:g}" if job.clipping > 0 else "no clipping"
     lines = [
-        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, batch {job.batch} x {job.length}, bf16, "
-        f"AdamW, {clipping}; GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
+        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, batch {job.batch} x {job.length}, "
+        f"bf16, AdamW, {clipping}",
+        f"GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
         "",
-        f"{'system':24}{'GPU limit':>10}{'step s':>9}{'TFLOPS':>8}{'tokens/s':>10}{'speed':>7}{'device GiB':>12}"
+        f"{'system':24}{'GPU limit':>10}{'step s':>9}{'TFLOPS':>8}{'tokens/s':>10}{'ratio':>7}{'device GiB':>12}"
         f"{'host GiB':>10}{'exposed s':>11}{'up GiB':>8}{'down GiB':>9}{'init s':>8}",
     ]
     lines += [_row(comparison, run) for run in comparison.runs]
@@ -117,7 +119,7 @@ def _row(comparison: Comparison, run: Run) -> str:
     activity = run.activity or {}
     return (
         f"{start}{step:9.3f}{tflops:8.1f}{run.job.batch * run.job.length / step:10.0f}"
-        f"{_number(comparison.speed(run), 2):>7}{_gib(run.device_peak_bytes):>12}{_gib(run.host_peak_bytes):>10}"
+        f"{_number(comparison.ratio(run), 2):>7}{_gib(run.device_peak_bytes):>12}{_gib(run.host_peak_bytes):>10}"
         f"{_number(comparison.exposed_seconds(run), 3):>11}{_gib(activity.get('uploaded_bytes')):>8}"
         f"{_gib(activity.get('downloaded_bytes')):>9}{_number(run.init_seconds, 1):>8}"
     )
@@ -128,7 +130,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / _GIB:.1f}"
+    return "-" if num_bytes is None else f"{num_bytes / _GIB:.3g}"
 
 
 def plot(comparison: Comparison, path: Path) -> None:
@@ -146,12 +148,13 @@ def plot(comparison: Comparison, path: Path) -> None:
         if run.is_measured:
             step = comparison.step_seconds(run)
             tflops = job.shape.model_flops(job.batch) / step / 1e12
-            text = f"{tflops:.3g} TFLOPS, {step:.3g} s, device {_gib(run.device_peak_bytes)}, host {_gib(run.host_peak_bytes)} GiB"
+            peaks = f"peaks: device {_gib(run.device_peak_bytes)} GiB, host {_gib(run.host_peak_bytes)} GiB"
+            text = f"{tflops:.3g} TFLOPS, {step:.3g} s per step, {peaks}"
         color = "tab:blue" if run.job.system == _REFERENCE else "tab:gray"
-        axes.barh(position, tflops, color=color, height=0.5)
-        axes.annotate(text[:90], (0, position), (2, 16), textcoords="offset points", va="center", fontsize=8)
+        axes.barh(position, tflops, color=color, height=0.45)
+        axes.text(0, position - 0.26, " " + text[:_LONGEST_NOTE], va="bottom", fontsize=8)
     axes.set_yticks(range(len(comparison.runs)), [_label(run) for run in comparison.runs])
-    axes.invert_yaxis()
+    axes.set_ylim(len(comparison.runs) - 0.6, -0.7)  # the first on top
     axes.set_xlabel("model TFLOPS")
     axes.set_title(f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -64,7 +64,7 @@ class System(Protocol):
         ...
 
     def report(self) -> dict[str, Any]:
-        """The system's own figures; ``device_peak_bytes`` among them where PyTorch's CUDA allocator has none."""
+        """The system's own figures; ``device_peak_bytes`` among them if PyTorch's CUDA allocator does not know it."""
         ...
 
 

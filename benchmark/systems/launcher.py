@@ -67,7 +67,7 @@ class Run:
         return self.host_peak_bytes is not None and self.outcome is Outcome.TRAINED
 
 
-class _Ended(Exception):
+class _WorkerEndedError(Exception):
     """The worker has to be, or was, ended."""
 
     def __init__(self, outcome: Outcome, reason: str):
@@ -108,7 +108,7 @@ def run_system(job: Job, *, timeout_seconds: float, log: Callable[[str], None]) 
         try:
             watch.read(events.fileno(), log)
             _check_exit(run, worker.wait())
-        except _Ended as ended:
+        except _WorkerEndedError as ended:
             _note_end(run, ended, watch.host_peak_bytes)
         finally:
             _kill(worker)
@@ -151,9 +151,9 @@ class _Watch:
         self.host_peak_bytes = max(self.host_peak_bytes, peak_resident_bytes(self._worker.pid))
         if self._host_bytes is not None and self.host_peak_bytes > self._host_bytes:
             reason = f"{self.host_peak_bytes} bytes of host memory, {self._host_bytes} are allowed"
-            raise _Ended(Outcome.OUT_OF_MEMORY, reason)
+            raise _WorkerEndedError(Outcome.OUT_OF_MEMORY, reason)
         if time.monotonic() > self._deadline:
-            raise _Ended(Outcome.TIMED_OUT, f"more than {self._timeout_seconds:g} s")
+            raise _WorkerEndedError(Outcome.TIMED_OUT, f"more than {self._timeout_seconds:g} s")
 
 
 def _take(run: Run, event: dict[str, Any], log: Callable[[str], None]) -> None:
@@ -178,19 +178,19 @@ def _take(run: Run, event: dict[str, Any], log: Callable[[str], None]) -> None:
     elif kind == "not_profiled":
         run.activity_reason = event["reason"]
     else:
-        raise _Ended(Outcome(event["outcome"]), event["reason"])
+        raise _WorkerEndedError(Outcome(event["outcome"]), event["reason"])
 
 
 def _check_exit(run: Run, exit_code: int) -> None:
     if exit_code == -signal.SIGKILL:
-        raise _Ended(Outcome.KILLED, "SIGKILL, as the host does when its memory is exhausted")
+        raise _WorkerEndedError(Outcome.KILLED, "SIGKILL, as the host does when its memory is exhausted")
     if exit_code < 0:
-        raise _Ended(Outcome.KILLED, signal.Signals(-exit_code).name)
+        raise _WorkerEndedError(Outcome.KILLED, signal.Signals(-exit_code).name)
     if exit_code > 0 or not run.is_measured:
-        raise _Ended(Outcome.FAILED, f"exit status {exit_code}")
+        raise _WorkerEndedError(Outcome.FAILED, f"exit status {exit_code}")
 
 
-def _note_end(run: Run, ended: _Ended, host_peak_bytes: int) -> None:
+def _note_end(run: Run, ended: _WorkerEndedError, host_peak_bytes: int) -> None:
     """A worker that ends in the profiled step has measured all but that."""
     reason = f"{ended.reason} (in {run.stage})"
     if run.is_measured:

@@ -17,9 +17,8 @@ def init_single_rank_group() -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     backend = "gloo"
-    options = {}
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-        backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", 0)}
+        backend = "cpu:gloo,cuda:nccl"
     store = dist.FileStore(str(Path(tempfile.mkdtemp(prefix="benchmark-")) / "store"), 1)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)

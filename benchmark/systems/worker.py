@@ -15,6 +15,7 @@ import traceback
 from typing import Any
 
 import torch
+import transformers
 
 from benchmark.common import provenance, token_batch
 from benchmark.systems import SYSTEMS, Job, System
@@ -49,7 +50,7 @@ def train(job: Job, events: EventWriter) -> None:
     module = importlib.import_module(f"benchmark.systems.{spec.module}")
     if spec.prepare is not None:
         getattr(module, spec.prepare)()
-    events.send("provenance", **provenance())
+    events.send("provenance", **provenance(), transformers_version=transformers.__version__)
     begin = time.perf_counter()
     system: System = getattr(module, spec.build)(job)
     init_seconds = time.perf_counter() - begin
@@ -69,8 +70,14 @@ def train(job: Job, events: EventWriter) -> None:
 
 
 def _device_peak_bytes(report: dict[str, Any]) -> int | None:
-    """What PyTorch's allocator reserved at most since the process began; on a simulated device, the system's figure."""
-    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else report.get("device_peak_bytes")
+    """What PyTorch's allocator reserved at most since the process began; None without a GPU.
+
+    A system that resets the allocator's peaks for purposes of its own, or simulates the device, reports its own.
+    """
+    peaks = [torch.cuda.max_memory_reserved()] if torch.cuda.is_available() else []
+    if "device_peak_bytes" in report:
+        peaks.append(report["device_peak_bytes"])
+    return max(peaks, default=None)
 
 
 def _profile(timer: StepTimer, events: EventWriter) -> None:

@@ -1,0 +1,165 @@
+"""``benchmark.compare`` end to end on a machine without a GPU, and how it ends what goes wrong."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from benchmark import compare
+from benchmark.common import SHAPES
+from benchmark.systems import SYSTEMS, Job
+from benchmark.systems.events import Outcome
+from benchmark.systems.gpu_activity import summarize
+from benchmark.systems.launcher import run_system
+from benchmark.systems.weights import build_meta_gpt
+
+MISSING = "deepspeed-zero3-offload"
+JOB = Job(
+    system="fsdp2",
+    model="tiny",
+    length=64,
+    batch=2,
+    clipping=0.0,
+    gpu_bytes=None,
+    host_bytes=None,
+    warmup=1,
+    steps=1,
+)
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch):
+    spec = dataclasses.replace(SYSTEMS[MISSING], package="no_such_package")
+    monkeypatch.setitem(SYSTEMS, MISSING, spec)
+
+
+def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
+    flags = "--batch 2 --length 48 --clipping 0.5 --warmup 1 --steps 3 --gpu-mem 24MiB --gpu-mem fsdp2=all"
+    files = ["--json", str(tmp_path / "results" / "out.json"), "--plot", str(tmp_path / "out.svg")]
+    assert compare.main([*flags.split(), *files]) == 0
+    table = capsys.readouterr().out
+    print(table)
+    results = json.loads((tmp_path / "results" / "out.json").read_text())
+    by_name = {system["system"]: system for system in results["systems"]}
+    assert list(by_name) == list(SYSTEMS)
+
+    missing = by_name.pop(MISSING)
+    assert missing["outcome"] == "not installed" and "no_such_package" in missing["reason"]
+    assert MISSING in table and "not installed" in table
+
+    reference = by_name["patrickstar"]
+    for system in by_name.values():
+        assert system["outcome"] == "trained", system
+        assert system["losses"] == pytest.approx(reference["losses"], abs=2e-3)  # bfloat16, and other orders of sums
+        assert len(system["all_step_seconds"]) == 4
+        assert sorted(system["all_step_seconds"][1:])[1] == pytest.approx(system["step_seconds"], abs=1e-4)
+        assert system["tokens_per_second"] == pytest.approx(2 * 48 / system["step_seconds"])
+        ratio = system["step_seconds"] / reference["step_seconds"]
+        assert system["step_seconds_over_patrickstar"] == pytest.approx(ratio)
+        assert system["host_peak_bytes"] > 100e6
+        assert system["exposed_seconds"] is None and system["gpu_activity_missing_because"] == "no GPU"
+    assert reference["losses"][0] != reference["losses"][1]
+    assert 0 < reference["device_peak_bytes"] <= 24 * 2**20
+    assert by_name["fsdp2"]["gpu_limit_bytes"] is None
+    assert results["command"].startswith("python -m benchmark.compare ")
+    assert results["gpu"] == "none" and results["commit"]
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_system_that_does_not_fit_is_reported_and_the_others_go_on(tmp_path, capsys):
+    flags = "--system patrickstar fsdp2 --batch 2 --warmup 0 --steps 1 --gpu-mem patrickstar=64KiB --json"
+    assert compare.main([*flags.split(), str(tmp_path / "out.json")]) == 0
+    table = capsys.readouterr().out
+    print(table)
+    patrickstar, fsdp2 = json.loads((tmp_path / "out.json").read_text())["systems"]
+    assert patrickstar["outcome"] == "out of memory"
+    assert "device_memory is 65536 bytes" in patrickstar["reason"] and "the initialisation" in patrickstar["reason"]
+    assert patrickstar["reason"] in table
+    assert "Traceback" in patrickstar["log_tail"]
+    assert fsdp2["outcome"] == "trained" and fsdp2["step_seconds_over_patrickstar"] is None
+
+
+def test_a_killed_worker(monkeypatch):
+    workers = []
+    start = subprocess.Popen
+
+    def record(*args, **kwargs):
+        workers.append(start(*args, **kwargs))
+        return workers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+
+    def kill_when_initialised(line):
+        if "initialised" in line:
+            os.kill(workers[0].pid, signal.SIGKILL)
+
+    run = run_system(dataclasses.replace(JOB, steps=10_000), timeout_seconds=100, log=kill_when_initialised)
+    assert run.outcome is Outcome.KILLED
+    assert "SIGKILL" in run.reason and "step" in run.reason
+    assert run.init_seconds > 0 and run.host_peak_bytes > 100e6
+
+
+@pytest.mark.parametrize(
+    ("job", "timeout_seconds", "outcome", "reason"),
+    [
+        (JOB, 0.3, Outcome.TIMED_OUT, "more than 0.3 s (in the initialisation)"),
+        (dataclasses.replace(JOB, host_bytes=2**20), 100, Outcome.OUT_OF_MEMORY, "1048576 are allowed"),
+    ],
+)
+def test_limits(job, timeout_seconds, outcome, reason):
+    run = run_system(job, timeout_seconds=timeout_seconds, log=print)
+    assert run.outcome is outcome and reason in run.reason
+
+
+def test_shapes():
+    for name, shape in SHAPES.items():
+        if shape.hidden > 2000:
+            assert shape.num_parameters() / 1e9 == pytest.approx(float(name.removesuffix("b")), abs=0.07)
+    shape = SHAPES["0.1b"]
+    assert sum(param.numel() for param in build_meta_gpt(shape).parameters()) == shape.num_parameters()
+
+
+def test_gpu_limits():
+    systems = ["patrickstar", "fsdp2"]
+    gib = 2**30
+    assert compare.gpu_limits([], systems) == {"patrickstar": None, "fsdp2": None}
+    assert compare.gpu_limits(["fsdp2=all", "24GiB"], systems) == {"patrickstar": 24 * gib, "fsdp2": None}
+    assert compare.gpu_limits(["all", "fsdp2=1GiB"], systems) == {"patrickstar": None, "fsdp2": gib}
+    with pytest.raises(ValueError, match="not among the systems that run: patrickstar, fsdp2"):
+        compare.gpu_limits(["fsdp=1GiB"], systems)
+    with pytest.raises(ValueError, match="--gpu-mem is 'much'"):
+        compare.gpu_limits(["much"], systems)
+
+
+def test_gpu_activity():
+    def event(category, name, begin, seconds, **args):
+        return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": seconds * 1e6, "args": args}
+
+    figures = summarize(
+        [
+            event("kernel", "gemm", 0, 2),
+            event("kernel", "adam", 1, 0.5),  # within the first
+            event("kernel", "gemm", 1.5, 1.5),  # overlaps it
+            event("kernel", "ncclDevKernel_AllGather", 3, 9),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 3, 0.25, bytes=100),
+            event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 4, 0.25, bytes=10),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 3, 1, bytes=7),
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 3, 1, bytes=5),
+            event("gpu_memset", "Memset (Device)", 4, 1),
+            event("cuda_runtime", "cudaLaunchKernel", 4, 1),
+            event("kernel", "gemm", 10, 1),
+            {"ph": "M", "name": "process_name"},
+        ]
+    )
+    assert figures == {
+        "computing_seconds": pytest.approx(4),
+        "uploaded_bytes": 110,
+        "uploaded_seconds": pytest.approx(0.5),
+        "downloaded_bytes": 7,
+        "downloaded_seconds": pytest.approx(1),
+    }
+    with pytest.raises(RuntimeError, match="no kernel"):
+        summarize([])
