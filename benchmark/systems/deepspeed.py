@@ -40,6 +40,8 @@ class Zero3:
         model = build_meta_gpt(job.shape).to(torch.bfloat16)
         model.to_empty(device="cpu")
         fill_parameters(model)
+        # Parameter by parameter; initialize() would first move the whole model to the GPU.
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self._engine.train()
 
