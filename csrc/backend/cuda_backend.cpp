@@ -168,6 +168,7 @@ class CudaBackend final : public Backend {
   }
 
   void pin(void* data, int64_t num_bytes) override {
+    const c10::cuda::CUDAGuard guard(device_);
     PS_CUDA_CHECK(cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable));
   }
   void unpin(void* data, int64_t) override { cudaHostUnregister(data); }

@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <cstring>
+
 #include "backend/device_meter.h"
 #include "bind/bind.h"
 #include "common/thread_pool.h"
@@ -21,6 +23,11 @@ class HostAllocations {
   std::unique_ptr<HostAllocationScope> scope_;
 };
 
+// Preparation as on CUDA, without its pinning.
+RegionHooks touching_hooks() {
+  return {[](void* data, int64_t num_bytes) { std::memset(data, 0, static_cast<size_t>(num_bytes)); }, {}};
+}
+
 }  // namespace
 
 void register_memory(py::module_& module) {
@@ -32,14 +39,23 @@ void register_memory(py::module_& module) {
       .def("__exit__", &HostAllocations::exit);
   // For tests: addresses as integers.
   py::class_<HostArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
-      .def(py::init([](int64_t limit_bytes) { return std::make_unique<HostArena>(limit_bytes, RegionHooks{}); }),
-           py::arg("limit_bytes"))
+      .def(py::init([](int64_t limit_bytes, bool prepares) {
+             return std::make_unique<HostArena>(limit_bytes, prepares ? touching_hooks() : RegionHooks{});
+           }),
+           py::arg("limit_bytes"), py::arg("prepares") = false)
       .def("reserve", &HostArena::reserve)
+      .def("prepare_ahead", &HostArena::prepare_ahead)
+      .def("release_reserved", &HostArena::release_reserved)
       .def("allocate", [](HostArena& self,
                           int64_t num_bytes) { return reinterpret_cast<uintptr_t>(self.allocate(num_bytes).data); })
       .def("free", [](HostArena& self, uintptr_t data,
                       int64_t num_bytes) { self.free({reinterpret_cast<void*>(data), num_bytes, false}); })
       .def("trim", &HostArena::trim)
+      .def("allocate_prepared",
+           [](HostArena& self, int64_t num_bytes) {
+             return reinterpret_cast<uintptr_t>(self.try_allocate_prepared(num_bytes).data);
+           })
+      .def_property_readonly("unreserved_bytes", &HostArena::unreserved_bytes)
       .def_property_readonly("used_bytes", &HostArena::used_bytes)
       .def_property_readonly("mapped_bytes", &HostArena::mapped_bytes)
       .def_property_readonly("peak_mapped_bytes", &HostArena::peak_mapped_bytes);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "common/check.h"
@@ -40,21 +41,69 @@ char* map_memory(int64_t num_bytes) {
 HostArena::HostArena(int64_t limit_bytes, RegionHooks hooks) : limit_bytes_(limit_bytes), hooks_(std::move(hooks)) {}
 
 HostArena::~HostArena() {
+  release_reserved();
   for (auto& region : regions_) unmap(*region);
 }
 
 void HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
-  PS_CHECK(mapped_bytes_ + total <= limit_bytes_, MemoryBudgetError, "the chunks need ", total,
+  PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", total,
            " bytes of host memory, the limit is ", limit_bytes_, "; raise host_memory");
+  const auto add = [this](int64_t num_bytes) {
+    reserved_.push_back(std::make_shared<Reserved>(Reserved{round_up(num_bytes, kPage), nullptr, nullptr}));
+    reserved_bytes_ += reserved_.back()->num_bytes;
+  };
   int64_t group = 0;
   for (int64_t bytes : block_bytes) {
     const int64_t size = round_up(bytes, kBlockAlignment);
-    if (group > 0 && group + size > kMaxRegionBytes) map_region(std::exchange(group, 0));
+    if (group > 0 && group + size > kMaxRegionBytes) add(std::exchange(group, 0));
     group += size;
   }
-  if (group > 0) map_region(group);
+  if (group > 0) add(group);
+}
+
+void HostArena::prepare_ahead() {
+  if (!hooks_.prepare) return;  // mapping alone costs nothing
+  for (const auto& reserved : reserved_) {
+    if (reserved->done != nullptr) continue;
+    if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
+    preparer_->submit([this, reserved] {
+      if (abandoned_) return;
+      try {
+        reserved->region = make_region(reserved->num_bytes);
+      } catch (const std::exception&) {  // whoever takes it tries again, and gets the error
+      }
+    });
+    reserved->done = preparer_->record();
+  }
+}
+
+void HostArena::release_reserved() {
+  abandoned_ = true;
+  for (const auto& reserved : reserved_) {
+    if (reserved->done != nullptr) static_cast<HostEvent&>(*reserved->done).wait();
+    if (reserved->region != nullptr) dispose(*reserved->region);
+  }
+  reserved_.clear();
+  reserved_bytes_ = 0;
+  abandoned_ = false;
+}
+
+std::unique_ptr<HostArena::Region> HostArena::take_reserved() {
+  if (reserved_.empty()) return nullptr;
+  const std::shared_ptr<Reserved> first = std::move(reserved_.front());
+  reserved_.pop_front();
+  reserved_bytes_ -= first->num_bytes;
+  if (first->done != nullptr) static_cast<HostEvent&>(*first->done).wait();
+  return first->region != nullptr ? std::move(first->region) : make_region(first->num_bytes);
+}
+
+void HostArena::add_prepared_regions() {
+  while (!reserved_.empty() && reserved_.front()->done != nullptr &&
+         static_cast<HostEvent&>(*reserved_.front()->done).is_complete()) {
+    add_region(take_reserved());
+  }
 }
 
 HostBlock HostArena::allocate(int64_t num_bytes) {
@@ -68,6 +117,25 @@ HostBlock HostArena::allocate(int64_t num_bytes) {
 
 HostBlock HostArena::try_allocate(int64_t num_bytes) {
   const int64_t size = round_up(num_bytes, kBlockAlignment);
+  HostBlock block = find_block(size, num_bytes);
+  while (!block && !reserved_.empty() && reserved_.front()->num_bytes >= size) {
+    add_region(take_reserved());
+    block = find_block(size, num_bytes);
+  }
+  if (!block && size <= unreserved_bytes()) {
+    add_region(make_region(size));
+    block = find_block(size, num_bytes);
+  }
+  return block;
+}
+
+HostBlock HostArena::try_allocate_prepared(int64_t num_bytes) {
+  if (!hooks_.prepare) return try_allocate(num_bytes);
+  add_prepared_regions();
+  return find_block(round_up(num_bytes, kBlockAlignment), num_bytes);
+}
+
+HostBlock HostArena::find_block(int64_t size, int64_t num_bytes) {
   Region* best = nullptr;
   std::map<int64_t, int64_t>::iterator best_range;
   for (auto& region : regions_) {
@@ -78,11 +146,7 @@ HostBlock HostArena::try_allocate(int64_t num_bytes) {
       }
     }
   }
-  if (best == nullptr) {
-    if (mapped_bytes_ + size > limit_bytes_) return {};
-    best = map_region(size);
-    best_range = best->free.begin();
-  }
+  if (best == nullptr) return {};
   const int64_t offset = best_range->first;
   const int64_t left = best_range->second - size;
   best->free.erase(best_range);
@@ -129,24 +193,30 @@ void HostArena::trim() {
                  regions_.end());
 }
 
-HostArena::Region* HostArena::map_region(int64_t num_bytes) {
+std::unique_ptr<HostArena::Region> HostArena::make_region(int64_t num_bytes) const {
   auto region = std::make_unique<Region>();
   region->num_bytes = round_up(num_bytes, kPage);
   region->data = map_memory(region->num_bytes);
   region->free.emplace(0, region->num_bytes);
+  if (hooks_.prepare) hooks_.prepare(region->data, region->num_bytes);
+  return region;
+}
+
+void HostArena::add_region(std::unique_ptr<Region> region) {
   mapped_bytes_ += region->num_bytes;
   peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
   regions_.push_back(std::move(region));
-  Region* added = regions_.back().get();
-  if (hooks_.prepare) hooks_.prepare(added->data, added->num_bytes);
-  return added;
 }
 
 void HostArena::unmap(Region& region) {
   if (region.data == nullptr) return;
+  dispose(region);
+  mapped_bytes_ -= region.num_bytes;
+}
+
+void HostArena::dispose(Region& region) const {
   if (hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
   munmap(region.data, static_cast<size_t>(region.num_bytes));
-  mapped_bytes_ -= region.num_bytes;
   region.data = nullptr;
 }
 

@@ -5,16 +5,25 @@
 // first touch, against 3.3 for cudaHostAlloc). A block lies in one region, so one pinned range covers it.
 // Blocks are found best-fit and coalesce when freed. Guarded by the runtime's lock.
 //
+// Preparing a region takes seconds per 50 GB. [Note: regions ahead] Reserved regions are mapped when they are needed, or
+// before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs; whoever needs one
+// that is under way waits for it.
+//
 //   HostArena arena(/*limit_bytes=*/8 << 30, {});
 //   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
 //   arena.free(block);
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <vector>
+
+#include "common/event.h"
+#include "common/work_queue.h"
 
 namespace patrickstar {
 
@@ -26,7 +35,8 @@ struct HostBlock {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// What to do with a new region before use and with an old one before it is unmapped; both may be empty.
+// What to do with a new region before use and with an old one before it is unmapped; both may be empty. `prepare` is
+// called by any thread.
 struct RegionHooks {
   std::function<void(void* data, int64_t num_bytes)> prepare;
   std::function<void(void* data, int64_t num_bytes)> dispose;
@@ -42,13 +52,21 @@ class HostArena {
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Maps regions that fit the given blocks exactly, so that later allocations of these sizes find room.
+  // Sets memory aside in regions that fit the given blocks exactly, so that later allocations of these sizes find room.
   // Throws MemoryBudgetError when they exceed the limit.
   void reserve(const std::vector<int64_t>& block_bytes);
+  // What may still be reserved.
+  int64_t unreserved_bytes() const { return limit_bytes_ - mapped_bytes_ - reserved_bytes_; }
+  // Starts to map what is reserved.
+  void prepare_ahead();
+  // Forgets what is reserved and not in use.
+  void release_reserved();
 
   HostBlock allocate(int64_t num_bytes);
   // An empty block instead of an error.
   HostBlock try_allocate(int64_t num_bytes);
+  // The same, and an empty block also where memory would have to be prepared first.
+  HostBlock try_allocate_prepared(int64_t num_bytes);
   void free(const HostBlock& block);
   // Gives regions without any block back to the system.
   void trim();
@@ -67,15 +85,32 @@ class HostArena {
     std::map<int64_t, int64_t> free;  // offset -> size
   };
 
-  Region* map_region(int64_t num_bytes);
+  // A reserved region: its mapping is yet to be done (null), under way or complete.
+  struct Reserved {
+    int64_t num_bytes = 0;
+    Event done;
+    std::unique_ptr<Region> region;  // null after `done` when mapping failed
+  };
+
+  std::unique_ptr<Region> make_region(int64_t num_bytes) const;
+  void add_region(std::unique_ptr<Region> region);
+  // The next reserved region, complete; null when none is reserved.
+  std::unique_ptr<Region> take_reserved();
+  void add_prepared_regions();
+  HostBlock find_block(int64_t size, int64_t num_bytes);
   void unmap(Region& region);
+  void dispose(Region& region) const;
 
   int64_t limit_bytes_;
   RegionHooks hooks_;
   std::vector<std::unique_ptr<Region>> regions_;
+  std::deque<std::shared_ptr<Reserved>> reserved_;
+  std::atomic<bool> abandoned_{false};  // what is reserved need not be mapped any more
   int64_t used_bytes_ = 0;
   int64_t mapped_bytes_ = 0;
+  int64_t reserved_bytes_ = 0;
   int64_t peak_mapped_bytes_ = 0;
+  std::unique_ptr<WorkQueue> preparer_;
 };
 
 }  // namespace patrickstar

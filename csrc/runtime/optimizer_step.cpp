@@ -78,17 +78,22 @@ bool OptimizerStep::has_states_on_host(ChunkId chunk) const {
 }
 
 void OptimizerStep::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
-  const Layout& layout = core_.store.layout();
   speculation_.expect(groups, grad_scale);
-  if (!speculation_.must_choose() || gradients_.pending()) return;
-  std::vector<int64_t> bytes(static_cast<size_t>(layout.num_chunks()), 0);
+  if (speculation_.must_choose() && !gradients_.pending()) choose_speculation();
+}
+
+void OptimizerStep::choose_speculation() {
+  const Layout& layout = core_.store.layout();
+  if (!speculation_.must_choose()) return;
+  std::vector<std::pair<int64_t, int64_t>> sizes(static_cast<size_t>(layout.num_chunks()));
+  bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (!has_states_on_host(chunk)) continue;
-    int64_t& sum = bytes[static_cast<size_t>(chunk)];
-    for (ArrayKind kind : optimizer_arrays()) sum += layout.num_bytes({chunk, kind});
-    sum += layout.num_bytes({chunk, ArrayKind::kParam});
+    sizes[static_cast<size_t>(chunk)] = {layout.num_bytes({chunk, ArrayKind::kMaster}),
+                                         layout.num_bytes({chunk, ArrayKind::kParam})};
+    any = true;
   }
-  if (std::any_of(bytes.begin(), bytes.end(), [](int64_t sum) { return sum > 0; })) speculation_.choose(bytes);
+  if (any) speculation_.choose(sizes);
 }
 
 // Starts the chunk's update on the host ahead of the step, if it has all that it takes.

@@ -25,6 +25,8 @@ class OptimizerStep {
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
   void expect(const std::vector<GroupOptions>& groups, double grad_scale);
+  // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
+  void choose_speculation();
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale);
 

@@ -122,6 +122,7 @@ void Runtime::close() {
   for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
   closed_ = true;
   slots_.trim(INT64_MAX);
+  arena_.release_reserved();
   arena_.trim();
   backend_->shut_down();
 }
@@ -177,6 +178,7 @@ void Runtime::begin_forward(Tracking tracking) {
   if (tracking == Tracking::kTraining && recorder_.position() < 0) {
     backend_->take_tide_peak();
     pager_->restart_replay();
+    arena_.prepare_ahead();  // the moments' memory, beside the first step
   }
 }
 
@@ -323,6 +325,7 @@ void Runtime::finish_step() {
   if (first) {
     warmed_up_ = true;
     backend_->set_limit_policy(LimitPolicy::kEnforce);
+    step_->choose_speculation();
   }
   residency_->limit_payloads(recorder_.last());
   make_next_plan(previous);

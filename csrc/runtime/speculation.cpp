@@ -33,23 +33,41 @@ void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
   grad_scale_ = grad_scale;
 }
 
-void Speculation::choose(const std::vector<int64_t>& bytes) {
+void Speculation::choose(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
   int64_t room = arena_.limit_bytes() - arena_.used_bytes() - reserve_bytes_;
-  chosen_.assign(bytes.size(), 0);
-  for (size_t chunk = 0; chunk < bytes.size() && bytes[chunk] <= room; ++chunk) {
-    room -= bytes[chunk];
-    chosen_[chunk] = bytes[chunk] > 0;
+  int64_t spare = arena_.limit_bytes() - arena_.unreserved_bytes() - arena_.used_bytes();  // mapped or to be, and free
+  std::vector<int64_t> blocks;
+  chosen_.assign(sizes.size(), 0);
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    const auto [state_bytes, param_bytes] = sizes[chunk];
+    const int64_t bytes = 3 * state_bytes + param_bytes;
+    if (bytes > room) break;
+    room -= bytes;
+    chosen_[chunk] = bytes > 0;
+    if (spare >= bytes) {
+      spare -= bytes;
+    } else {
+      blocks.insert(blocks.end(), {param_bytes, state_bytes, state_bytes, state_bytes});
+    }
   }
+  int64_t reserved = 0;
+  for (int64_t& bytes : blocks) {
+    reserved += bytes + HostArena::kBlockAlignment;
+    if (reserved > arena_.unreserved_bytes()) bytes = 0;
+  }
+  blocks.erase(std::remove(blocks.begin(), blocks.end(), 0), blocks.end());
+  arena_.reserve(blocks);
+  arena_.prepare_ahead();
 }
 
 bool Speculation::try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states) {
   free_completed();
   const int64_t num_bytes = 3 * state_bytes + param_bytes;
   if (arena_.used_bytes() + num_bytes + reserve_bytes_ > arena_.limit_bytes()) return false;
-  states.param = arena_.try_allocate(param_bytes);
+  states.param = arena_.try_allocate_prepared(param_bytes);
   bool complete = static_cast<bool>(states.param);
   for (HostBlock& block : states.states) {
-    if (complete) block = arena_.try_allocate(state_bytes);
+    if (complete) block = arena_.try_allocate_prepared(state_bytes);
     complete = complete && static_cast<bool>(block);
   }
   if (!complete) free(states);
@@ -122,6 +140,7 @@ void Speculation::release_memory() {
   cancel_all();
   for (const auto& [event, block] : leaving_) backend_.synchronize(event);
   free_completed();
+  arena_.release_reserved();
 }
 
 }  // namespace patrickstar

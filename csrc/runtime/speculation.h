@@ -50,13 +50,14 @@ class Speculation {
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
   double expected_grad_scale() const { return grad_scale_; }
 
-  // Chooses the chunks for which host memory suffices, in the order of the next forward. `bytes` by chunk: what its new
-  // values take, 0 for one whose states are not on the host.
-  bool must_choose() const { return active_ && chosen_.empty(); }
-  void choose(const std::vector<int64_t>& bytes);
+  // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
+  // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
+  // the host.
+  bool must_choose() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_ && chosen_.empty(); }
+  void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
   bool wants(ChunkId chunk) const { return active_ && !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
 
-  // Memory for a chunk's new values: false when there is none.
+  // Memory for a chunk's new values: false when there is none, or not yet.
   bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
   void start(ChunkId chunk, HostUpdate update, NewStates states);
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }

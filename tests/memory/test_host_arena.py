@@ -43,6 +43,28 @@ def test_limit():
     arena.allocate(2**19 - 8192)
 
 
+@pytest.mark.parametrize("prepares", [False, True])
+def test_regions_ahead(prepares):
+    size = 2**20
+    arena = _C.HostArena(20 * size, prepares)
+    arena.reserve([size] * 8)
+    assert arena.unreserved_bytes == 12 * size
+    assert arena.mapped_bytes == 0
+    if prepares:
+        assert arena.allocate_prepared(size) == 0  # nothing was started
+    arena.prepare_ahead()
+    blocks = [arena.allocate(size) for _ in range(8)]  # waits for what is under way
+    assert len(set(blocks)) == 8
+    assert arena.mapped_bytes == 8 * size
+    assert arena.allocate_prepared(size) == 0 or not prepares
+    arena.reserve([size] * 4)
+    arena.prepare_ahead()
+    arena.release_reserved()
+    assert arena.unreserved_bytes == 20 * size - arena.mapped_bytes
+    with pytest.raises(MemoryBudgetError, match="raise host_memory"):
+        arena.allocate(16 * size)
+
+
 def test_huge_blocks_start_on_huge_pages():
     arena = _C.HostArena(64 * 2**20)
     arena.reserve([8 * 2**20])
