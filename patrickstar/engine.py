@@ -34,8 +34,7 @@ class Engine(nn.Module):
         """
         session = self._session
         args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs))
-        with session.forward():
-            return self.module(*args, **kwargs)
+        return session.forward(lambda: self.module(*args, **kwargs))
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         session = self._session

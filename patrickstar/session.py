@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.allocator import ExpandableSegments
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
 from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
@@ -40,6 +42,10 @@ from patrickstar.preprocess import (
 logger = logging.getLogger("patrickstar")
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_BACKWARD_NOTE = (
+    "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
+    "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
+)
 _open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
 
 
@@ -82,10 +88,12 @@ class Session:
         """The options that the next step is expected to use (none: not known)."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
+        self._segments = ExpandableSegments(device)
         self.runtime = self._make_runtime()
         self.observer = Observer(self.runtime)
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
+        self._buffers = list(module.buffers())
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)
         # Weak: the garbage collector does not see what a tensor's hooks refer to, and would never free a dropped
@@ -98,6 +106,7 @@ class Session:
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._in_backward = False
+        self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
 
     def _make_runtime(self) -> _C.Runtime:
@@ -137,10 +146,26 @@ class Session:
 
     # Forward and backward.
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around one forward of the module."""
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out."""
         self._check_open()
+        attempt = ForwardAttempt(self._buffers, self.device)
+        for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
+            try:
+                with self._forward():
+                    return call()
+            except torch.OutOfMemoryError as error:
+                if not attempt.can_repeat():
+                    raise
+                # The error itself is let go of: its traceback keeps the activations alive.
+                logger.warning("%s; the forward is run again with what can leave the device pushed off", _first(error))
+            attempt.rewind()
+            self.runtime.vacate_device(what)
+        with self._forward():
+            return call()
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
         for spec in self._frozen:
             if spec.param.requires_grad:
                 raise _C.StateError(
@@ -153,7 +178,8 @@ class Session:
             yield
             self.runtime.end_forward()
         except BaseException:
-            self._abort()
+            self.observer.forget_scopes()
+            self.runtime.abort_forward()
             raise
         if training:
             self.stage = Stage.FORWARDED
@@ -168,8 +194,11 @@ class Session:
         try:
             (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
             self.runtime.end_backward()
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self.observer.forget_scopes()
+            self.runtime.abort_backward()
+            if isinstance(error, torch.OutOfMemoryError) and hasattr(error, "add_note"):
+                error.add_note(_BACKWARD_NOTE)
             raise
         finally:
             self._in_backward = False
@@ -210,10 +239,6 @@ class Session:
         self.runtime.fold_gradient(handle.id, grad.data_ptr())
         self._got_gradient.add(handle.id)
 
-    def _abort(self) -> None:
-        self.observer.forget_scopes()
-        self.runtime.abort()
-
     # The step.
 
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
@@ -243,6 +268,16 @@ class Session:
         self.managed.zero_grad()
         self._hooks.finish_learning(self._got_gradient)
         self.stage = Stage.IDLE
+        self._log_pressure()
+
+    def _log_pressure(self) -> None:
+        count = self.runtime.num_pressure_evictions
+        if count > self._num_pressure_evictions:
+            logger.info(
+                "device memory ran short for activations: %d arrays of chunks made room; the next step is planned anew",
+                count - self._num_pressure_evictions,
+            )
+        self._num_pressure_evictions = count
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
@@ -305,12 +340,18 @@ class Session:
             handle.remove()
         release_params(self._plan, self.layout, self.runtime)
         self.runtime.close()
+        self._segments.close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
+
+
+def _first(error: BaseException) -> str:
+    """The first sentence of an error's message."""
+    return str(error).split(". ")[0].split("; ")[0]
 
 
 def _call_weak(method: weakref.WeakMethod, param: nn.Parameter) -> None:

@@ -1,5 +1,6 @@
 #include "backend/cuda_pressure.h"
 
+#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <algorithm>
@@ -34,12 +35,13 @@ int64_t segment_bytes(int64_t request) {
   return (request + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
 }
 
-// The callback below is not told what was asked for, so the largest request so far is what it makes room for: what is
-// large in backward was so in forward.
+// The callback below is not told what was asked for, so the largest request so far, also one that failed, is what it
+// makes room for: what is large in backward was so in forward, and a forward that failed is run again.
 template <typename Entry>
 void note_request(const Entry& entry) {
   Listener& target = listener();
-  if (entry.action_ != std::decay_t<Entry>::ALLOC || entry.device_ != target.device) return;
+  using Action = std::decay_t<Entry>;
+  if ((entry.action_ != Action::ALLOC && entry.action_ != Action::OOM) || entry.device_ != target.device) return;
   if (target.handler == nullptr || slot_allocations > 0) return;
   const auto size = static_cast<int64_t>(entry.size_);
   int64_t largest = target.largest_request;
@@ -55,8 +57,10 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     if (handler == nullptr || slot_allocations > 0) return false;
     using c10::CachingDeviceAllocator::StatType;
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
-    const auto& reserved = stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)];
-    const int64_t left = target.limit_bytes - reserved.current;
+    // Of expandable segments PyTorch gives back all that is not allocated before it fails; of others, whole ones only.
+    const bool expandable = c10::cuda::CUDACachingAllocator::CUDAAllocatorConfig::expandable_segments();
+    const auto& taken = expandable ? stats.allocated_bytes : stats.reserved_bytes;
+    const int64_t left = target.limit_bytes - taken[static_cast<size_t>(StatType::AGGREGATE)].current;
     const int64_t headroom = std::max(target.headroom_bytes, segment_bytes(target.largest_request));
     if (left >= headroom) return false;
     handler->release_device_memory(headroom - left);

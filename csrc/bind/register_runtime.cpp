@@ -90,6 +90,7 @@ py::dict report(Runtime& self) {
   result["uploaded_bytes"] = self.transfer_counters().uploaded_bytes;
   result["downloaded_bytes"] = self.transfer_counters().downloaded_bytes;
   result["num_evictions"] = counters.num_evictions;
+  result["num_pressure_evictions"] = counters.num_pressure_evictions;
   result["num_prefetch_hits"] = counters.num_prefetch_hits;
   result["num_on_demand_fetches"] = counters.num_on_demand_fetches;
   result["num_moments"] = counters.num_moments;
@@ -113,6 +114,9 @@ void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
   module.attr("UNLIMITED") = kUnlimited;
+  py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (runtime/pager.h).")
+      .value("VALUES", Vacate::kValues)
+      .value("EVERYTHING", Vacate::kEverything);
   module.def(
       "working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
       "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
@@ -154,7 +158,9 @@ void register_runtime(py::module_& module) {
           },
           ReleaseGil())
       .def("end_backward", &Runtime::end_backward, ReleaseGil())
-      .def("abort", &Runtime::abort, ReleaseGil())
+      .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
+      .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
+      .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
@@ -168,6 +174,8 @@ void register_runtime(py::module_& module) {
       .def("set_step_count",
            [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
       .def_property_readonly("closed", &Runtime::closed)
+      .def_property_readonly("num_pressure_evictions",
+                             [](const Runtime& self) { return self.counters().num_pressure_evictions; })
       .def("report", &report)
       .def("reset_report", &Runtime::reset_report)
       .def("param_state",

@@ -6,9 +6,10 @@
 namespace patrickstar {
 
 struct Counters {
-  int64_t num_evictions = 0;          // arrays pushed off the device while still of use
-  int64_t num_prefetch_hits = 0;      // arrays that were on the device, or on their way, because the plan said so
-  int64_t num_on_demand_fetches = 0;  // arrays brought in at the moment of their use
+  int64_t num_evictions = 0;           // arrays pushed off the device while still of use
+  int64_t num_prefetch_hits = 0;       // arrays that were on the device, or on their way, because the plan said so
+  int64_t num_pressure_evictions = 0;  // of the evictions, those because something else needed device memory
+  int64_t num_on_demand_fetches = 0;   // arrays brought in at the moment of their use
   int64_t num_moments = 0;
   int64_t num_replayed_moments = 0;  // moments that went as planned
   int64_t num_plans = 0;

@@ -13,6 +13,11 @@ namespace {
 
 constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
 
+bool is_optimizer_state(ArrayKind kind) {
+  const OptimizerArrays states = optimizer_arrays();
+  return std::find(states.begin(), states.end(), kind) != states.end();
+}
+
 ArrayId array_of(ArrayId id, ArrayKind kind) { return {id.chunk, kind}; }
 
 }  // namespace
@@ -300,8 +305,7 @@ bool Pager::evict_one() {
     const ArrayId id = ArrayId::from_index(index);
     if (!is_evictable(id)) continue;
     // Optimizer states live here by placement: the last to go.
-    const bool optimizer_state =
-        id.kind == ArrayKind::kMaster || id.kind == ArrayKind::kMomentum || id.kind == ArrayKind::kVariance;
+    const bool optimizer_state = is_optimizer_state(id.kind);
     const bool dirty = !core_.store.array(id).on_host && !is_derivable(id);
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, static_cast<int64_t>(plan_.moments.size()));  // the optimizer reads it
@@ -334,13 +338,25 @@ void Pager::keep_within_payload_limit(int64_t more_bytes) {
   }
 }
 
+void Pager::vacate(Vacate what) {
+  for (int index = 0; index < core_.store.num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
+  }
+  core_.slots.trim(INT64_MAX);
+  core_.backend.reclaim();
+}
+
 void Pager::release_device_memory(int64_t num_bytes) {
   // Another thread may hold the lock while it waits for PyTorch's allocator, whose lock this thread holds on CUDA:
   // giving up after a moment is the way out of that.
   std::unique_lock<std::recursive_timed_mutex> lock(core_.mutex, std::chrono::milliseconds(50));
   if (!lock.owns_lock()) return;
   int64_t freed = core_.slots.trim(num_bytes);
-  while (freed < num_bytes && evict_one()) freed += core_.slots.trim(num_bytes - freed);
+  while (freed < num_bytes && evict_one()) {
+    ++core_.counters.num_pressure_evictions;
+    freed += core_.slots.trim(num_bytes - freed);
+  }
 }
 
 }  // namespace patrickstar

@@ -41,6 +41,12 @@ struct Core {
   std::recursive_timed_mutex& mutex;
 };
 
+// What vacating the device concerns.
+enum class Vacate : uint8_t {
+  kValues,      // compute copies and gradients, which come and go anyway
+  kEverything,  // optimizer states as well, which then stay on the host
+};
+
 class Pager final : public PressureHandler {
  public:
   explicit Pager(Core core);
@@ -94,6 +100,8 @@ class Pager final : public PressureHandler {
   int64_t next_use(ArrayId id) const;
 
   void release_device_memory(int64_t num_bytes) override;
+  // Pushes out what can leave.
+  void vacate(Vacate what);
 
   // Called when host memory is short, before that becomes an error.
   void set_host_pressure_handler(std::function<void()> handler) { host_pressure_handler_ = std::move(handler); }

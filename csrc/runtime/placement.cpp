@@ -18,13 +18,15 @@ int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chu
 
 std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                     bool device_unlimited) {
-  std::vector<Tier> tiers;
   int64_t on_host = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) on_host += home_bytes(chunk);
   int64_t on_device = 0;
+  std::vector<Tier> tiers;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    const int64_t bytes = home_bytes(chunk);
-    const bool host = !device_unlimited && on_host + bytes <= host_limit_bytes;
-    (host ? on_host : on_device) += bytes;
+    const bool host = !device_unlimited && on_host <= host_limit_bytes;
+    const int64_t bytes = host ? 0 : home_bytes(chunk);
+    on_host -= bytes;
+    on_device += bytes;
     tiers.push_back(host ? Tier::kHost : Tier::kDevice);
   }
   PS_CHECK(device_unlimited || on_device <= device_room_bytes, MemoryBudgetError,
@@ -42,12 +44,11 @@ int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_pe
     margin -= chunk.num_bytes(ArrayKind::kParam);
     largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
   }
-  margin -= 2 * largest;  // gradients on their way
+  margin -= 2 * largest;  // gradients on their way; the others take their parameters' place
   auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    // Its gradient stays on the device until the step; its compute copy is counted above.
-    usable -= optimizer_bytes(chunk) + (chunk.trainable ? chunk.num_bytes(ArrayKind::kGrad) : 0);
+    usable -= optimizer_bytes(chunk);
     if (usable < 0) break;
     ++count;
   }

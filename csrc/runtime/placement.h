@@ -20,7 +20,8 @@ std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_byt
                                     bool device_unlimited);
 
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
-// are resident at the highest tide, times `use_ratio` (the first PatrickStar's rule).
+// are resident at the highest tide (a gradient takes its parameters' place), times `use_ratio` (the first PatrickStar's
+// rule).
 int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_peak_bytes, double use_ratio);
 
 // The least device memory for payloads alone: the largest module's chunks with their gradients' chunks.

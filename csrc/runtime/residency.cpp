@@ -9,7 +9,7 @@ namespace patrickstar {
 namespace {
 
 // Of a device limit, what optimizer states may take before activations are known.
-constexpr double kInitialDeviceShare = 0.7;
+constexpr double kInitialDeviceShare = 0.9;
 // Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
 constexpr int64_t kPrefetchedChunks = 16;
 // Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.

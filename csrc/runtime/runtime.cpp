@@ -249,13 +249,23 @@ void Runtime::check_least_limit(const char* when) {
            " bytes, or lower the batch size or default_chunk_size. Nothing was updated");
 }
 
-void Runtime::abort() {
+void Runtime::abort_forward() {
   const Entry entry(*this);
   tracker_->release_all();
   tracker_->set_tracking(Tracking::kUntracked);
+  recorder_.abandon_step();
+}
+
+void Runtime::abort_backward() {
+  abort_forward();
+  const Entry entry(*this);
   step_->cancel_all();
   gradients_->abort_backward();
-  recorder_.abandon_step();
+}
+
+void Runtime::vacate_device(Vacate what) {
+  const Entry entry(*this);
+  pager_->vacate(what);
 }
 
 double Runtime::prepare_step() {

@@ -72,8 +72,12 @@ class Runtime {
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
   void fold_gradient(ParamId param, const void* data);
   void end_backward();
-  // An exception left the forward or the backward: what it held is released, its gradients are forgotten.
-  void abort();
+  // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
+  void abort_forward();
+  // An exception left the backward: what it held is released, its gradients are forgotten.
+  void abort_backward();
+  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
+  void vacate_device(Vacate what);
 
   // Step.
   double prepare_step();  // the gradients' sum of squares

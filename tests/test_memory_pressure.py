@@ -1,0 +1,167 @@
+"""Never out of memory while it would fit: tides that rise, forwards that are run again."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, Case, Mlp
+from tests.training import assert_same, least_device_memory, make_config, train
+
+LENGTHS = (128, 512, 4096, 256, 2048, 128, 4096)
+
+
+class TokenWise(nn.Module):
+    """Its tide grows with the length of the sequence, from far below its parameters to far above them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 128)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)
+        )
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits = self.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def alternating(lengths) -> Case:
+    """Batches of one sequence, of these lengths in turn."""
+    step = -1
+
+    def batch(generator):
+        nonlocal step
+        step += 1
+        tokens = torch.randint(0, 256, (1, lengths[step % len(lengths)]), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Case(TokenWise, batch, lambda out: out["loss"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_alternating_sequence_lengths(precision, caplog):
+    """The tide of the first step is that of the shortest sequence; the longest still fits into the least budget that it
+    fits into alone.
+    """
+    least = least_device_memory(alternating([4096]), make_config(precision))
+    expected = train(alternating(LENGTHS), make_config(precision), steps=len(LENGTHS))
+    caplog.set_level(logging.INFO, "patrickstar")
+    budget = int(least * 1.02)
+    run = train(alternating(LENGTHS), make_config(precision, device_memory=budget), steps=len(LENGTHS))
+    assert_same(run, expected)
+    assert run.report["device_peak_bytes"] <= budget
+    evictions = run.report["num_pressure_evictions"]
+    lines = [message for message in caplog.messages if "made room" in message]
+    print(f"{least} bytes; {evictions} arrays made room in {len(lines)} of {len(LENGTHS)} steps")
+    assert evictions > 0
+    assert 0 < len(lines) <= len(LENGTHS)  # one line a step, at most
+
+
+def test_evaluation_of_longer_batches_between_steps():
+    def evaluate(engine, step):
+        engine.eval()
+        with torch.no_grad():
+            engine(input_ids=torch.zeros(1, 4096, dtype=torch.long))
+        engine.train()
+
+    least = least_device_memory(alternating([4096]), make_config())
+    expected = train(alternating([128, 512]), make_config(), steps=4)
+    run = train(alternating([128, 512]), make_config(device_memory=least), steps=4, before_step=evaluate)
+    assert_same(run, expected)
+
+
+class RunsOut(Mlp):
+    """Runs out of device memory at its ``failures``-th forwards, half way through."""
+
+    failures: set[int] = set()
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(1))
+        self.changes_buffer = False
+
+    def forward(self, input_ids, labels):
+        RunsOut.calls += 1
+        noise = self.dropout(torch.ones(4))
+        self.layers[0](self.embed(input_ids))
+        if self.changes_buffer:
+            self.seen += 1
+        if RunsOut.calls in RunsOut.failures:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has ...")
+        out = super().forward(input_ids, labels)
+        out["loss"] = out["loss"] * noise.sum()
+        return out
+
+
+def case_that_fails(failures) -> Case:
+    RunsOut.failures, RunsOut.calls = set(failures), 0
+    return Case(RunsOut, MODELS["mlp"].batch, MODELS["mlp"].loss)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("failures", [[1], [3, 4], [1, 4, 6]])
+def test_a_forward_that_ran_out_of_memory_is_repeated(failures, accumulate, caplog):
+    config = make_config("bf16", gradient_clipping=1.0)
+    expected = train(case_that_fails([]), config, steps=4, accumulate=accumulate)
+    run = train(case_that_fails(failures), config, steps=4, accumulate=accumulate)
+    assert_same(run, expected)
+    lines = [message for message in caplog.messages if "run again" in message]
+    assert len(lines) == len(failures)
+    assert all("CUDA out of memory; the forward is run again" in line for line in lines)
+
+
+def test_a_forward_that_always_runs_out_raises():
+    case = case_that_fails(range(1, 100))
+    with pytest.raises(torch.OutOfMemoryError, match="3.07 GiB"):
+        train(case, make_config(), steps=1)
+    assert RunsOut.calls == 3
+
+
+def test_a_forward_that_changed_a_buffer_is_not_repeated():
+    case_that_fails([2])
+    engine, _ = initialize_engine(RunsOut, 0, make_config())
+    with engine:
+        engine.module.changes_buffer = True
+        data = MODELS["mlp"].batch(torch.Generator().manual_seed(0))
+        engine(**data)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine(**data)
+        assert engine.module.seen.item() == 2
+
+
+def test_a_backward_that_ran_out_of_memory_can_be_run_again():
+    class RunsOutInBackward(Mlp):
+        fail = True
+
+        def forward(self, input_ids, labels):
+            out = super().forward(input_ids, labels)
+
+            def hook(grad):
+                if RunsOutInBackward.fail:
+                    RunsOutInBackward.fail = False
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB")
+
+            out["loss"].register_hook(hook)
+            return out
+
+    data = MODELS["mlp"].batch(torch.Generator().manual_seed(0))
+    engine, optimizer = initialize_engine(RunsOutInBackward, 0, make_config())
+    with engine:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            engine.backward(engine(**data)["loss"])
+        assert "Run forward and backward of this step again" in "".join(getattr(raised.value, "__notes__", []))
+        engine.backward(engine(**data)["loss"])
+        optimizer.step()
+        assert engine.report()["num_steps"] == 1
