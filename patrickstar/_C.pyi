@@ -109,6 +109,42 @@ class WeightDecay(_Enum):
     L2: ClassVar[WeightDecay]
     DECOUPLED: ClassVar[WeightDecay]
 
+@final
+class Track(_Enum):
+    """Where a span of a trace belongs."""
+
+    STALL: ClassVar[Track]
+    UPLOAD: ClassVar[Track]
+    DOWNLOAD: ClassVar[Track]
+    HOST_ADAM: ClassVar[Track]
+    DEVICE_ADAM: ClassVar[Track]
+
+@final
+class StallCause(_Enum):
+    """What the compute queue waited for."""
+
+    NONE: ClassVar[StallCause]
+    UPLOAD: ClassVar[StallCause]
+    DOWNLOAD: ClassVar[StallCause]
+    HOST_UPDATE: ClassVar[StallCause]
+    HOST_WORK: ClassVar[StallCause]
+    ROOM: ClassVar[StallCause]
+    NORM: ClassVar[StallCause]
+
+@final
+class SpanOwner(_Enum):
+    """Whose work a span is."""
+
+    THIS_STEP: ClassVar[SpanOwner]
+    STEP_BEFORE: ClassVar[SpanOwner]
+
+@final
+class StepOutcome(_Enum):
+    """How a step ended."""
+
+    APPLIED: ClassVar[StepOutcome]
+    SKIPPED: ClassVar[StepOutcome]
+
 UNLIMITED: int
 """The limit of a budget without one, in bytes."""
 
@@ -260,6 +296,19 @@ class Runtime:
     def set_group(self, param: int, group: int, /) -> None: ...
     def step_count(self, param: int, /) -> int: ...
     def set_step_count(self, param: int, count: int, /) -> None: ...
+    def start_trace(self) -> None:
+        """The next training step that begins is traced."""
+
+    def take_trace(self) -> dict[str, Any] | None:
+        """The traced step, once; None before it is over. Waits for the updates that it started.
+
+        ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``moments``, as in ``timeline``:
+        ``{"phase", "acquired": [(chunk, kind)], "begin_seconds", "seconds", "stalled_seconds", "compute_seconds",
+        "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``: ``{"track", "cause", "chunk", "kind",
+        "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``; ``samples``: ``{"seconds",
+        "tide_bytes", "idle_bytes", "payload_bytes"}``.
+        """
+
     def report(self) -> dict[str, Any]: ...
     def reset_report(self) -> None: ...
     def param_state(self, param: int, /) -> str: ...

@@ -12,6 +12,7 @@ import enum
 import logging
 import math
 import numbers
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from patrickstar import _C
 
 logger = logging.getLogger("patrickstar")
+
+PROFILE_VARIABLE = "PATRICKSTAR_PROFILE"
+"""The environment variable that asks for a profile where the configuration does not: ``<step>,<folder>``."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -143,6 +147,33 @@ class ClientConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """``profile``: one step as a trace, a picture and a summary. ``python -m patrickstar.profile`` asks for it."""
+
+    step: int = 4
+    """Which step of the engine, counted from 1. The first measures, the second is the first with a plan."""
+    output: str = "profile"
+    """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
+    matplotlib) and ``step<N>.txt``.
+    """
+
+
+def profile_of_environment() -> ProfileConfig | None:
+    """What ``PATRICKSTAR_PROFILE=<step>,<folder>`` asks for; None when it is not set.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    value = os.environ.get(PROFILE_VARIABLE)
+    if not value:
+        return None
+    step, _, output = value.partition(",")
+    if not step.isdecimal() or not output:
+        raise ValueError(f"{PROFILE_VARIABLE} is {value!r}; give <step>,<folder>, for example 4,profile")
+    return ProfileConfig(step=int(step), output=output)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration of an engine."""
 
@@ -168,6 +199,9 @@ class Config:
     """
     host_memory: int | None = None
     """Host budget for chunks, in bytes or as a string; None: by ratio."""
+    profile: ProfileConfig | None = dataclasses.field(default_factory=profile_of_environment)
+    """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
+    """
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -243,6 +277,7 @@ _SECTIONS = {
     "ClientConfig": ClientConfig,
     "MemTracerConfig": MemTracerConfig,
     "OptsConfig": OptsConfig,
+    "ProfileConfig": ProfileConfig,
 }
 
 
@@ -291,6 +326,8 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
         return int(value)
     if kind == "float":
         return _parse_float(value, name)
+    if kind == "str":
+        return _parse_text(value, name)
     return _parse_betas(value, name)
 
 
@@ -298,6 +335,12 @@ def _parse_float(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; give a finite number")
     return float(value)
+
+
+def _parse_text(value: Any, name: str) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"{name} is {value!r}; give a path")
+    return str(os.fspath(value))
 
 
 def _parse_betas(value: Any, name: str) -> tuple[float, float]:
@@ -339,6 +382,8 @@ def _check_values(config: Config) -> None:
             f"default_chunk_size is {config.default_chunk_size} elements; give at least 1024 (64 * 1024 * 1024 is "
             "usual)"
         )
+    if config.profile is not None and config.profile.step < 1:
+        raise ValueError(f"profile.step is {config.profile.step}; steps are counted from 1")
     tracer = config.client.mem_tracer
     for name in ("warmup_gpu_chunk_mem_ratio", "overall_gpu_mem_ratio", "overall_cpu_mem_ratio", "margin_use_ratio"):
         ratio = getattr(tracer, name)

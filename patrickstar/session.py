@@ -38,6 +38,7 @@ from patrickstar.preprocess import (
     plan_params,
     release_params,
 )
+from patrickstar.profiling import StepProfiler
 
 logger = logging.getLogger("patrickstar")
 
@@ -105,6 +106,7 @@ class Session:
             if spec.param.requires_grad
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
+        self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
         self._in_backward = False
         self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
@@ -189,6 +191,8 @@ class Session:
         self._check_open()
         self._check_loss(loss)
         scale = self.scaler.scale if self.scaler is not None else 1.0
+        if self._profiler is not None:
+            self._profiler.begin_backward()
         self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
         self._in_backward = True
         try:
@@ -269,6 +273,8 @@ class Session:
         self._hooks.finish_learning(self._got_gradient)
         self.stage = Stage.IDLE
         self._log_pressure()
+        if self._profiler is not None:
+            self._profiler.end_step()
 
     def _log_pressure(self) -> None:
         count = self.runtime.num_pressure_evictions
@@ -334,6 +340,8 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        if self._profiler is not None:
+            self._profiler.close()
         self._hooks.remove()
         self.managed.remove()
         for handle in self._handles:

@@ -16,6 +16,7 @@
 
 #include "common/device_allocator.h"
 #include "common/event.h"
+#include "common/tracing.h"
 
 namespace patrickstar {
 
@@ -48,6 +49,11 @@ class Backend : public DeviceAllocator {
   // Whether wait(kUpload or kDownload, event) would block the caller until the event is complete: on CUDA, when it is
   // one of the host's (a stream cannot wait for it).
   virtual bool waits_on_host(const Event& event) = 0;
+
+  // For traces: like record(), and the mark remembers when the queue got there. The second waits for both marks, which
+  // may be of any two queues.
+  virtual Mark mark(Queue queue) = 0;
+  virtual double seconds_between(const Mark& begin, const Mark& end) = 0;
 
   // Makes host memory fit for asynchronous copies, and undoes it.
   virtual void pin(void* data, int64_t num_bytes) = 0;

@@ -16,6 +16,17 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
+// The host's clock when a queue got there.
+struct CpuMark final : MarkState {
+  void reach() {
+    time = TraceClock::now();
+    reached.complete();
+  }
+
+  HostEvent reached;
+  TraceClock::time_point time;
+};
+
 class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(int64_t limit_bytes)
@@ -66,6 +77,19 @@ class CpuBackend final : public Backend {
   }
 
   bool waits_on_host(const Event&) override { return false; }
+
+  Mark mark(Queue queue) override {
+    auto mark = std::make_shared<CpuMark>();
+    run(queue, [mark] { mark->reach(); });
+    return mark;
+  }
+  double seconds_between(const Mark& begin, const Mark& end) override {
+    auto& from = static_cast<CpuMark&>(*begin);
+    auto& to = static_cast<CpuMark&>(*end);
+    from.reached.wait();
+    to.reached.wait();
+    return std::chrono::duration<double>(to.time - from.time).count();
+  }
 
   void pin(void*, int64_t) override {}
   void unpin(void*, int64_t) override {}

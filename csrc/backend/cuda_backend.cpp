@@ -23,8 +23,9 @@ constexpr double kHeadroomRatio = 0.04;
 constexpr size_t kAggregate = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
 
 // Events are reused: creating one costs microseconds and takes a driver lock.
-class EventPool : public std::enable_shared_from_this<EventPool> {
+class EventPool {
  public:
+  explicit EventPool(unsigned int flags) : flags_(flags) {}
   ~EventPool() {
     for (cudaEvent_t event : free_) cudaEventDestroy(event);
   }
@@ -32,7 +33,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (free_.empty()) {
       cudaEvent_t event = nullptr;
-      PS_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      PS_CUDA_CHECK(cudaEventCreateWithFlags(&event, flags_));
       return event;
     }
     cudaEvent_t event = free_.back();
@@ -45,6 +46,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   }
 
  private:
+  unsigned int flags_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;
 };
@@ -57,13 +59,21 @@ struct CudaEvent final : EventState {
   cudaEvent_t event;
 };
 
+struct CudaMark final : MarkState {
+  explicit CudaMark(std::shared_ptr<EventPool> event_pool) : timed(std::move(event_pool)) {}
+
+  CudaEvent timed;
+};
+
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
 
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, int64_t limit_bytes)
-      : device_(static_cast<c10::DeviceIndex>(device)), events_(std::make_shared<EventPool>()) {
+      : device_(static_cast<c10::DeviceIndex>(device)),
+        events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
+        timed_events_(std::make_shared<EventPool>(cudaEventDefault)) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
@@ -167,6 +177,22 @@ class CudaBackend final : public Backend {
     return host != nullptr && !host->is_complete();
   }
 
+  Mark mark(Queue queue) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    auto mark = std::make_shared<CudaMark>(timed_events_);
+    PS_CUDA_CHECK(cudaEventRecord(mark->timed.event, stream(queue)));
+    return mark;
+  }
+  double seconds_between(const Mark& begin, const Mark& end) override {
+    const cudaEvent_t from = static_cast<const CudaMark&>(*begin).timed.event;
+    const cudaEvent_t to = static_cast<const CudaMark&>(*end).timed.event;
+    PS_CUDA_CHECK(cudaEventSynchronize(from));
+    PS_CUDA_CHECK(cudaEventSynchronize(to));
+    float milliseconds = 0;
+    PS_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from, to));
+    return milliseconds * 1e-3;
+  }
+
   void pin(void* data, int64_t num_bytes) override {
     const c10::cuda::CUDAGuard guard(device_);
     PS_CUDA_CHECK(cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable));
@@ -215,6 +241,7 @@ class CudaBackend final : public Backend {
   }
   c10::DeviceIndex device_;
   std::shared_ptr<EventPool> events_;
+  std::shared_ptr<EventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
   cudaStream_t upload_ = nullptr;

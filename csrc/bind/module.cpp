@@ -10,5 +10,6 @@ PYBIND11_MODULE(_C, module) {
   bind::register_plan(module);
   bind::register_collective(module);
   bind::register_memory(module);
+  bind::register_trace(module);
   bind::register_runtime(module);
 }

@@ -108,6 +108,16 @@ py::dict report(Runtime& self) {
   return result;
 }
 
+// None before a traced step is over.
+py::object take_trace(Runtime& self) {
+  std::optional<StepTrace> trace;
+  {
+    const py::gil_scoped_release release;
+    trace = self.take_trace();
+  }
+  return trace ? py::object(describe_trace(*trace)) : py::none();
+}
+
 }  // namespace
 
 void register_runtime(py::module_& module) {
@@ -173,6 +183,8 @@ void register_runtime(py::module_& module) {
       .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
       .def("set_step_count",
            [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
+      .def("start_trace", &Runtime::start_trace, ReleaseGil())
+      .def("take_trace", &take_trace)
       .def_property_readonly("closed", &Runtime::closed)
       .def_property_readonly("num_pressure_evictions",
                              [](const Runtime& self) { return self.counters().num_pressure_evictions; })

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "common/check.h"
@@ -195,6 +196,8 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
     pager_.ensure_block(sum);
     core_.transfer.await_on_host(sum);
   }
+  std::optional<TraceScope> stall;
+  if (!on_device) stall.emplace(core_.tracer, SpanLabel{Track::kStall, StallCause::kHostWork, sum});
   optim::Compute& compute = on_device ? core_.device_compute : core_.host_compute;
   const void* from = on_device ? grad_record.slot.data : grad_record.block.data;
   auto* to = static_cast<float*>(on_device ? sum_record.slot.data : sum_record.block.data);
@@ -239,6 +242,8 @@ void GradientFlow::compute_statistics(ChunkId chunk) {
   } else {
     pager_.bring_to_host(id);
   }
+  std::optional<TraceScope> stall;
+  if (!on_device) stall.emplace(core_.tracer, SpanLabel{Track::kStall, StallCause::kHostWork, id});
   optim::Compute& compute = on_device ? core_.device_compute : core_.host_compute;
   const void* data = on_device ? record.slot.data : record.block.data;
   for (ParamId param : spec.params) {
@@ -260,6 +265,7 @@ double GradientFlow::sum_of_squares() {
   }
   std::vector<double> from_device;
   if (device_partials_) {
+    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kNorm});
     from_device.resize(partials_.size());
     core_.backend.copy(Queue::kCompute, from_device.data(), device_partials_.data,
                        static_cast<int64_t>(partials_.size() * sizeof(double)));

@@ -5,17 +5,52 @@
 
 namespace patrickstar {
 
+namespace {
+
+// Around the work itself, on the worker's thread; nothing when nobody wants to know.
+class HostSpanScope {
+ public:
+  explicit HostSpanScope(HostSpan* span) : span_(span) {
+    if (span_ != nullptr) span_->begin = TraceClock::now();
+  }
+  ~HostSpanScope() {
+    if (span_ == nullptr) return;
+    span_->end = TraceClock::now();
+    span_->ran = true;
+  }
+  HostSpanScope(const HostSpanScope&) = delete;
+  HostSpanScope& operator=(const HostSpanScope&) = delete;
+
+ private:
+  HostSpan* span_;
+};
+
+}  // namespace
+
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
+  SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
+  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
+  return label;
+}
+
 Event HostUpdates::submit(HostUpdate update) {
-  const auto shared = std::make_shared<const HostUpdate>(std::move(update));
-  queue_.submit([this, shared] {
-    if (shared->cancelled && *shared->cancelled) return;
-    for (const Event& event : shared->after) backend_.synchronize(event);
-    for (const Restore& restore : shared->restores) {
-      compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
-    }
-    compute_.adam(shared->jobs);
+  const std::shared_ptr<HostSpan> span =
+      tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs), update.cancelled);
+  queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
+    run(*shared, span.get());
+    if (span) span->done.complete();
   });
   return queue_.record();
+}
+
+void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
+  if (update.cancelled && *update.cancelled) return;
+  for (const Event& event : update.after) backend_.synchronize(event);
+  const HostSpanScope scope(span);
+  for (const Restore& restore : update.restores) {
+    compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+  }
+  compute_.adam(update.jobs);
 }
 
 }  // namespace patrickstar

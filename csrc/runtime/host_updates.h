@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "common/tracing.h"
 #include "common/work_queue.h"
 #include "optim/compute.h"
 
@@ -27,22 +28,30 @@ struct Restore {
 };
 
 struct HostUpdate {
+  ChunkId chunk = -1;  // the first of those that it updates
   std::vector<optim::AdamJob> jobs;
   std::vector<Restore> restores;
   std::vector<Event> after;                            // downloads of the gradients
   std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
 };
 
+// How a trace names an update.
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
+
 class HostUpdates {
  public:
-  HostUpdates(Backend& backend, optim::Compute& compute) : backend_(backend), compute_(compute) {}
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer)
+      : backend_(backend), compute_(compute), tracer_(tracer) {}
 
   // Complete when the update is.
   Event submit(HostUpdate update);
 
  private:
+  void run(const HostUpdate& update, HostSpan* span);
+
   Backend& backend_;
   optim::Compute& compute_;
+  Tracer& tracer_;
   WorkQueue queue_;
 };
 

@@ -49,7 +49,7 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, S
     : core_(core),
       pager_(pager),
       gradients_(gradients),
-      host_updates_(core.backend, core.host_compute),
+      host_updates_(core.backend, core.host_compute, core.tracer),
       speculation_(core.store.layout().num_chunks(), core.arena, host_updates_, core.backend, mode,
                    reserve_bytes(core.store.layout())),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
@@ -150,9 +150,20 @@ void OptimizerStep::count_step(ChunkId chunk) {
   }
 }
 
+// Drops what was started for nothing, which may have to be waited for.
+bool OptimizerStep::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kHostUpdate});
+  return speculation_.begin_step(groups, grad_scale);
+}
+
+void OptimizerStep::cancel_all() {
+  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kHostUpdate});
+  speculation_.cancel_all();
+}
+
 void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
   const auto scale = static_cast<float>(grad_scale);
-  const bool as_expected = speculation_.begin_step(groups, grad_scale);
+  const bool as_expected = begin_step(groups, grad_scale);
   std::vector<ChunkId> on_host;
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
     if (!gradients_.has_gradient_in(chunk)) continue;
@@ -187,11 +198,14 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
   for (ArrayId id : used) pager_.bring(id);
   const Target target = open_target(chunk, /*on_device=*/true);
   std::vector<optim::AdamJob> jobs;
-  for (const Restore& restore : restores(chunk, target)) {
-    core_.device_compute.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
-  }
   add_jobs(chunk, target, groups, grad_scale, jobs);
-  core_.device_compute.adam(jobs);
+  {
+    const TraceScope span(core_.tracer, update_label(Track::kDeviceAdam, chunk, jobs));
+    for (const Restore& restore : restores(chunk, target)) {
+      core_.device_compute.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+    }
+    core_.device_compute.adam(jobs);
+  }
   for (ArrayKind kind : optimizer_arrays()) pager_.set_on_device({chunk, kind});
   for (ArrayId id : used) --core_.store.array(id).holds;
   close_target(chunk, target);
@@ -201,6 +215,7 @@ void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std:
                                   float grad_scale) {
   std::vector<Target> targets;
   HostUpdate update;
+  update.chunk = chunks.front();
   for (ChunkId chunk : chunks) {
     const ArrayId grad{chunk, gradients_.source(chunk)};
     pager_.send_to_host(grad);

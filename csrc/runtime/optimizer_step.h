@@ -35,7 +35,7 @@ class OptimizerStep {
   void set_step_count(ParamId param, int64_t count);
   // What a running update was given is about to change, or is not wanted any more.
   void cancel(ChunkId chunk) { speculation_.cancel(chunk); }
-  void cancel_all() { speculation_.cancel_all(); }
+  void cancel_all();
   void release_host_memory() { speculation_.release_memory(); }
 
  private:
@@ -49,6 +49,7 @@ class OptimizerStep {
     const NewStates* apart = nullptr;
   };
 
+  bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
   Target open_target(ChunkId chunk, bool on_device);

@@ -29,6 +29,7 @@ Pager::~Pager() { core_.backend.set_pressure_handler(nullptr); }
 void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
   ++clock_;
   ++core_.counters.num_moments;
+  core_.tracer.begin_moment(phase, acquired);
   core_.recorder.begin_moment(phase, acquired, tide_of_running_moment());
   const auto t = static_cast<size_t>(core_.recorder.position());
   if (replaying_) {
@@ -43,6 +44,7 @@ void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
   if (replaying_) replay(t);
   // What was evicted above is not part of this moment's tide.
   if (measures_tide()) core_.backend.take_tide_peak();
+  core_.tracer.settle_moment();
 }
 
 bool Pager::measures_tide() const { return !replaying_ || core_.backend.measures_tide_freely(); }
@@ -73,7 +75,11 @@ bool Pager::prefetch(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (array.on_device) return true;
   if (array.on_host && core_.backend.waits_on_host(array.host_ready)) return false;
-  array.slot = core_.slots.acquire(core_.store.num_bytes(id));
+  {
+    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom, id});
+    array.slot = core_.slots.acquire(core_.store.num_bytes(id));
+  }
+  core_.tracer.sample_memory();
   if (!array.slot) return true;  // the tide is above the trace: the use itself will make room
   if (array.on_host) {
     core_.transfer.upload(id);
@@ -139,6 +145,7 @@ void Pager::bring_to_host(ArrayId id) {
     bring_to_host(master_id);
     ensure_block(id);
     const ChunkSpec& chunk = core_.store.layout().chunk(id.chunk);
+    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kHostWork, id});
     core_.host_compute.cast_from_float(static_cast<const float*>(core_.store.array(master_id).block.data),
                                        array.block.data, chunk.dtype, chunk.numel);
     array.on_host = true;
@@ -195,6 +202,7 @@ void Pager::drop_slot(ArrayId id) {
   array.device_ready = nullptr;
   array.on_device = false;
   array.prefetched = false;
+  core_.tracer.sample_memory();
 }
 
 void Pager::drop_block(ArrayId id) {
@@ -223,6 +231,7 @@ void Pager::ensure_block(ArrayId id) {
 void Pager::ensure_slot(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (array.slot) return;
+  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom, id});
   const int64_t num_bytes = core_.store.num_bytes(id);
   keep_within_payload_limit(num_bytes);
   array.slot = core_.slots.acquire(num_bytes);
@@ -237,6 +246,7 @@ void Pager::ensure_slot(ArrayId id) {
   PS_CHECK(array.slot, MemoryBudgetError, core_.store.describe(id), " needs ", num_bytes, " bytes on the device; ",
            core_.slots.used_bytes(), " bytes of chunks are in use and ", core_.backend.tide_bytes(),
            " bytes of activations, of ", core_.backend.limit_bytes(), "; raise device_memory or lower the batch size");
+  core_.tracer.sample_memory();
 }
 
 void Pager::set_on_device(ArrayId id) {
@@ -265,6 +275,7 @@ void Pager::ensure_state(ArrayId id, Tier tier) {
   ensure_block(id);
   core_.transfer.await_on_host(id);
   if (!array.block.zeroed) {
+    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kHostWork, id});
     core_.pool.parallel_for(num_bytes, kZeroGrain, [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(array.block.data) + begin, 0, static_cast<size_t>(end - begin));
     });
@@ -352,11 +363,13 @@ void Pager::release_device_memory(int64_t num_bytes) {
   // giving up after a moment is the way out of that.
   std::unique_lock<std::recursive_timed_mutex> lock(core_.mutex, std::chrono::milliseconds(50));
   if (!lock.owns_lock()) return;
+  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom});
   int64_t freed = core_.slots.trim(num_bytes);
   while (freed < num_bytes && evict_one()) {
     ++core_.counters.num_pressure_evictions;
     freed += core_.slots.trim(num_bytes - freed);
   }
+  core_.tracer.sample_memory();
 }
 
 }  // namespace patrickstar

@@ -38,6 +38,7 @@ struct Core {
   optim::Compute& device_compute;
   Recorder& recorder;
   Counters& counters;
+  Tracer& tracer;
   std::recursive_timed_mutex& mutex;
 };
 

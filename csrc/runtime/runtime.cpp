@@ -86,7 +86,8 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
       slots_(*backend_, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
       arena_(options.host_limit_bytes, region_hooks(*backend_, pool_, options.cuda_device >= 0)),
       store_(std::move(layout), std::move(param_names)),
-      transfer_(*backend_, store_),
+      tracer_(*backend_, store_, slots_),
+      transfer_(*backend_, store_, tracer_),
       pager_(std::make_unique<Pager>(core())),
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
@@ -130,7 +131,7 @@ void Runtime::close() {
 Core Runtime::core() {
   return {*backend_, store_,    slots_,         arena_,
           transfer_, pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
-          recorder_, counters_, mutex_};
+          recorder_, counters_, tracer_,        mutex_};
 }
 
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
@@ -179,6 +180,7 @@ void Runtime::begin_forward(Tracking tracking) {
     backend_->take_tide_peak();
     pager_->restart_replay();
     arena_.prepare_ahead();  // the moments' memory, beside the first step
+    tracer_.begin_step();
   }
 }
 
@@ -242,7 +244,7 @@ void Runtime::check_least_limit(const char* when) {
   const int64_t limit = options_.device_limit_bytes;
   if (least <= limit) return;
   gradients_->clear();
-  recorder_.abandon_step();
+  forget_running_step();
   backend_->reset_least_limit();
   PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", when, " needs ", least,
            " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
@@ -253,7 +255,7 @@ void Runtime::abort_forward() {
   const Entry entry(*this);
   tracker_->release_all();
   tracker_->set_tracking(Tracking::kUntracked);
-  recorder_.abandon_step();
+  forget_running_step();
 }
 
 void Runtime::abort_backward() {
@@ -270,6 +272,7 @@ void Runtime::vacate_device(Vacate what) {
 
 double Runtime::prepare_step() {
   const Entry entry(*this);
+  tracer_.begin_optimizer();
   tracker_->release_all();
   const double sum = gradients_->sum_of_squares();
   recorder_.note_tide(pager_->tide_of_running_moment());
@@ -281,14 +284,14 @@ void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_sc
   const Entry entry(*this);
   step_->apply(groups, grad_scale);
   ++counters_.num_steps;
-  finish_step();
+  finish_step(StepOutcome::kApplied);
 }
 
 void Runtime::skip_step() {
   const Entry entry(*this);
   ++counters_.num_skipped_steps;
   step_->cancel_all();
-  finish_step();
+  finish_step(StepOutcome::kSkipped);
 }
 
 void Runtime::clear_gradients() {
@@ -296,7 +299,7 @@ void Runtime::clear_gradients() {
   if (!gradients_->pending()) return;
   step_->cancel_all();
   gradients_->clear();
-  recorder_.abandon_step();
+  forget_running_step();
 }
 
 void Runtime::clear_gradient(ParamId param) {
@@ -319,14 +322,29 @@ bool Runtime::gradients_pending() {
   return gradients_->pending();
 }
 
-void Runtime::finish_step() {
+void Runtime::start_trace() {
+  const Entry entry(*this);
+  tracer_.arm();
+}
+
+std::optional<StepTrace> Runtime::take_trace() {
+  const Entry entry(*this);
+  return tracer_.take();
+}
+
+void Runtime::forget_running_step() {
+  recorder_.abandon_step();
+  tracer_.abandon();
+}
+
+void Runtime::finish_step(StepOutcome outcome) {
   gradients_->clear();
   for (ParamId param = 0; param < layout().num_params(); ++param) {
     const bool exists = store_.array({layout().placement(param).chunk, ArrayKind::kParam}).exists();
     if (store_.param_state(param) != State::kFree || exists)
       store_.move_param(param, exists ? State::kHold : State::kFree);
   }
-  if (recorder_.position() < 0) return;
+  if (recorder_.position() < 0) return tracer_.abandon();
   const bool first = !warmed_up_;
   const Timeline previous = recorder_.last();
   // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
@@ -339,6 +357,7 @@ void Runtime::finish_step() {
   }
   residency_->limit_payloads(recorder_.last());
   make_next_plan(previous);
+  tracer_.end_step(recorder_.last(), outcome);
 }
 
 void Runtime::make_next_plan(const Timeline& previous) {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "runtime/optimizer_step.h"
 #include "runtime/pager.h"
 #include "runtime/residency.h"
+#include "trace/step_tracer.h"
 
 namespace patrickstar {
 
@@ -89,6 +91,11 @@ class Runtime {
   void clear_gradient(ParamId param);
   bool has_gradient(ParamId param);
   bool gradients_pending();
+
+  // The next training step that begins is traced (trace/step_tracer.h).
+  void start_trace();
+  // The traced step, once; nothing before it is over. Waits for the updates that it started.
+  std::optional<StepTrace> take_trace();
   OptimizerStep& optimizer() { return *step_; }
 
   const Layout& layout() const { return store_.layout(); }
@@ -115,7 +122,8 @@ class Runtime {
 
   Core core();
   void check_least_limit(const char* when);
-  void finish_step();
+  void finish_step(StepOutcome outcome);
+  void forget_running_step();
   void make_next_plan(const Timeline& previous);
 
   RuntimeOptions options_;
@@ -128,6 +136,7 @@ class Runtime {
   SlotPool slots_;
   HostArena arena_;
   ChunkStore store_;
+  StepTracer tracer_;
   TransferEngine transfer_;
   Recorder recorder_;
   Counters counters_;

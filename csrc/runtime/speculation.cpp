@@ -78,6 +78,7 @@ void Speculation::start(ChunkId chunk, HostUpdate update, NewStates states) {
   Pending& pending = pending_[static_cast<size_t>(chunk)];
   pending.cancelled = std::make_shared<std::atomic<bool>>(false);
   update.cancelled = pending.cancelled;
+  update.chunk = chunk;
   states.done = updates_.submit(std::move(update));
   pending.states = std::move(states);
 }

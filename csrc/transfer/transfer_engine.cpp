@@ -1,16 +1,35 @@
 #include "transfer/transfer_engine.h"
 
+#include <optional>
+
 #include "common/check.h"
 
 namespace patrickstar {
+
+namespace {
+
+// What makes an array's value in host memory: gradients come down, all else is updated there.
+StallCause maker_on_host(ArrayId id) {
+  const bool gradient = id.kind == ArrayKind::kGrad || id.kind == ArrayKind::kGradSum;
+  return gradient ? StallCause::kDownload : StallCause::kHostUpdate;
+}
+
+}  // namespace
 
 void TransferEngine::upload(ArrayId id) {
   ArrayRecord& array = store_.array(id);
   PS_CHECK(array.on_host && array.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
   const int64_t num_bytes = store_.num_bytes(id);
   await_slot(Queue::kUpload, array.slot);
-  backend_.wait(Queue::kUpload, array.host_ready);
-  backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
+  {
+    const TraceScope stall(tracer_,
+                           {Track::kStall, maker_on_host(id), id});  // on CUDA this thread waits for the host's
+    backend_.wait(Queue::kUpload, array.host_ready);
+  }
+  {
+    const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
+    backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
+  }
   array.device_ready = backend_.record(Queue::kUpload);
   array.slot.busy = {array.device_ready, nullptr};
   array.block_busy_until = array.device_ready;
@@ -24,7 +43,10 @@ void TransferEngine::download(ArrayId id) {
   const int64_t num_bytes = store_.num_bytes(id);
   backend_.wait(Queue::kDownload, array.device_ready);
   backend_.wait(Queue::kDownload, backend_.record(Queue::kCompute));
-  backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
+  {
+    const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
+    backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
+  }
   array.host_ready = backend_.record(Queue::kDownload);
   array.slot.busy.copied = array.host_ready;
   array.on_host = true;
@@ -34,14 +56,23 @@ void TransferEngine::download(ArrayId id) {
 void TransferEngine::await_on_device(ArrayId id) {
   ArrayRecord& array = store_.array(id);
   if (array.device_ready == nullptr) return;
+  // An upload that has not begun waits for what makes the array on the host.
+  const bool made = !tracer_.is_on() || backend_.is_complete(array.host_ready);
+  const TraceScope stall(tracer_, {Track::kStall, made ? StallCause::kUpload : maker_on_host(id), id});
   backend_.wait(Queue::kCompute, array.device_ready);
   array.device_ready = nullptr;
 }
 
 void TransferEngine::await_on_host(ArrayId id) {
   ArrayRecord& array = store_.array(id);
-  backend_.synchronize(array.host_ready);
-  backend_.synchronize(array.block_busy_until);
+  {
+    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
+    backend_.synchronize(array.host_ready);
+  }
+  {
+    const TraceScope stall(tracer_, {Track::kStall, StallCause::kUpload, id});
+    backend_.synchronize(array.block_busy_until);
+  }
   array.host_ready = nullptr;
   array.block_busy_until = nullptr;
 }
@@ -49,6 +80,8 @@ void TransferEngine::await_on_host(ArrayId id) {
 void TransferEngine::mark_busy(ArrayId id) { store_.array(id).slot.busy.computed = backend_.record(Queue::kCompute); }
 
 void TransferEngine::await_slot(Queue queue, const Slot& slot) {
+  std::optional<TraceScope> stall;
+  if (queue == Queue::kCompute) stall.emplace(tracer_, SpanLabel{Track::kStall, StallCause::kRoom});
   backend_.wait(queue, slot.busy.copied);
   backend_.wait(queue, slot.busy.computed);
 }

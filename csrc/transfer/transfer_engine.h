@@ -12,6 +12,7 @@
 
 #include "backend/backend.h"
 #include "chunk/chunk_store.h"
+#include "common/tracing.h"
 
 namespace patrickstar {
 
@@ -22,7 +23,8 @@ struct TransferCounters {
 
 class TransferEngine {
  public:
-  TransferEngine(Backend& backend, ChunkStore& store) : backend_(backend), store_(store) {}
+  TransferEngine(Backend& backend, ChunkStore& store, Tracer& tracer)
+      : backend_(backend), store_(store), tracer_(tracer) {}
 
   void upload(ArrayId id);
   void download(ArrayId id);
@@ -43,6 +45,7 @@ class TransferEngine {
  private:
   Backend& backend_;
   ChunkStore& store_;
+  Tracer& tracer_;
   TransferCounters counters_;
 };
 

@@ -1,0 +1,98 @@
+#include <pybind11/stl.h>
+
+#include "bind/bind.h"
+#include "trace/step_tracer.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+py::dict describe_memory(const MemorySample& sample) {
+  py::dict payloads;
+  for (int kind = 0; kind < kNumArrayKinds; ++kind)
+    payloads[py::cast(static_cast<ArrayKind>(kind))] = sample.payload_bytes[static_cast<size_t>(kind)];
+  py::dict fields;
+  fields["tide_bytes"] = sample.tide_bytes;
+  fields["idle_bytes"] = sample.idle_bytes;
+  fields["payload_bytes"] = payloads;
+  return fields;
+}
+
+py::dict describe_moment(const TracedMoment& moment) {
+  py::list acquired;
+  for (ArrayId id : moment.acquired) acquired.append(py::make_tuple(id.chunk, id.kind));
+  py::dict fields = describe_memory(moment.memory);
+  fields["phase"] = moment.phase;
+  fields["acquired"] = acquired;
+  fields["begin_seconds"] = moment.begin_seconds;
+  fields["seconds"] = moment.seconds;
+  fields["stalled_seconds"] = moment.stalled_seconds;
+  fields["compute_seconds"] = moment.seconds - moment.stalled_seconds;
+  return fields;
+}
+
+py::dict describe_span(const TracedSpan& span) {
+  py::dict fields;
+  fields["track"] = span.label.track;
+  fields["cause"] = span.label.cause;
+  fields["chunk"] = span.label.array.chunk;
+  fields["kind"] = span.label.array.kind;
+  fields["num_bytes"] = span.label.num_bytes;
+  fields["numel"] = span.label.numel;
+  fields["begin_seconds"] = span.begin_seconds;
+  fields["seconds"] = span.end_seconds - span.begin_seconds;
+  fields["owner"] = span.owner;
+  fields["dropped"] = span.dropped;
+  return fields;
+}
+
+}  // namespace
+
+py::dict describe_trace(const StepTrace& trace) {
+  py::list moments;
+  for (const TracedMoment& moment : trace.moments) moments.append(describe_moment(moment));
+  py::list spans;
+  for (const TracedSpan& span : trace.spans) spans.append(describe_span(span));
+  py::list samples;
+  for (const MemorySample& sample : trace.samples) {
+    py::dict fields = describe_memory(sample);
+    fields["seconds"] = sample.seconds;
+    samples.append(fields);
+  }
+  py::dict result;
+  result["outcome"] = trace.outcome;
+  result["seconds"] = trace.seconds;
+  result["optimizer_begin_seconds"] = trace.optimizer_begin_seconds;
+  result["device_limit_bytes"] = trace.device_limit_bytes;
+  result["moments"] = moments;
+  result["spans"] = spans;
+  result["samples"] = samples;
+  return result;
+}
+
+void register_trace(py::module_& module) {
+  py::enum_<Track>(module, "Track", "Where a span of a trace belongs (common/tracing.h).")
+      .value("STALL", Track::kStall)
+      .value("UPLOAD", Track::kUpload)
+      .value("DOWNLOAD", Track::kDownload)
+      .value("HOST_ADAM", Track::kHostAdam)
+      .value("DEVICE_ADAM", Track::kDeviceAdam);
+  py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
+      .value("NONE", StallCause::kNone)
+      .value("UPLOAD", StallCause::kUpload)
+      .value("DOWNLOAD", StallCause::kDownload)
+      .value("HOST_UPDATE", StallCause::kHostUpdate)
+      .value("HOST_WORK", StallCause::kHostWork)
+      .value("ROOM", StallCause::kRoom)
+      .value("NORM", StallCause::kNorm);
+  py::enum_<SpanOwner>(module, "SpanOwner", "Whose work a span is (trace/step_tracer.h).")
+      .value("THIS_STEP", SpanOwner::kThisStep)
+      .value("STEP_BEFORE", SpanOwner::kStepBefore);
+  py::enum_<StepOutcome>(module, "StepOutcome", "How a step ended (trace/step_tracer.h).")
+      .value("APPLIED", StepOutcome::kApplied)
+      .value("SKIPPED", StepOutcome::kSkipped);
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,194 @@
+#include "trace/step_tracer.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace patrickstar {
+
+namespace {
+
+// Two marks in a row are microseconds apart on a GPU; what is shorter than this was no wait.
+constexpr double kLeastStallSeconds = 5e-6;
+
+Queue queue_of(Track track) {
+  switch (track) {
+    case Track::kUpload:
+      return Queue::kUpload;
+    case Track::kDownload:
+      return Queue::kDownload;
+    default:
+      return Queue::kCompute;
+  }
+}
+
+}  // namespace
+
+int64_t MemorySample::slot_bytes() const {
+  int64_t total = idle_bytes;
+  for (int64_t bytes : payload_bytes) total += bytes;
+  return total;
+}
+
+void StepTracer::clear() {
+  on_ = false;
+  origin_ = optimizer_ = end_ = nullptr;
+  open_stalls_ = 0;
+  spans_.clear();
+  host_spans_.clear();
+  moments_.clear();
+  samples_.clear();
+}
+
+void StepTracer::arm() {
+  if (stage_ == Stage::kTracing) return;
+  if (stage_ != Stage::kArmed) clear();
+  stage_ = Stage::kArmed;
+}
+
+void StepTracer::begin_step() {
+  if (stage_ != Stage::kArmed) return;
+  stage_ = Stage::kTracing;
+  origin_ = backend_.mark(Queue::kCompute);
+  backend_.seconds_between(origin_, origin_);  // the queue has got there
+  host_origin_ = TraceClock::now();
+  on_ = true;
+}
+
+void StepTracer::begin_optimizer() {
+  if (on_) optimizer_ = backend_.mark(Queue::kCompute);
+}
+
+void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
+  if (!on_) return;
+  on_ = false;
+  stage_ = Stage::kComplete;
+  end_ = backend_.mark(Queue::kCompute);
+  outcome_ = outcome;
+  const size_t known = std::min(moments_.size(), timeline.moments.size());
+  for (size_t t = 0; t < known; ++t) moments_[t].moment.memory.tide_bytes = timeline.moments[t].tide_peak_bytes;
+}
+
+void StepTracer::abandon() {
+  if (stage_ != Stage::kTracing) return;
+  clear();
+  stage_ = Stage::kArmed;
+}
+
+std::shared_ptr<HostSpan> StepTracer::open_host_span(const SpanLabel& label,
+                                                     std::shared_ptr<const std::atomic<bool>> dropped) {
+  if (stage_ != Stage::kArmed && stage_ != Stage::kTracing) return nullptr;
+  auto span = std::make_shared<HostSpan>();
+  host_spans_.push_back({label, span, std::move(dropped), on_ ? SpanOwner::kThisStep : SpanOwner::kStepBefore});
+  return span;
+}
+
+void StepTracer::do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
+  OpenMoment moment;
+  moment.moment.phase = phase;
+  moment.moment.acquired = acquired;
+  moment.begin = backend_.mark(Queue::kCompute);
+  moment.begin_sample = moment.settled_sample = samples_.size();
+  moments_.push_back(std::move(moment));
+}
+
+void StepTracer::do_settle_moment() {
+  moments_.back().settled_sample = samples_.size();
+  do_sample_memory();
+}
+
+void StepTracer::do_sample_memory() {
+  MemorySample sample;
+  for (int index = 0; index < store_.num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    sample.payload_bytes[static_cast<size_t>(id.kind)] += store_.array(id).slot.num_bytes;
+  }
+  sample.idle_bytes = slots_.idle_bytes();
+  sample.tide_bytes = backend_.tide_bytes();
+  samples_.push_back({sample, backend_.mark(Queue::kCompute)});
+}
+
+void StepTracer::begin_span(const SpanLabel& label) {
+  if (label.track == Track::kStall && open_stalls_++ > 0) return;
+  running_[static_cast<size_t>(label.track)] = spans_.size();
+  spans_.push_back({label, backend_.mark(queue_of(label.track)), nullptr, moments_.size()});
+}
+
+void StepTracer::end_span(Track track) {
+  if (!on_) return;
+  if (track == Track::kStall && --open_stalls_ > 0) return;
+  spans_[running_[static_cast<size_t>(track)]].end = backend_.mark(queue_of(track));
+}
+
+std::optional<StepTrace> StepTracer::take() {
+  if (stage_ != Stage::kComplete) return std::nullopt;
+  StepTrace trace;
+  trace.outcome = outcome_;
+  trace.seconds = seconds_at(end_);
+  trace.optimizer_begin_seconds = optimizer_ == nullptr ? trace.seconds : seconds_at(optimizer_);
+  trace.device_limit_bytes = backend_.limit_bytes();
+  for (OpenSample& open : samples_) {
+    open.sample.seconds = seconds_at(open.mark);
+    trace.samples.push_back(open.sample);
+  }
+  resolve_moments(trace);
+  resolve_spans(trace);
+  resolve_host_spans(trace);
+  clear();
+  stage_ = Stage::kOff;
+  return trace;
+}
+
+void StepTracer::resolve_moments(StepTrace& trace) {
+  for (size_t t = 0; t < moments_.size(); ++t) {
+    const bool last = t + 1 == moments_.size();
+    TracedMoment moment = std::move(moments_[t].moment);
+    moment.begin_seconds = seconds_at(moments_[t].begin);
+    const double end = last ? trace.optimizer_begin_seconds : seconds_at(moments_[t + 1].begin);
+    moment.seconds = end - moment.begin_seconds;
+    // Those of the optimizer's step come after the last moment's.
+    const auto begin = trace.samples.begin() + static_cast<std::ptrdiff_t>(moments_[t].settled_sample);
+    auto after =
+        last ? trace.samples.end() : trace.samples.begin() + static_cast<std::ptrdiff_t>(moments_[t + 1].begin_sample);
+    if (last) after = std::find_if(begin, after, [end](const MemorySample& sample) { return sample.seconds > end; });
+    const auto least = std::min_element(begin, after, [](const MemorySample& a, const MemorySample& b) {
+      return std::make_pair(a.slot_bytes(), a.idle_bytes) < std::make_pair(b.slot_bytes(), b.idle_bytes);
+    });
+    const int64_t tide = moment.memory.tide_bytes;
+    if (least != after) moment.memory = *least;
+    moment.memory.tide_bytes = tide;
+    trace.moments.push_back(std::move(moment));
+  }
+}
+
+void StepTracer::resolve_spans(StepTrace& trace) {
+  for (const OpenSpan& open : spans_) {
+    if (open.end == nullptr) continue;  // an exception left it
+    TracedSpan span;
+    span.label = open.label;
+    span.begin_seconds = seconds_at(open.begin);
+    span.end_seconds = seconds_at(open.end);
+    const double seconds = span.end_seconds - span.begin_seconds;
+    if (open.label.track == Track::kStall) {
+      if (seconds < kLeastStallSeconds) continue;
+      const bool in_moment = open.moment > 0 && span.begin_seconds < trace.optimizer_begin_seconds;
+      if (in_moment) trace.moments[open.moment - 1].stalled_seconds += seconds;
+    }
+    trace.spans.push_back(span);
+  }
+}
+
+void StepTracer::resolve_host_spans(StepTrace& trace) {
+  for (const OpenHostSpan& open : host_spans_) {
+    open.span->done.wait();
+    if (!open.span->ran) continue;
+    TracedSpan span;
+    span.label = open.label;
+    span.owner = open.owner;
+    span.begin_seconds = std::max(seconds_at(open.span->begin), 0.0);
+    span.end_seconds = seconds_at(open.span->end);
+    span.dropped = open.dropped != nullptr && *open.dropped;
+    if (span.end_seconds > 0) trace.spans.push_back(span);
+  }
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,158 @@
+// Traces one step: what every queue did when, what each moment waited for, and who held the device's memory.
+//
+//   tracer.arm();            // the next training step is wanted
+//   tracer.begin_step();     // its first forward begins; the parts of the runtime report from now on (common/tracing.h)
+//   tracer.begin_optimizer();
+//   tracer.end_step(timeline, StepOutcome::kApplied);
+//   StepTrace trace = *tracer.take();
+//
+// [Note: the window of a trace] A trace spans its step: from the first forward to the end of the optimizer's step, as the
+// compute queue sees it. What the step started is kept whole, also where it ends later: updates and downloads that run
+// on into the next step have end_seconds > seconds. Updates of the step before that still run are there too, clipped to
+// begin at 0 and marked, if the tracer was armed when they were submitted.
+//
+// Beginning a trace drains the compute queue once, to place the host's clock on its axis; nothing else waits until
+// take(). Guarded by the runtime's lock.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "backend/backend.h"
+#include "chunk/chunk_store.h"
+#include "common/timeline.h"
+#include "common/tracing.h"
+#include "memory/slot_pool.h"
+
+namespace patrickstar {
+
+enum class StepOutcome : uint8_t {
+  kApplied,
+  kSkipped,  // the gradients were not finite
+};
+
+// Whose work a span is.
+enum class SpanOwner : uint8_t { kThisStep, kStepBefore };
+
+// All times are in seconds from the beginning of the step.
+struct TracedSpan {
+  SpanLabel label;
+  double begin_seconds = 0;
+  double end_seconds = 0;
+  SpanOwner owner = SpanOwner::kThisStep;
+  bool dropped = false;  // a speculated update whose result was not used
+};
+
+// Device memory: slots by what they hold, slots that hold nothing, and the tide.
+struct MemorySample {
+  double seconds = 0;
+  int64_t tide_bytes = 0;
+  int64_t idle_bytes = 0;
+  std::array<int64_t, kNumArrayKinds> payload_bytes = {};
+
+  int64_t slot_bytes() const;
+};
+
+struct TracedMoment {
+  Phase phase = Phase::kForward;
+  std::vector<ArrayId> acquired;
+  double begin_seconds = 0;
+  double seconds = 0;          // until the next moment, or the optimizer's step
+  double stalled_seconds = 0;  // of these
+  // The moment's highest tide, and the least that slots took meanwhile: what they left when it was pressed for room.
+  MemorySample memory;
+};
+
+struct StepTrace {
+  StepOutcome outcome = StepOutcome::kApplied;
+  double seconds = 0;
+  double optimizer_begin_seconds = 0;
+  int64_t device_limit_bytes = kUnlimited;
+  std::vector<TracedMoment> moments;  // as in the step's timeline
+  std::vector<TracedSpan> spans;      // in the order of their beginning on each track
+  std::vector<MemorySample> samples;  // whenever slots changed hands, with the tide of that instant
+};
+
+class StepTracer final : public Tracer {
+ public:
+  StepTracer(Backend& backend, const ChunkStore& store, const SlotPool& slots)
+      : backend_(backend), store_(store), slots_(slots) {}
+
+  // The next training step is to be traced; a trace that nobody took is forgotten.
+  void arm();
+  // Does nothing unless armed.
+  void begin_step();
+  void begin_optimizer();
+  void end_step(const Timeline& timeline, StepOutcome outcome);
+  // The step was given up: the next one is traced instead.
+  void abandon();
+  // The traced step, once; nothing before it is over. Waits for what it started.
+  std::optional<StepTrace> take();
+
+  std::shared_ptr<HostSpan> open_host_span(const SpanLabel& label,
+                                           std::shared_ptr<const std::atomic<bool>> dropped) override;
+
+ protected:
+  void do_begin_moment(Phase phase, const std::vector<ArrayId>& acquired) override;
+  void do_settle_moment() override;
+  void do_sample_memory() override;
+  void begin_span(const SpanLabel& label) override;
+  void end_span(Track track) override;
+
+ private:
+  enum class Stage : uint8_t { kOff, kArmed, kTracing, kComplete };
+
+  struct OpenSpan {
+    SpanLabel label;
+    Mark begin;
+    Mark end;
+    size_t moment;  // the number of moments begun before it
+  };
+  struct OpenHostSpan {
+    SpanLabel label;
+    std::shared_ptr<HostSpan> span;
+    std::shared_ptr<const std::atomic<bool>> dropped;
+    SpanOwner owner;
+  };
+  struct OpenMoment {
+    TracedMoment moment;
+    Mark begin;
+    size_t begin_sample = 0;    // the first after it began
+    size_t settled_sample = 0;  // the first after its arrays were there
+  };
+  struct OpenSample {
+    MemorySample sample;
+    Mark mark;
+  };
+
+  void clear();
+  double seconds_at(const Mark& mark) { return backend_.seconds_between(origin_, mark); }
+  double seconds_at(TraceClock::time_point time) const {
+    return std::chrono::duration<double>(time - host_origin_).count();
+  }
+  void resolve_spans(StepTrace& trace);
+  void resolve_host_spans(StepTrace& trace);
+  void resolve_moments(StepTrace& trace);
+
+  Backend& backend_;
+  const ChunkStore& store_;
+  const SlotPool& slots_;
+  Stage stage_ = Stage::kOff;
+  Mark origin_;
+  TraceClock::time_point host_origin_ = {};
+  Mark optimizer_;
+  Mark end_;
+  StepOutcome outcome_ = StepOutcome::kApplied;
+  std::vector<OpenSpan> spans_;
+  std::array<size_t, 5> running_ = {};  // by track: index of the span that was begun last
+  int open_stalls_ = 0;
+  std::vector<OpenHostSpan> host_spans_;
+  std::vector<OpenMoment> moments_;
+  std::vector<OpenSample> samples_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,69 @@
+"""``python -m patrickstar.profile script.py args…``: runs a training script and profiles one step of its engine.
+
+Writes a trace for chrome://tracing and https://ui.perfetto.dev, a picture of device memory (with matplotlib), and a
+summary, which it also prints. The script is run as it is; it learns of the request by the environment variable
+``PATRICKSTAR_PROFILE=<step>,<folder>``, the default of ``config["profile"]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from patrickstar.config import PROFILE_VARIABLE, ProfileConfig
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    defaults = ProfileConfig()
+    description = "Runs a training script and profiles one step of its engine: a trace, a picture and a summary."
+    parser = argparse.ArgumentParser(prog="python -m patrickstar.profile", description=description)
+    parser.add_argument("--step", type=int, default=defaults.step, help="which step, from 1 (default: %(default)s)")
+    parser.add_argument("--output", default=defaults.output, help="folder for the files (default: %(default)s)")
+    parser.add_argument("script", help="a Python script that calls initialize_engine")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; its exit status, or 1 when no step was profiled."""
+    options = make_parser().parse_args(arguments)
+    script = Path(options.script)
+    if options.step < 1:
+        sys.exit(f"--step is {options.step}; steps are counted from 1")
+    if not script.is_file():
+        sys.exit(f"there is no script {script}")
+    folder = Path(options.output).resolve()  # the script may change its directory
+    os.environ[PROFILE_VARIABLE] = f"{options.step},{folder}"
+    began = time.time_ns()
+    status = _run(script, options.args)
+    summaries = [file for file in folder.glob("step*.txt") if file.stat().st_mtime_ns >= began - 10**7]
+    for file in summaries:
+        print(file.read_text(encoding="utf-8"), end="")
+        print("  files        " + ", ".join(map(str, sorted(folder.glob(f"{file.stem}.*")))))
+    if not summaries:
+        print(f"no step was profiled: the script ran no engine for {options.step} steps", file=sys.stderr)
+    return status or (0 if summaries else 1)
+
+
+def _run(script: Path, arguments: Sequence[str]) -> int:
+    """The script as ``python script.py`` would run it. Exceptions pass; its exit status is returned."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+            return 1
+        return exit_.code or 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""One step of training, seen: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
+
+The core traces the step (csrc/trace/step_tracer.h); this package decides which one, and writes what it gave. Asked for
+with ``config["profile"]`` or ``python -m patrickstar.profile script.py``.
+
+A trace is the dict that ``_C.Runtime.take_trace`` returns. Times are in seconds from the beginning of the step's first
+forward, as the compute queue sees it; it ends with the optimizer's step. What the step started and what ends later is
+whole; updates of the step before that still ran are clipped and marked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patrickstar.profiling.chrome import chrome_trace
+from patrickstar.profiling.summary import summarize
+
+if TYPE_CHECKING:
+    from patrickstar import _C
+    from patrickstar.config import ProfileConfig
+
+logger = logging.getLogger("patrickstar")
+
+__all__ = ["StepProfiler", "chrome_trace", "summarize", "write_profile"]
+
+
+def write_profile(trace: dict[str, Any], step: int, folder: Path) -> list[Path]:
+    """Writes ``step<N>.trace.json``, ``step<N>.txt`` and, where matplotlib is installed, ``step<N>.svg``.
+
+    Returns:
+        The files, in this order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    trace_file, text_file, picture = (folder / f"step{step}{suffix}" for suffix in (".trace.json", ".txt", ".svg"))
+    trace_file.write_text(json.dumps(chrome_trace(trace, step)), encoding="utf-8")
+    text_file.write_text(summarize(trace).text(step), encoding="utf-8")
+    try:
+        from patrickstar.profiling.picture import draw
+    except ImportError as error:
+        logger.warning("profile: no picture, because %s; pip install 'patrickstar[profile]' brings matplotlib", error)
+        return [trace_file, text_file]
+    draw(trace, step, picture)
+    return [trace_file, text_file, picture]
+
+
+class StepProfiler:
+    """Has one step of an engine traced and writes the files. The session tells it where in a step it is.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, runtime: _C.Runtime, config: ProfileConfig):
+        self._runtime = runtime
+        self._config = config
+        self._folder = Path(config.output)
+        self._folder.mkdir(parents=True, exist_ok=True)  # now rather than after the step
+        self._num_steps = 0
+        self._written = False
+        if config.step == 1:
+            runtime.start_trace()
+
+    def begin_backward(self) -> None:
+        """Before each backward. In the step before the one that is asked for: its updates may run on into that."""
+        if self._num_steps == self._config.step - 2:
+            self._runtime.start_trace()
+
+    def end_step(self) -> None:
+        """After each step."""
+        self._num_steps += 1
+        trace = None if self._written else self._runtime.take_trace()
+        if trace is None:
+            return
+        self._written = True
+        files = write_profile(trace, self._num_steps, self._folder)
+        logger.info("profile of step %d: %s", self._num_steps, ", ".join(map(str, files)))
+
+    def close(self) -> None:
+        """When the engine closes."""
+        if not self._written:
+            logger.warning(
+                "profile: the engine was closed after %d steps, before step %d was over; nothing was written",
+                self._num_steps,
+                self._config.step,
+            )

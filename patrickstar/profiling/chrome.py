@@ -1,0 +1,121 @@
+"""A traced step in the trace event format, which chrome://tracing and https://ui.perfetto.dev open.
+
+The format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Complete events ("X") for spans, counters ("C") for memory, metadata ("M") for names; times in microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.profiling.summary import CAUSES
+
+_PID = 1
+_COMPUTE, _UPLOAD, _DOWNLOAD, _HOST_ADAM, _DEVICE_ADAM = range(1, 6)
+_ROWS = {
+    _COMPUTE: "compute",
+    _UPLOAD: "upload stream",
+    _DOWNLOAD: "download stream",
+    _HOST_ADAM: "host Adam",
+    _DEVICE_ADAM: "device Adam",
+}
+_ROW_OF = {
+    _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
+    _C.Track.UPLOAD: _UPLOAD,
+    _C.Track.DOWNLOAD: _DOWNLOAD,
+    _C.Track.HOST_ADAM: _HOST_ADAM,
+    _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
+}
+
+Event = dict[str, Any]
+
+
+def chrome_trace(trace: dict[str, Any], step: int) -> dict[str, Any]:
+    """The JSON object of what ``_C.Runtime.take_trace`` returned for the engine's ``step``-th step."""
+    events = [_name("process_name", 0, f"PatrickStar, step {step}")]
+    for row, name in _ROWS.items():
+        events.append(_name("thread_name", row, name))
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
+    for index, moment in enumerate(trace["moments"]):
+        events.append(_moment(index, moment))
+    begin, end = trace["optimizer_begin_seconds"], trace["seconds"]
+    skipped = trace["outcome"] == _C.StepOutcome.SKIPPED
+    name = "optimizer step (skipped)" if skipped else "optimizer step"
+    events.append(_complete(name, "moment", _COMPUTE, begin, end - begin, {}))
+    events += [_span(span) for span in trace["spans"]]
+    for sample in trace["samples"]:
+        events.append(_counter("device memory", sample["seconds"], _bands(sample)))
+    if trace["device_limit_bytes"] != _C.UNLIMITED:
+        for seconds in (0.0, end):
+            events.append(_counter("device budget", seconds, {"budget": trace["device_limit_bytes"]}))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "seconds": end}}
+
+
+def _moment(index: int, moment: dict[str, Any]) -> Event:
+    chunks = [chunk for chunk, _ in moment["acquired"]]
+    args = {
+        "moment": index,
+        "chunks": chunks,
+        "compute_ms": moment["compute_seconds"] * 1e3,
+        "stalled_ms": moment["stalled_seconds"] * 1e3,
+        "tide_peak_bytes": moment["tide_bytes"],
+    }
+    name = f"{moment['phase'].name.lower()} {index}: chunk {', '.join(map(str, chunks))}"
+    return _complete(name, "moment", _COMPUTE, moment["begin_seconds"], moment["seconds"], args)
+
+
+def _span(span: dict[str, Any]) -> Event:
+    track = span["track"]
+    array = f"chunk {span['chunk']} {span['kind'].name.lower()}" if span["chunk"] >= 0 else ""
+    args: dict[str, Any] = {}
+    if track == _C.Track.STALL:
+        name, category = f"stall: {CAUSES[span['cause']]}", "stall"
+        if array:
+            args["array"] = array
+    elif track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD):
+        name, category = array, "transfer"
+        args["bytes"] = span["num_bytes"]
+        args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9
+    else:
+        name, category = f"Adam from chunk {span['chunk']}", "adam"
+        if span["owner"] == _C.SpanOwner.STEP_BEFORE:
+            name += ", of the step before"
+        if span["dropped"]:
+            name += ", dropped"
+        args["parameters"] = span["numel"]
+        args["Gparam/s"] = span["numel"] / max(span["seconds"], 1e-9) / 1e9
+    return _complete(name, category, _ROW_OF[track], span["begin_seconds"], span["seconds"], args)
+
+
+def _bands(sample: dict[str, Any]) -> dict[str, int]:
+    bands = {kind.name.lower(): num_bytes for kind, num_bytes in sample["payload_bytes"].items()}
+    return {**bands, "idle slots": sample["idle_bytes"], "tide": sample["tide_bytes"]}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e9) / 1e3
+
+
+def _complete(name: str, category: str, row: int, begin: float, seconds: float, args: dict[str, Any]) -> Event:
+    # Both ends are rounded, so that spans that touch or nest do so in the file.
+    start, end = _microseconds(begin), _microseconds(begin + seconds)
+    duration = round(end - start, 3)
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": _PID,
+        "tid": row,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
+
+
+def _counter(name: str, seconds: float, values: dict[str, int]) -> Event:
+    return {"name": name, "ph": "C", "pid": _PID, "tid": 0, "ts": _microseconds(seconds), "args": values}
+
+
+def _name(what: str, row: int, name: str) -> Event:
+    return {"name": what, "ph": "M", "pid": _PID, "tid": row, "args": {"name": name}}

@@ -1,0 +1,143 @@
+"""A traced step in figures: where its time went, how fast each resource was, and which of them bounds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from patrickstar import _C
+
+CAUSES = {
+    _C.StallCause.UPLOAD: "upload",
+    _C.StallCause.DOWNLOAD: "download",
+    _C.StallCause.HOST_UPDATE: "host update",
+    _C.StallCause.HOST_WORK: "host work",
+    _C.StallCause.ROOM: "room",
+    _C.StallCause.NORM: "norm",
+}
+"""What the compute queue waits for, as files name it (csrc/common/tracing.h)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one resource did in a step."""
+
+    seconds: float
+    """The time it was busy."""
+    amount: int
+    """Bytes moved or parameters updated."""
+
+    @property
+    def rate(self) -> float:
+        """Amount per second while busy, in units of 10^9."""
+        return self.amount / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of one traced step. Seconds throughout."""
+
+    outcome: _C.StepOutcome
+    """Whether the step was applied."""
+    seconds: float
+    """From the first forward to the end of the optimizer's step."""
+    num_moments: int
+    """Moments of forward and backward."""
+    stalled: dict[str, float]
+    """Time in which the compute queue waited, by cause; causes that did not occur are left out."""
+    optimizer_seconds: float
+    """The end of the step, after backward; part of ``seconds``."""
+    upload: Work
+    """Host to device."""
+    download: Work
+    """Device to host."""
+    host_adam: Work
+    """Updates on the host that this step started, also those whose result was not used."""
+    device_adam: Work
+    """Updates on the device; part of ``compute_seconds``."""
+    late_seconds: float
+    """How much of ``host_adam`` came after the step's end."""
+    dropped_seconds: float
+    """How much of ``host_adam`` was speculation whose result was not used."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time in which the compute queue did not wait for PatrickStar."""
+        return self.seconds - sum(self.stalled.values())
+
+    @property
+    def roofline(self) -> dict[str, float]:
+        """Seconds that each resource was busy; the step cannot be shorter than the longest."""
+        return {
+            "compute": self.compute_seconds,
+            "upload": self.upload.seconds,
+            "download": self.download.seconds,
+            "host Adam": self.host_adam.seconds,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that was busy longest."""
+        return max(self.roofline, key=lambda name: self.roofline[name])
+
+    def text(self, step: int) -> str:
+        """A few lines for people."""
+        outcome = "" if self.outcome == _C.StepOutcome.APPLIED else ", skipped"
+        causes = sorted(self.stalled.items(), key=lambda item: -item[1])
+        by_cause = "".join(f", {name} {_seconds(value)}" for name, value in causes)
+        adam = f"{self.host_adam.amount / 1e9:.3f} Gparam in {_seconds(self.host_adam.seconds)}, "
+        adam += f"{self.host_adam.rate:.2f} Gparam/s, {_seconds(self.late_seconds)} of it after the step's end"
+        if self.dropped_seconds > 0:
+            adam += f", {_seconds(self.dropped_seconds)} for nothing"
+        busy = ", ".join(f"{name} {_seconds(value)}" for name, value in self.roofline.items())
+        ratio = self.seconds / max(self.roofline[self.bound], 1e-12)
+        lines = [
+            f"step {step}: {_seconds(self.seconds)}{outcome}",
+            f"  compute      {_seconds(self.compute_seconds)}, {self.num_moments} moments; "
+            f"the last {_seconds(self.optimizer_seconds)} of the step are the optimizer's",
+            f"  stalled      {_seconds(sum(self.stalled.values()))}{by_cause}",
+            f"  upload       {_transfer(self.upload)}",
+            f"  download     {_transfer(self.download)}",
+            f"  host Adam    {adam}",
+            f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {_seconds(self.device_adam.seconds)}, "
+            f"{self.device_adam.rate:.2f} Gparam/s",
+            f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def summarize(trace: dict[str, Any]) -> Summary:
+    """The figures of what ``_C.Runtime.take_trace`` returned."""
+    mine = [span for span in trace["spans"] if span["owner"] == _C.SpanOwner.THIS_STEP]
+    on_track = {track: [span for span in mine if span["track"] == track] for track in _C.Track.__members__.values()}
+    stalled: dict[str, float] = {}
+    for span in on_track[_C.Track.STALL]:
+        name = CAUSES[span["cause"]]
+        stalled[name] = stalled.get(name, 0.0) + span["seconds"]
+    host_adam = on_track[_C.Track.HOST_ADAM]
+    late = (min(s["seconds"], s["begin_seconds"] + s["seconds"] - trace["seconds"]) for s in host_adam)
+    return Summary(
+        outcome=trace["outcome"],
+        seconds=trace["seconds"],
+        num_moments=len(trace["moments"]),
+        stalled=stalled,
+        optimizer_seconds=trace["seconds"] - trace["optimizer_begin_seconds"],
+        upload=_work(on_track[_C.Track.UPLOAD], "num_bytes"),
+        download=_work(on_track[_C.Track.DOWNLOAD], "num_bytes"),
+        host_adam=_work(host_adam, "numel"),
+        device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
+        late_seconds=sum(max(seconds, 0.0) for seconds in late),
+        dropped_seconds=sum(span["seconds"] for span in host_adam if span["dropped"]),
+    )
+
+
+def _work(spans: list[dict[str, Any]], amount: str) -> Work:
+    return Work(seconds=sum(span["seconds"] for span in spans), amount=sum(span[amount] for span in spans))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _transfer(work: Work) -> str:
+    return f"{work.amount / 1e9:.3f} GB in {_seconds(work.seconds)}, {work.rate:.1f} GB/s"

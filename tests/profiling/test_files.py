@@ -1,0 +1,152 @@
+"""What is written of a trace: the trace event format, the figures, the picture. Asking for it changes no number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+
+import pytest
+
+from patrickstar import _C
+from patrickstar.profiling import chrome_trace, summarize, write_profile
+from tests.models import Case, gpt2, token_batch
+from tests.profiling.traces import total_bytes, traced
+from tests.training import assert_same, make_config, train
+
+WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
+PHASES = {"X", "C", "M"}
+
+
+@pytest.fixture(scope="module")
+def result():
+    return traced(WIDE, make_config("bf16", device_memory="1200KB", gradient_clipping=1.0))
+
+
+def test_the_format(result):
+    """Every event has what the trace event format asks of its kind; spans of a row are disjoint or nested."""
+    data = json.loads(json.dumps(chrome_trace(result.trace, 5), allow_nan=False))
+    events = data["traceEvents"]
+    assert {event["ph"] for event in events} == PHASES
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["args"], dict)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["cat"], str)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(names.values()) == ["compute", "upload stream", "download stream", "host Adam", "device Adam"]
+    for row in names:
+        spans = sorted(
+            ((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row),
+            key=lambda span: (span[0], -span[1]),
+        )
+        open_ends: list[float] = []
+        for begin, end in spans:
+            while open_ends and open_ends[-1] <= begin + 1e-6:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 2e-3  # microseconds; times are rounded to nanoseconds
+            open_ends.append(end)
+
+
+def test_the_format_has_everything(result):
+    events = chrome_trace(result.trace, 5)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(result.trace["spans"]) + len(result.trace["moments"]) + 1
+    for row, counter in (("upload stream", "uploaded_bytes"), ("download stream", "downloaded_bytes")):
+        tid = next(e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == row)
+        moved = sum(span["args"]["bytes"] for span in spans if span["tid"] == tid)
+        assert moved == result.after[counter] - result.before[counter]
+    memory = [sum(e["args"].values()) for e in events if e["name"] == "device memory"]
+    assert memory == [total_bytes(sample) for sample in result.trace["samples"]]
+    budgets = {e["args"]["budget"] for e in events if e["name"] == "device budget"}
+    assert budgets == {result.trace["device_limit_bytes"]} == {1_200_000}
+    last = max(spans, key=lambda span: span["ts"] if span["cat"] == "moment" else -1)
+    assert last["name"] == "optimizer step"
+
+
+def test_the_figures(result):
+    trace = result.trace
+    summary = summarize(trace)
+    on_track = {track: [s for s in trace["spans"] if s["track"] == track] for track in _C.Track.__members__.values()}
+    stalls = sorted(on_track[_C.Track.STALL], key=lambda span: span["cause"].name)
+    by_cause = [sum(s["seconds"] for s in group) for _, group in itertools.groupby(stalls, lambda s: s["cause"].name)]
+    assert sorted(summary.stalled.values()) == pytest.approx(sorted(by_cause))
+    assert summary.compute_seconds == pytest.approx(trace["seconds"] - sum(by_cause))
+    assert summary.upload.amount == result.after["uploaded_bytes"] - result.before["uploaded_bytes"] > 0
+    assert summary.host_adam.amount == result.run.report["num_parameters"]
+    assert summary.device_adam.amount == 0 == summary.device_adam.rate
+    adam = on_track[_C.Track.HOST_ADAM]
+    ends = [s["begin_seconds"] + s["seconds"] for s in adam]
+    starts = [max(s["begin_seconds"], trace["seconds"]) for s in adam]
+    late = sum(max(end - start, 0) for start, end in zip(starts, ends, strict=True))
+    assert summary.late_seconds == pytest.approx(late, abs=1e-9)
+    assert summary.bound == max(summary.roofline, key=summary.roofline.get)
+    text = summary.text(5)
+    print(text)
+    words = ["step 5", "compute", "stalled", "upload", "download", "host Adam", "device Adam", "roofline"]
+    assert [line.strip().split("  ")[0].split(":")[0] for line in text.splitlines()] == words
+
+
+def test_the_picture(result, tmp_path):
+    from patrickstar.profiling.picture import draw, memory_bands, stall_bands
+
+    moments = result.trace["moments"]
+    columns = [sum(column) for column in zip(*memory_bands(result.trace).values(), strict=True)]
+    assert columns == [total_bytes(moment) for moment in moments]
+    stalled = [sum(column) for column in zip(*stall_bands(result.trace).values(), strict=True)]
+    if any(moment["stalled_seconds"] for moment in moments):
+        assert stalled == pytest.approx([moment["stalled_seconds"] for moment in moments])
+    for name, magic in (("step.svg", b"<?xml"), ("step.png", b"\x89PNG")):
+        draw(result.trace, 5, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def test_a_trace_without_transfers(tmp_path):
+    """Everything resident, no budget."""
+    trace = traced(WIDE, make_config("bf16")).trace
+    assert not any(event["name"] == "device budget" for event in chrome_trace(trace, 5)["traceEvents"])
+    summary = summarize(trace)
+    assert (summary.upload.amount, summary.download.amount, summary.host_adam.amount) == (0, 0, 0)
+    assert [file.name for file in write_profile(trace, 5, tmp_path)] == ["step5.trace.json", "step5.txt", "step5.svg"]
+
+
+def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
+    """The trace and the figures are written, and the log says what is missing."""
+    monkeypatch.delitem(sys.modules, "patrickstar.profiling.picture", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    files = write_profile(result.trace, 5, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert [file.name for file in files] == ["step5.trace.json", "step5.txt"]
+    assert "pip install 'patrickstar[profile]'" in caplog.text
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_config(step, tmp_path, caplog):
+    """``config["profile"]``: the files of that step, one line in the log, and the same numbers."""
+    config = make_config("fp16", device_memory="1200KB", gradient_clipping=1.0)
+    output = tmp_path / "deep" / "profile"
+    with caplog.at_level(logging.INFO, logger="patrickstar.profiling"), caplog.at_level(logging.INFO, "patrickstar"):
+        run = train(WIDE, {**config, "profile": {"step": step, "output": str(output)}}, steps=6)
+    names = [f"step{step}{suffix}" for suffix in (".svg", ".trace.json", ".txt")]
+    assert sorted(file.name for file in output.iterdir()) == names
+    lines = [r.getMessage() for r in caplog.records if "profile" in r.getMessage()]
+    assert len(lines) == 1
+    assert all(name in lines[0] for name in names)
+    trace = json.loads((output / f"step{step}.trace.json").read_text())
+    assert trace["otherData"]["step"] == step
+    assert_same(run, train(WIDE, config, steps=6))
+
+
+def test_a_run_that_is_too_short(tmp_path, caplog):
+    train(WIDE, make_config(profile={"step": 5, "output": str(tmp_path)}), steps=3)
+    assert list(tmp_path.iterdir()) == []
+    assert "closed after 3 steps, before step 5 was over" in caplog.text

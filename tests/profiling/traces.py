@@ -1,0 +1,108 @@
+"""Traced runs, and what must hold for every trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from patrickstar import _C
+from tests.models import Case
+from tests.training import Run, train
+
+QUEUES = (_C.Track.STALL, _C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.HOST_ADAM, _C.Track.DEVICE_ADAM)
+ROUNDING = 1e-9  # seconds: differences and sums of float64
+
+
+@dataclasses.dataclass
+class Traced:
+    run: Run
+    trace: dict[str, Any]
+    before: dict[str, Any]
+    """The engine's report when the step began; its peaks are of the step alone."""
+    after: dict[str, Any]
+    timeline: list[dict[str, Any]]
+
+
+def traced(case: Case, config: dict[str, Any], step: int = 4, before_step=None, **kwargs: Any) -> Traced:
+    """Trains for ``step + 2`` steps with the ``step``-th (from 0) traced; ``before_step`` as in ``train``."""
+    found: dict[str, Any] = {}
+
+    def observe(engine, index):
+        runtime = engine._session.runtime
+        if index == step + 1:
+            found.update(after=engine.report(), timeline=runtime.timeline(), trace=runtime.take_trace())
+            assert runtime.take_trace() is None
+        if before_step is not None:
+            before_step(engine, index)
+        if index == step:
+            assert runtime.take_trace() is None
+            runtime.start_trace()
+            engine.reset_report()
+            found["before"] = engine.report()
+
+    run = train(case, config, steps=step + 2, before_step=observe, **kwargs)
+    return Traced(run, **found)
+
+
+def total_bytes(sample: dict[str, Any]) -> int:
+    return sample["tide_bytes"] + sample["idle_bytes"] + sum(sample["payload_bytes"].values())
+
+
+def check(result: Traced) -> None:
+    """Everything that does not depend on the case."""
+    trace = result.trace
+    check_spans(trace)
+    check_moments(trace, result.timeline)
+    check_memory(result)
+    for track, counter in ((_C.Track.UPLOAD, "uploaded_bytes"), (_C.Track.DOWNLOAD, "downloaded_bytes")):
+        moved = sum(span["num_bytes"] for span in trace["spans"] if span["track"] == track)
+        assert moved == result.after[counter] - result.before[counter]
+
+
+def check_spans(trace: dict[str, Any]) -> None:
+    """Within a queue they follow each other; only what the step started ends after it."""
+    for track in QUEUES:
+        end = 0.0
+        for span in (span for span in trace["spans"] if span["track"] == track):
+            assert span["begin_seconds"] >= end - ROUNDING
+            assert span["seconds"] >= 0
+            end = span["begin_seconds"] + span["seconds"]
+            if track in (_C.Track.STALL, _C.Track.DEVICE_ADAM):
+                assert end <= trace["seconds"] + ROUNDING
+            assert (span["cause"] == _C.StallCause.NONE) == (track != _C.Track.STALL)
+            if track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD):
+                assert span["num_bytes"] > 0
+                assert span["chunk"] >= 0
+            if track in (_C.Track.HOST_ADAM, _C.Track.DEVICE_ADAM):
+                assert span["numel"] > 0
+
+
+def check_moments(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None:
+    """Those of the timeline; they cover all of forward and backward; their stalls are the spans in them."""
+    moments = trace["moments"]
+    assert [moment["phase"] for moment in moments] == [moment["phase"] for moment in timeline]
+    assert [moment["tide_bytes"] for moment in moments] == [moment["tide_peak_bytes"] for moment in timeline]
+    ends = [moment["begin_seconds"] for moment in moments[1:]] + [trace["optimizer_begin_seconds"]]
+    assert moments[0]["begin_seconds"] >= 0
+    assert trace["optimizer_begin_seconds"] <= trace["seconds"]
+    stalls = [span for span in trace["spans"] if span["track"] == _C.Track.STALL]
+    for moment, end in zip(moments, ends, strict=True):
+        begin = moment["begin_seconds"]
+        assert begin + moment["seconds"] == pytest.approx(end, abs=ROUNDING)
+        inside = sum(span["seconds"] for span in stalls if begin <= span["begin_seconds"] < end)
+        assert moment["stalled_seconds"] == pytest.approx(inside, abs=ROUNDING)
+        assert moment["compute_seconds"] == pytest.approx(moment["seconds"] - inside, abs=ROUNDING)
+        assert moment["compute_seconds"] >= 0
+        acquired = {(chunk, kind) for chunk, kind in moment["acquired"]}
+        assert acquired
+
+
+def check_memory(result: Traced) -> None:
+    """Never above the budget: tide and slots of each instant, and of each moment at its highest tide."""
+    peak, limit = result.after["device_peak_bytes"], result.trace["device_limit_bytes"]
+    assert limit == result.after["device_budget_bytes"]
+    for sample in [*result.trace["samples"], *result.trace["moments"]]:
+        assert total_bytes(sample) <= peak <= limit
+        assert all(num_bytes >= 0 for num_bytes in sample["payload_bytes"].values())
