@@ -304,9 +304,9 @@ class Runtime:
 
         ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``moments``, as in ``timeline``:
         ``{"phase", "acquired": [(chunk, kind)], "begin_seconds", "seconds", "stalled_seconds", "compute_seconds",
-        "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``: ``{"track", "cause", "chunk", "kind",
-        "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``; ``samples``: ``{"seconds",
-        "tide_bytes", "idle_bytes", "payload_bytes"}``.
+        "tide_peak_bytes", "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``: ``{"track", "cause",
+        "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``; ``samples``:
+        ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first forward.
         """
 
     def report(self) -> dict[str, Any]: ...

@@ -25,6 +25,7 @@ py::dict describe_moment(const TracedMoment& moment) {
   for (ArrayId id : moment.acquired) acquired.append(py::make_tuple(id.chunk, id.kind));
   py::dict fields = describe_memory(moment.memory);
   fields["phase"] = moment.phase;
+  fields["tide_peak_bytes"] = moment.tide_peak_bytes;
   fields["acquired"] = acquired;
   fields["begin_seconds"] = moment.begin_seconds;
   fields["seconds"] = moment.seconds;

@@ -8,7 +8,7 @@ namespace patrickstar {
 namespace {
 
 // Two marks in a row are microseconds apart on a GPU; what is shorter than this was no wait.
-constexpr double kLeastStallSeconds = 5e-6;
+constexpr double kLeastStallSeconds = 1e-5;
 
 Queue queue_of(Track track) {
   switch (track) {
@@ -49,13 +49,15 @@ void StepTracer::begin_step() {
   if (stage_ != Stage::kArmed) return;
   stage_ = Stage::kTracing;
   origin_ = backend_.mark(Queue::kCompute);
-  backend_.seconds_between(origin_, origin_);  // the queue has got there
+  backend_.seconds_between(origin_, origin_);  // waits until the queue has got there
   host_origin_ = TraceClock::now();
   on_ = true;
 }
 
 void StepTracer::begin_optimizer() {
-  if (on_) optimizer_ = backend_.mark(Queue::kCompute);
+  if (!on_) return;
+  optimizer_ = backend_.mark(Queue::kCompute);
+  optimizer_sample_ = samples_.size();
 }
 
 void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
@@ -63,9 +65,10 @@ void StepTracer::end_step(const Timeline& timeline, StepOutcome outcome) {
   on_ = false;
   stage_ = Stage::kComplete;
   end_ = backend_.mark(Queue::kCompute);
+  if (optimizer_ == nullptr) optimizer_sample_ = samples_.size();
   outcome_ = outcome;
   const size_t known = std::min(moments_.size(), timeline.moments.size());
-  for (size_t t = 0; t < known; ++t) moments_[t].moment.memory.tide_bytes = timeline.moments[t].tide_peak_bytes;
+  for (size_t t = 0; t < known; ++t) moments_[t].moment.tide_peak_bytes = timeline.moments[t].tide_peak_bytes;
 }
 
 void StepTracer::abandon() {
@@ -110,7 +113,8 @@ void StepTracer::do_sample_memory() {
 void StepTracer::begin_span(const SpanLabel& label) {
   if (label.track == Track::kStall && open_stalls_++ > 0) return;
   running_[static_cast<size_t>(label.track)] = spans_.size();
-  spans_.push_back({label, backend_.mark(queue_of(label.track)), nullptr, moments_.size()});
+  spans_.push_back({label, nullptr, nullptr, moments_.size()});
+  spans_.back().begin = backend_.mark(queue_of(label.track));  // after the vector grew
 }
 
 void StepTracer::end_span(Track track) {
@@ -140,24 +144,33 @@ std::optional<StepTrace> StepTracer::take() {
 
 void StepTracer::resolve_moments(StepTrace& trace) {
   for (size_t t = 0; t < moments_.size(); ++t) {
+    const OpenMoment& open = moments_[t];
     const bool last = t + 1 == moments_.size();
-    TracedMoment moment = std::move(moments_[t].moment);
-    moment.begin_seconds = seconds_at(moments_[t].begin);
+    TracedMoment moment = open.moment;
+    moment.begin_seconds = seconds_at(open.begin);
     const double end = last ? trace.optimizer_begin_seconds : seconds_at(moments_[t + 1].begin);
     moment.seconds = end - moment.begin_seconds;
-    // Those of the optimizer's step come after the last moment's.
-    const auto begin = trace.samples.begin() + static_cast<std::ptrdiff_t>(moments_[t].settled_sample);
-    auto after =
-        last ? trace.samples.end() : trace.samples.begin() + static_cast<std::ptrdiff_t>(moments_[t + 1].begin_sample);
-    if (last) after = std::find_if(begin, after, [end](const MemorySample& sample) { return sample.seconds > end; });
-    const auto least = std::min_element(begin, after, [](const MemorySample& a, const MemorySample& b) {
-      return std::make_pair(a.slot_bytes(), a.idle_bytes) < std::make_pair(b.slot_bytes(), b.idle_bytes);
-    });
-    const int64_t tide = moment.memory.tide_bytes;
-    if (least != after) moment.memory = *least;
-    moment.memory.tide_bytes = tide;
+    size_t end_sample = last ? optimizer_sample_ : moments_[t + 1].begin_sample;
+    moment.memory = memory_at_high_tide(
+        {trace.samples.begin() + static_cast<std::ptrdiff_t>(open.settled_sample),
+         trace.samples.begin() + static_cast<std::ptrdiff_t>(std::max(end_sample, open.settled_sample))},
+        moment.tide_peak_bytes);
     trace.moments.push_back(std::move(moment));
   }
+}
+
+MemorySample StepTracer::memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const {
+  if (samples.empty()) return {};  // an exception left the moment before its arrays were there
+  if (!backend_.follows_tide()) {
+    return *std::max_element(samples.begin(), samples.end(),
+                             [](const MemorySample& a, const MemorySample& b) { return a.tide_bytes < b.tide_bytes; });
+  }
+  MemorySample least =
+      *std::min_element(samples.begin(), samples.end(), [](const MemorySample& a, const MemorySample& b) {
+        return std::make_pair(a.slot_bytes(), a.idle_bytes) < std::make_pair(b.slot_bytes(), b.idle_bytes);
+      });
+  least.tide_bytes = tide_peak_bytes;
+  return least;
 }
 
 void StepTracer::resolve_spans(StepTrace& trace) {

@@ -61,9 +61,11 @@ struct TracedMoment {
   Phase phase = Phase::kForward;
   std::vector<ArrayId> acquired;
   double begin_seconds = 0;
-  double seconds = 0;          // until the next moment, or the optimizer's step
-  double stalled_seconds = 0;  // of these
-  // The moment's highest tide, and the least that slots took meanwhile: what they left when it was pressed for room.
+  double seconds = 0;           // until the next moment, or the optimizer's step
+  double stalled_seconds = 0;   // of these
+  int64_t tide_peak_bytes = 0;  // as in the step's timeline
+  // When the tide was highest. Where slots follow it moment by moment: the peak, and the least that slots took meanwhile,
+  // which is what they left it when it was pressed for room. Else an instant that was sampled.
   MemorySample memory;
 };
 
@@ -137,6 +139,8 @@ class StepTracer final : public Tracer {
   void resolve_spans(StepTrace& trace);
   void resolve_host_spans(StepTrace& trace);
   void resolve_moments(StepTrace& trace);
+  // Of a moment's samples.
+  MemorySample memory_at_high_tide(const std::vector<MemorySample>& samples, int64_t tide_peak_bytes) const;
 
   Backend& backend_;
   const ChunkStore& store_;
@@ -145,6 +149,7 @@ class StepTracer final : public Tracer {
   Mark origin_;
   TraceClock::time_point host_origin_ = {};
   Mark optimizer_;
+  size_t optimizer_sample_ = 0;  // the first after the optimizer's step began
   Mark end_;
   StepOutcome outcome_ = StepOutcome::kApplied;
   std::vector<OpenSpan> spans_;

@@ -65,16 +65,18 @@ void TransferEngine::await_on_device(ArrayId id) {
 
 void TransferEngine::await_on_host(ArrayId id) {
   ArrayRecord& array = store_.array(id);
-  {
-    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
-    backend_.synchronize(array.host_ready);
-  }
-  {
-    const TraceScope stall(tracer_, {Track::kStall, StallCause::kUpload, id});
-    backend_.synchronize(array.block_busy_until);
-  }
+  // A sum of gradients is read by its update, all else by uploads.
+  const bool is_sum = id.kind == ArrayKind::kGradSum;
+  await(array.host_ready, maker_on_host(id), id);
+  await(array.block_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);
   array.host_ready = nullptr;
   array.block_busy_until = nullptr;
+}
+
+void TransferEngine::await(const Event& event, StallCause cause, ArrayId id) {
+  if (event == nullptr) return;
+  const TraceScope stall(tracer_, {Track::kStall, cause, id});
+  backend_.synchronize(event);
 }
 
 void TransferEngine::mark_busy(ArrayId id) { store_.array(id).slot.busy.computed = backend_.record(Queue::kCompute); }

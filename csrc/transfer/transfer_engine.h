@@ -43,6 +43,9 @@ class TransferEngine {
   TransferCounters& counters() { return counters_; }
 
  private:
+  // Returns when `event` is complete.
+  void await(const Event& event, StallCause cause, ArrayId id);
+
   Backend& backend_;
   ChunkStore& store_;
   Tracer& tracer_;

@@ -59,7 +59,7 @@ def _moment(index: int, moment: dict[str, Any]) -> Event:
         "chunks": chunks,
         "compute_ms": moment["compute_seconds"] * 1e3,
         "stalled_ms": moment["stalled_seconds"] * 1e3,
-        "tide_peak_bytes": moment["tide_bytes"],
+        "tide_peak_bytes": moment["tide_peak_bytes"],
     }
     name = f"{moment['phase'].name.lower()} {index}: chunk {', '.join(map(str, chunks))}"
     return _complete(name, "moment", _COMPUTE, moment["begin_seconds"], moment["seconds"], args)

@@ -30,7 +30,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 def draw(trace: dict[str, Any], step: int, path: Path) -> None:
     """Writes the picture; the suffix of ``path`` says the format (svg, png, pdf).
 
-    Above, for each moment: its highest tide on top of the least that chunks took meanwhile. Below: how long it lasted,
+    Above, for each moment: what held the device's memory when its tide was highest. Below: how long the moment lasted,
     and what it waited for.
     """
     figure = Figure(figsize=(12, 7), layout="constrained")

@@ -1,7 +1,4 @@
-"""Placement never changes numbers, on a real GPU: ``make test-gpu``.
-
-Attention and embedding backward are only deterministic when asked to be.
-"""
+"""Placement never changes numbers, on a real GPU: ``make test-gpu``."""
 
 from __future__ import annotations
 
@@ -11,19 +8,9 @@ import torch
 from tests.models import MODELS, VOCAB, Case, gpt2
 from tests.training import assert_same, make_config, relative_error, train, train_plain
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 PRECISIONS = ["fp32", "bf16", "fp16"]
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def wide_gpt2():

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from patrickstar import _C
 from tests.models import Case
@@ -13,6 +14,7 @@ from tests.training import Run, train
 
 QUEUES = (_C.Track.STALL, _C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.HOST_ADAM, _C.Track.DEVICE_ADAM)
 ROUNDING = 1e-9  # seconds: differences and sums of float64
+CLOCKS = 1e-3 if torch.cuda.is_available() else ROUNDING  # seconds: the host's clock on the axis of the device's
 
 
 @dataclasses.dataclass
@@ -56,6 +58,7 @@ def check(result: Traced) -> None:
     check_spans(trace)
     check_moments(trace, result.timeline)
     check_memory(result)
+    check_order(trace)
     for track, counter in ((_C.Track.UPLOAD, "uploaded_bytes"), (_C.Track.DOWNLOAD, "downloaded_bytes")):
         moved = sum(span["num_bytes"] for span in trace["spans"] if span["track"] == track)
         assert moved == result.after[counter] - result.before[counter]
@@ -83,7 +86,7 @@ def check_moments(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None
     """Those of the timeline; they cover all of forward and backward; their stalls are the spans in them."""
     moments = trace["moments"]
     assert [moment["phase"] for moment in moments] == [moment["phase"] for moment in timeline]
-    assert [moment["tide_bytes"] for moment in moments] == [moment["tide_peak_bytes"] for moment in timeline]
+    assert [moment["tide_peak_bytes"] for moment in moments] == [moment["tide_peak_bytes"] for moment in timeline]
     ends = [moment["begin_seconds"] for moment in moments[1:]] + [trace["optimizer_begin_seconds"]]
     assert moments[0]["begin_seconds"] >= 0
     assert trace["optimizer_begin_seconds"] <= trace["seconds"]
@@ -97,6 +100,31 @@ def check_moments(trace: dict[str, Any], timeline: list[dict[str, Any]]) -> None
         assert moment["compute_seconds"] >= 0
         acquired = {(chunk, kind) for chunk, kind in moment["acquired"]}
         assert acquired
+
+
+def is_of(span: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (span["chunk"], span["kind"]) == (other["chunk"], other["kind"])
+
+
+def check_order(trace: dict[str, Any]) -> None:
+    """Spans of several queues lie on one axis: an update of the host begins when its gradient has come down, and a wait
+    for an upload ends when it is over.
+    """
+    spans = trace["spans"]
+    gradients = (_C.ArrayKind.GRAD, _C.ArrayKind.GRAD_SUM)
+    arrived = {
+        span["chunk"]: span["begin_seconds"] + span["seconds"]
+        for span in spans
+        if span["track"] == _C.Track.DOWNLOAD and span["kind"] in gradients
+    }
+    for span in spans:
+        mine = span["owner"] == _C.SpanOwner.THIS_STEP and not span["dropped"]
+        if span["track"] == _C.Track.HOST_ADAM and mine:
+            assert span["begin_seconds"] >= arrived[span["chunk"]] - CLOCKS
+        if span["cause"] == _C.StallCause.UPLOAD:
+            uploads = [s for s in spans if s["track"] == _C.Track.UPLOAD and is_of(s, span)]
+            ends = [upload["begin_seconds"] + upload["seconds"] for upload in uploads]
+            assert not ends or min(ends) <= span["begin_seconds"] + span["seconds"] + CLOCKS
 
 
 def check_memory(result: Traced) -> None:
