@@ -22,8 +22,8 @@ void TransferEngine::upload(ArrayId id) {
   const int64_t num_bytes = store_.num_bytes(id);
   await_slot(Queue::kUpload, array.slot);
   {
-    const TraceScope stall(tracer_,
-                           {Track::kStall, maker_on_host(id), id});  // on CUDA this thread waits for the host's
+    // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
+    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
     backend_.wait(Queue::kUpload, array.host_ready);
   }
   {
