@@ -165,6 +165,8 @@ def make_plan(
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     *,
     limit_bytes: int,
+    payload_limit_bytes: int = ...,
+    least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
 ) -> dict[str, Any]:
@@ -172,6 +174,65 @@ def make_plan(
 
     ``moments``: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each; ``costs``:
     ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
+    """
+
+class DeviceBudget:
+    """How much of a device there is to plan with (csrc/runtime/placement.h)."""
+
+    limit_bytes: int
+    payload_limit_bytes: int
+    follows_tide: bool
+    margin_use_ratio: float
+    def __init__(self) -> None: ...
+
+def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> list[bool]:
+    """By chunk, whether its states are on the device before the tide is known."""
+
+def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
+    """How many chunks, from the first on, have their states on the device once the tide is known."""
+
+def pose_problem(
+    layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
+) -> dict[str, Any]:
+    """The planner's problem for a timeline: the arguments of ``make_plan``."""
+
+@final
+class UpdateAt(_Enum):
+    """Where and when a chunk is updated."""
+
+    NEVER: ClassVar[UpdateAt]
+    HOST_AT_RETIRE: ClassVar[UpdateAt]
+    HOST_AFTER_NORM: ClassVar[UpdateAt]
+    DEVICE_AFTER_NORM: ClassVar[UpdateAt]
+
+class Rates:
+    """How fast a machine is (csrc/plan/simulator.h)."""
+
+    upload_gbps: float
+    download_gbps: float
+    transfer_latency_seconds: float
+    host_adam_params_per_second: float
+    device_adam_params_per_second: float
+    synchronize_seconds: float
+    launch_ahead_seconds: float
+    def __init__(self) -> None: ...
+
+def simulate(
+    moments: list[dict[str, Any]],
+    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+    plan: dict[str, Any],
+    rates: Rates,
+    *,
+    compute_seconds: Sequence[float],
+    updates: Sequence[UpdateAt],
+    numels: Sequence[int],
+    limit_bytes: int,
+    payload_limit_bytes: int = ...,
+    least_tide_bytes: int = 0,
+    fixed_bytes: int = 0,
+) -> dict[str, Any]:
+    """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
+    bytes.
     """
 
 class HostAllocations:
@@ -262,6 +323,7 @@ class Runtime:
     def seal_storage(self, chunk: int, /) -> None: ...
     def write_values(self, param: int, kind: ArrayKind, values: int, where: Tier, /) -> None: ...
     def read_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
+    def adopt_timeline(self, moments: list[dict[str, Any]], /) -> None: ...
     def release_chunk(self, chunk: int, /) -> None: ...
     def close(self) -> None: ...
     @property
@@ -319,6 +381,9 @@ class Runtime:
 
     def plan(self) -> dict[str, Any]:
         """The current plan, as ``make_plan`` gives it."""
+
+    def plan_problem(self) -> dict[str, Any]:
+        """What the current plan solves: the arguments of ``make_plan`` for the last timeline."""
 
 class optim:
     """Adam's leaf kernels and the loss scaler (a submodule)."""

@@ -202,6 +202,10 @@ class Config:
     profile: ProfileConfig | None = dataclasses.field(default_factory=profile_of_environment)
     """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
     """
+    plan: str | None = None
+    """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
+    then replays it. It changes no number; a plan for other chunks is refused.
+    """
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -316,6 +320,10 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
         if value not in [member.value for member in Speculation]:
             raise ValueError(f'{name} is {value!r}; give "auto", "always" or "never"')
         return Speculation(value)
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}; give a path as a string")
+        return value
     if kind == "bool":
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it is a switch, give True or False")

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
 
 
@@ -116,6 +117,15 @@ class Engine(nn.Module):
     def reset_report(self) -> None:
         """Sets counters to zero and peaks to the present."""
         self._session.runtime.reset_report()
+
+    def plan(self) -> Plan:
+        """The plan that the next step replays: print it, save it, give it to :func:`patrickstar.plan.predict`. The
+        configuration's ``plan`` makes a new engine start with a saved one.
+
+        Raises:
+            StateError: no step was made yet.
+        """
+        return self._session.plan()
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice."""

@@ -29,6 +29,7 @@ from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import make_budgets
 from patrickstar.observer import Observer
+from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import (
     ParamPlan,
     adopt_params,
@@ -92,6 +93,7 @@ class Session:
         self._segments = ExpandableSegments(device)
         self.runtime = self._make_runtime()
         self.observer = Observer(self.runtime)
+        saved = self._load_plan()
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
         self._buffers = list(module.buffers())
@@ -107,6 +109,8 @@ class Session:
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
+        if saved is not None:
+            self.runtime.adopt_timeline(saved.timeline)
         self._in_backward = False
         self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
@@ -145,6 +149,20 @@ class Session:
         )
         _open_runtime = weakref.ref(runtime)
         return runtime
+
+    def _load_plan(self) -> Plan | None:
+        if self.config.plan is None:
+            return None
+        try:
+            plan = Plan.load(self.config.plan)
+            plan.check_layout(self.layout, self.config.plan)
+        except OSError as error:
+            self.runtime.close()
+            raise ValueError(f"plan is {self.config.plan!r}, which cannot be read: {error}") from error
+        except ValueError:
+            self.runtime.close()
+            raise
+        return plan
 
     # Forward and backward.
 
@@ -334,6 +352,15 @@ class Session:
             "grad_norm": self.outcome.grad_norm,
             "isa": _C.optim.isa(),
         }
+
+    def plan(self) -> Plan:
+        """The plan of the next step."""
+        self._check_open()
+        timeline = self.runtime.timeline()
+        if not timeline:
+            raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
+        on_device = [self.runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(self.layout.num_chunks)]
+        return plan_of(self.layout, timeline, on_device, self.runtime.plan_problem(), self.runtime.plan())
 
     def close(self) -> None:
         """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""

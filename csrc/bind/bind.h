@@ -3,6 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <map>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "common/timeline.h"
 #include "plan/planner.h"
 #include "trace/step_tracer.h"
@@ -14,15 +20,23 @@ void register_errors(pybind11::module_& module);
 void register_types(pybind11::module_& module);
 void register_optim(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
+void register_simulator(pybind11::module_& module);
 void register_collective(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 
-// The planner's types as Python lists and dicts.
+// The planner's types as Python lists and dicts, there and back.
 pybind11::list describe_timeline(const Timeline& timeline);
 pybind11::dict describe_plan(const Plan& plan);
 // A traced step likewise.
 pybind11::dict describe_trace(const StepTrace& trace);
+// make_plan's arguments but the timeline.
+pybind11::dict describe_problem(const PlanProblem& problem);
+Timeline parse_timeline(const pybind11::list& moments);
+Plan parse_plan(const pybind11::dict& plan);
+// {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
+using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
+std::vector<ArrayCost> parse_costs(const CostMap& costs);
 
 }  // namespace patrickstar::bind

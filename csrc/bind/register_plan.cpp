@@ -1,7 +1,9 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
+#include "chunk/layout.h"
 #include "plan/planner.h"
+#include "runtime/placement.h"
 
 namespace py = pybind11;
 
@@ -17,6 +19,62 @@ py::list describe_arrays(const std::vector<ArrayId>& arrays) {
   return result;
 }
 
+std::vector<ArrayId> parse_arrays(const py::handle& arrays) {
+  std::vector<ArrayId> result;
+  for (const auto& [chunk, kind] : arrays.cast<std::vector<std::pair<ChunkId, ArrayKind>>>())
+    result.push_back({chunk, kind});
+  return result;
+}
+
+py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
+  py::dict costs;
+  for (size_t index = 0; index < arrays.size(); ++index) {
+    const ArrayCost& cost = arrays[index];
+    if (cost.num_bytes == 0) continue;
+    costs[describe_array(ArrayId::from_index(static_cast<int>(index)))] =
+        py::make_tuple(cost.num_bytes, cost.fetch_bytes, cost.evict_bytes, cost.retire_bytes, cost.survives_step);
+  }
+  return costs;
+}
+
+void register_placement(py::module_& module) {
+  py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (runtime/placement.h).")
+      .def(py::init<>())
+      .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
+      .def_readwrite("payload_limit_bytes", &DeviceBudget::payload_limit_bytes)
+      .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
+      .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio);
+  module.def(
+      "initial_placement",
+      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
+        std::vector<bool> on_device;
+        for (Tier tier : initial_placement(layout, host_limit_bytes, device_room_bytes, /*device_unlimited=*/false))
+          on_device.push_back(tier == Tier::kDevice);
+        return on_device;
+      },
+      py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
+      "By chunk, whether its states are on the device before the tide is known (runtime/placement.h).");
+  module.def(
+      "num_device_state_chunks",
+      [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {
+        return num_device_state_chunks(layout, parse_timeline(moments), budget);
+      },
+      py::arg("layout"), py::arg("moments"), py::arg("budget"),
+      "How many chunks, from the first on, have their states on the device (runtime/placement.h).");
+  module.def(
+      "pose_problem",
+      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+         const DeviceBudget& budget) {
+        const Timeline timeline = parse_timeline(moments);
+        const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
+        return describe_problem(pose_problem(layout, timeline, on_device, budget));
+      },
+      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
+      "The planner's problem for a timeline: the arguments of make_plan (runtime/placement.h).");
+}
+
+}  // namespace
+
 // moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
@@ -29,13 +87,48 @@ Timeline parse_timeline(const py::list& moments) {
       const auto access = py::cast<py::tuple>(access_item);
       moment.accesses.push_back(
           {{access[0].cast<ChunkId>(), access[1].cast<ArrayKind>()}, access[2].cast<AccessMode>()});
+      // What a moment reads is what it began with.
+      if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
   }
   return timeline;
 }
 
-}  // namespace
+py::dict describe_problem(const PlanProblem& problem) {
+  py::dict result;
+  result["costs"] = describe_costs(problem.arrays);
+  result["limit_bytes"] = problem.limit_bytes;
+  result["payload_limit_bytes"] = problem.payload_limit_bytes;
+  result["least_tide_bytes"] = problem.least_tide_bytes;
+  result["fixed_bytes"] = problem.fixed_bytes;
+  result["prefetch_bytes"] = problem.prefetch_bytes;
+  return result;
+}
+
+Plan parse_plan(const py::dict& fields) {
+  Plan plan;
+  for (const py::handle& item : fields["moments"]) {
+    plan.moments.push_back({parse_arrays(item["evict"]), parse_arrays(item["fetch"]), parse_arrays(item["evict_ahead"]),
+                            parse_arrays(item["prefetch"])});
+  }
+  plan.uploaded_bytes = fields["uploaded_bytes"].cast<int64_t>();
+  plan.downloaded_bytes = fields["downloaded_bytes"].cast<int64_t>();
+  plan.least_limit_bytes = fields["least_limit_bytes"].cast<int64_t>();
+  return plan;
+}
+
+std::vector<ArrayCost> parse_costs(const CostMap& costs) {
+  std::vector<ArrayCost> arrays;
+  for (const auto& [key, cost] : costs) {
+    const auto index = static_cast<size_t>(ArrayId{key.first, key.second}.index());
+    // Whole chunks: as many arrays for each.
+    if (arrays.size() <= index) arrays.resize((static_cast<size_t>(key.first) + 1) * kNumArrayKinds);
+    const auto& [num_bytes, fetch, evict, retire, survives] = cost;
+    arrays[index] = {num_bytes, fetch, evict, retire, survives};
+  }
+  return arrays;
+}
 
 py::list describe_timeline(const Timeline& timeline) {
   py::list moments;
@@ -78,27 +171,25 @@ void register_plan(py::module_& module) {
       .value("RETIRE", AccessMode::kRetire);
   module.def(
       "make_plan",
-      [](const py::list& moments,
-         const std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>& costs,
-         int64_t limit_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
+      [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t payload_limit_bytes,
+         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
+        problem.arrays = parse_costs(costs);
         problem.limit_bytes = limit_bytes;
+        problem.payload_limit_bytes = payload_limit_bytes;
+        problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
         problem.prefetch_bytes = prefetch_bytes;
-        for (const auto& [key, cost] : costs) {
-          const auto index = static_cast<size_t>(ArrayId{key.first, key.second}.index());
-          if (problem.arrays.size() <= index) problem.arrays.resize(index + 1);
-          const auto& [num_bytes, fetch, evict, retire, survives] = cost;
-          problem.arrays[index] = {num_bytes, fetch, evict, retire, survives};
-        }
         return describe_plan(make_plan(problem));
       },
-      py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("fixed_bytes") = 0,
+      py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"),
+      py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
       py::arg("prefetch_bytes") = 0,
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
       "survives_step)}.");
+  register_placement(module);
 }
 
 }  // namespace patrickstar::bind

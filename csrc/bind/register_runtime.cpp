@@ -150,6 +150,8 @@ void register_runtime(py::module_& module) {
             self.read_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
+      .def("adopt_timeline",
+           [](Runtime& self, const py::list& moments) { self.adopt_timeline(parse_timeline(moments)); })
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
       .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
@@ -197,7 +199,8 @@ void register_runtime(py::module_& module) {
       .def("is_on_device", [](const Runtime& self, ChunkId chunk,
                               ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
       .def("timeline", [](const Runtime& self) { return describe_timeline(self.last_timeline()); })
-      .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); });
+      .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); })
+      .def("plan_problem", [](const Runtime& self) { return describe_problem(self.plan_problem()); });
 }
 
 }  // namespace patrickstar::bind

@@ -7,6 +7,93 @@
 
 namespace patrickstar {
 
+namespace {
+
+// Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
+constexpr int64_t kPrefetchedChunks = 16;
+// Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
+constexpr double kBoundaryShare = 1.0 / 3;
+constexpr int kBoundaryChunks = 2;
+constexpr int64_t kBoundarySlack = int64_t{128} << 20;
+
+int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
+
+int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
+  int64_t largest = 0;
+  for (const Moment& moment : timeline.moments) {
+    int64_t bytes = 0;
+    for (const Access& access : moment.accesses) {
+      if (access.mode != AccessMode::kRetire) bytes += layout.num_bytes(access.array);
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+// The chunks that backward finishes with are those that the next forward begins with. Updated on the device, they need
+// not go down, through the host's update and up again while it waits.
+int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limit_bytes) {
+  const int64_t left = limit_bytes - highest_tide(step);
+  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(layout, step) - kBoundarySlack);
+  int count = 0;
+  while (count < std::min(kBoundaryChunks, layout.num_chunks())) {
+    const ChunkSpec& chunk = layout.chunk(count);
+    room -= optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
+    if (room < 0) break;
+    ++count;
+  }
+  return count;
+}
+
+// Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
+// than a copy in memory, so there all room goes to what can stay.
+int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
+  const int64_t room = problem.limit_bytes - problem.fixed_bytes - problem.least_tide_bytes;
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
+  const int64_t spare = room - largest_moment_bytes(layout, *problem.timeline);
+  return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
+}
+
+}  // namespace
+
+int64_t highest_tide(const Timeline& timeline) {
+  int64_t highest = 0;
+  for (const Moment& moment : timeline.moments) highest = std::max(highest, moment.tide_peak_bytes);
+  return highest;
+}
+
+int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
+  const int count = num_margin_chunks(layout, budget.limit_bytes, highest_tide(step), budget.margin_use_ratio);
+  return budget.follows_tide ? count : std::max(count, num_boundary_chunks(layout, step, budget.limit_bytes));
+}
+
+PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
+                         const DeviceBudget& budget) {
+  PlanProblem problem;
+  problem.timeline = &last;
+  problem.arrays.resize(static_cast<size_t>(layout.num_chunks()) * kNumArrayKinds);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool trainable = layout.chunk(chunk).trainable;
+    const bool on_device = trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
+    const ArrayId param{chunk, ArrayKind::kParam};
+    const ArrayId grad{chunk, ArrayKind::kGrad};
+    const int64_t bytes = layout.num_bytes(param);
+    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : bytes, 0, 0, on_device || !trainable};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
+    if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
+  }
+  if (budget.limit_bytes == INT64_MAX) return problem;
+  if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
+  problem.limit_bytes = budget.limit_bytes;
+  if (budget.payload_limit_bytes != INT64_MAX) {
+    problem.payload_limit_bytes = budget.payload_limit_bytes - problem.fixed_bytes;
+  } else if (!budget.follows_tide) {
+    problem.prefetch_bytes = prefetch_bytes(layout, problem);
+  }
+  return problem;
+}
+
 int64_t optimizer_bytes(const ChunkSpec& chunk) {
   int64_t bytes = 0;
   if (!chunk.trainable) return bytes;

@@ -1,4 +1,5 @@
-// Which chunks have their optimizer states on the device. Pure functions of sizes.
+// Which chunks have their optimizer states on the device, and the planner's problem that follows. Pure functions of
+// sizes and of the timeline, so that a plan can be made without a device.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 
 #include "chunk/layout.h"
 #include "common/types.h"
+#include "plan/planner.h"
 
 namespace patrickstar {
 
@@ -23,6 +25,24 @@ std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_byt
 // are resident at the highest tide (a gradient takes its parameters' place), times `use_ratio` (the first PatrickStar's
 // rule).
 int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_peak_bytes, double use_ratio);
+
+// How much of a device there is to plan with.
+struct DeviceBudget {
+  int64_t limit_bytes = INT64_MAX;          // for everything, without what the allocator's rounding needs
+  int64_t payload_limit_bytes = INT64_MAX;  // for payloads alone, states included (a static partition)
+  bool follows_tide = false;                // Backend::follows_tide
+  double margin_use_ratio = 0.8;            // of num_margin_chunks
+};
+
+// After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin, and
+// where memory does not follow the tide a few at the boundary of two steps in any case.
+int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
+
+// The planner's problem for a step like `last`. `states_on_device` by chunk. It refers to `last`.
+PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
+                         const DeviceBudget& budget);
+
+int64_t highest_tide(const Timeline& timeline);
 
 // The least device memory for payloads alone: the largest module's chunks with their gradients' chunks.
 // `module_params` lists the parameters each module owns.

@@ -2,28 +2,14 @@
 
 #include <algorithm>
 
-#include "runtime/placement.h"
-
 namespace patrickstar {
 
 namespace {
 
 // Of a device limit, what optimizer states may take before activations are known.
 constexpr double kInitialDeviceShare = 0.9;
-// Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
-constexpr int64_t kPrefetchedChunks = 16;
-// Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
-constexpr double kBoundaryShare = 1.0 / 3;
-constexpr int kBoundaryChunks = 2;
-constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
-
-int64_t highest_tide(const Timeline& timeline) {
-  int64_t highest = 0;
-  for (const Moment& moment : timeline.moments) highest = std::max(highest, moment.tide_peak_bytes);
-  return highest;
-}
 
 }  // namespace
 
@@ -66,27 +52,11 @@ void Residency::place_initially() {
 void Residency::place_in_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
   pager_.set_payload_limit(kUnlimited);
-  int count = num_margin_chunks(layout(), limit_within_slack(), highest_tide(step), options_.margin_use_ratio);
-  if (!core_.backend.follows_tide()) count = std::max(count, num_boundary_chunks(step));
+  const int count = num_device_state_chunks(layout(), step, device_budget());
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
   }
   core_.arena.trim();
-}
-
-// The chunks that backward finishes with are those that the next forward begins with. Updated on the device, they need
-// not go down, through the host's update and up again while it waits.
-int Residency::num_boundary_chunks(const Timeline& step) const {
-  const int64_t left = limit_within_slack() - highest_tide(step);
-  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(step) - kBoundarySlack);
-  int count = 0;
-  while (count < std::min(kBoundaryChunks, layout().num_chunks())) {
-    const ChunkSpec& chunk = layout().chunk(count);
-    room -= optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
-    if (room < 0) break;
-    ++count;
-  }
-  return count;
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
@@ -115,53 +85,21 @@ void Residency::limit_payloads(const Timeline& last) {
   core_.slots.set_ample_bytes(ample);
 }
 
+DeviceBudget Residency::device_budget() const {
+  DeviceBudget budget;
+  budget.limit_bytes = limit_within_slack();
+  if (options_.partition == Partition::kStatic) budget.payload_limit_bytes = fixed_payload_limit();
+  budget.follows_tide = core_.backend.follows_tide();
+  budget.margin_use_ratio = options_.margin_use_ratio;
+  return budget;
+}
+
 PlanProblem Residency::plan_problem(const Timeline& last) const {
-  PlanProblem problem;
-  problem.timeline = &last;
-  problem.arrays.resize(static_cast<size_t>(core_.store.num_arrays()));
+  std::vector<uint8_t> states_on_device;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const bool trainable = layout().chunk(chunk).trainable;
-    const bool states_on_device = trainable && core_.store.array({chunk, ArrayKind::kMaster}).on_device;
-    const ArrayId param{chunk, ArrayKind::kParam};
-    const ArrayId grad{chunk, ArrayKind::kGrad};
-    const int64_t bytes = core_.store.num_bytes(param);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, states_on_device ? 0 : bytes, 0, 0,
-                                                          states_on_device || !trainable};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
-    if (!states_on_device) continue;
-    for (ArrayKind kind : optimizer_arrays()) problem.fixed_bytes += core_.store.num_bytes({chunk, kind});
+    states_on_device.push_back(core_.store.array({chunk, ArrayKind::kMaster}).on_device);
   }
-  if (options_.device_limit_bytes == kUnlimited) return problem;
-  if (!core_.backend.follows_tide()) problem.least_tide_bytes = highest_tide(last);
-  problem.limit_bytes = limit_within_slack();
-  if (options_.partition == Partition::kStatic) {
-    problem.payload_limit_bytes = fixed_payload_limit() - problem.fixed_bytes;
-  } else if (!core_.backend.follows_tide()) {
-    problem.prefetch_bytes = prefetch_bytes(problem);
-  }
-  return problem;
-}
-
-int64_t Residency::largest_moment_bytes(const Timeline& timeline) const {
-  int64_t largest = 0;
-  for (const Moment& moment : timeline.moments) {
-    int64_t bytes = 0;
-    for (const Access& access : moment.accesses) {
-      if (access.mode != AccessMode::kRetire) bytes += core_.store.num_bytes(access.array);
-    }
-    largest = std::max(largest, bytes);
-  }
-  return largest;
-}
-
-// Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
-// than a copy in memory, so there all room goes to what can stay.
-int64_t Residency::prefetch_bytes(const PlanProblem& problem) const {
-  const int64_t room = problem.limit_bytes - problem.fixed_bytes - problem.least_tide_bytes;
-  int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
-  const int64_t spare = room - largest_moment_bytes(*problem.timeline);
-  return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
+  return pose_problem(layout(), last, states_on_device, device_budget());
 }
 
 }  // namespace patrickstar

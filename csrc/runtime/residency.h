@@ -13,6 +13,7 @@
 
 #include "plan/planner.h"
 #include "runtime/pager.h"
+#include "runtime/placement.h"
 
 namespace patrickstar {
 
@@ -55,10 +56,8 @@ class Residency {
  private:
   const Layout& layout() const { return core_.store.layout(); }
   int64_t limit_within_slack() const;
+  DeviceBudget device_budget() const;
   int64_t fixed_payload_limit() const;
-  int64_t prefetch_bytes(const PlanProblem& problem) const;
-  int num_boundary_chunks(const Timeline& step) const;
-  int64_t largest_moment_bytes(const Timeline& timeline) const;
   void move_states_to_device(ChunkId chunk);
 
   Core core_;

@@ -162,6 +162,15 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   values_->read(param, kind, values);
 }
 
+void Runtime::adopt_timeline(Timeline timeline) {
+  const Entry entry(*this);
+  PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");
+  recorder_.set_last(std::move(timeline));
+  residency_->place_in_margin(recorder_.last());
+  residency_->limit_payloads(recorder_.last());
+  make_next_plan({});
+}
+
 void Runtime::release_chunk(ChunkId chunk) {
   const Entry entry(*this);
   tracker_->release_all();

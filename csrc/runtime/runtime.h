@@ -53,6 +53,9 @@ class Runtime {
   // compute value. What is read goes to host memory.
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
+  // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says. The first step then
+  // replays a plan; where it departs from it, it fetches on demand as any step does.
+  void adopt_timeline(Timeline timeline);
   // Forgets all arrays of a chunk (a model that leaves its engine).
   void release_chunk(ChunkId chunk);
   // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError:
@@ -106,6 +109,8 @@ class Runtime {
   const ChunkStore& store() const { return store_; }
   const Timeline& last_timeline() const { return recorder_.last(); }
   const Plan& plan() const { return pager_->plan(); }
+  // What a plan for the last timeline has to solve.
+  PlanProblem plan_problem() const { return residency_->plan_problem(recorder_.last()); }
   int num_device_state_chunks() const;
   int64_t payload_bytes() const { return slots_.used_bytes(); }
   void reset_report();

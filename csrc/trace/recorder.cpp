@@ -36,6 +36,11 @@ void Recorder::finish_step() {
   has_last_ = true;
 }
 
+void Recorder::set_last(Timeline timeline) {
+  last_ = std::move(timeline);
+  has_last_ = true;
+}
+
 void Recorder::abandon_step() { running_ = {}; }
 
 NextUse::NextUse(const Timeline& timeline, int num_arrays) : uses_(static_cast<size_t>(num_arrays)) {

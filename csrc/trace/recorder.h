@@ -24,6 +24,8 @@ class Recorder {
   // The running moment's tide was at least so high.
   void note_tide(int64_t tide_peak);
   void finish_step();
+  // As if `timeline` had been the last step.
+  void set_last(Timeline timeline);
   // Forgets the running step's recording (an exception left the step).
   void abandon_step();
 

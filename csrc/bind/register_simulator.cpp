@@ -1,0 +1,70 @@
+#include <pybind11/stl.h>
+
+#include "bind/bind.h"
+#include "plan/simulator.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+py::dict describe_step(const SimulatedStep& step) {
+  constexpr const char* causes[kNumStallCauses] = {"upload", "memory", "host_update", "launch"};
+  py::dict stalls;
+  for (size_t cause = 0; cause < kNumStallCauses; ++cause) stalls[causes[cause]] = step.stall_seconds[cause];
+  py::dict result;
+  result["seconds"] = step.seconds;
+  result["compute_seconds"] = step.compute_seconds;
+  result["device_adam_seconds"] = step.device_adam_seconds;
+  result["upload_seconds"] = step.upload_seconds;
+  result["download_seconds"] = step.download_seconds;
+  result["host_adam_seconds"] = step.host_adam_seconds;
+  result["stall_seconds"] = stalls;
+  result["uploaded_bytes"] = step.uploaded_bytes;
+  result["downloaded_bytes"] = step.downloaded_bytes;
+  result["peak_bytes"] = step.peak_bytes;
+  return result;
+}
+
+}  // namespace
+
+void register_simulator(py::module_& module) {
+  py::enum_<UpdateAt>(module, "UpdateAt", "Where and when a chunk is updated (plan/simulator.h).")
+      .value("NEVER", UpdateAt::kNever)
+      .value("HOST_AT_RETIRE", UpdateAt::kHostAtRetire)
+      .value("HOST_AFTER_NORM", UpdateAt::kHostAfterNorm)
+      .value("DEVICE_AFTER_NORM", UpdateAt::kDeviceAfterNorm);
+  py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")
+      .def(py::init<>())
+      .def_readwrite("upload_gbps", &Rates::upload_gbps)
+      .def_readwrite("download_gbps", &Rates::download_gbps)
+      .def_readwrite("transfer_latency_seconds", &Rates::transfer_latency_seconds)
+      .def_readwrite("host_adam_params_per_second", &Rates::host_adam_params_per_second)
+      .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
+      .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
+      .def_readwrite("launch_ahead_seconds", &Rates::launch_ahead_seconds);
+  module.def(
+      "simulate",
+      [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
+         std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
+         int64_t limit_bytes, int64_t payload_limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes) {
+        const Timeline timeline = parse_timeline(moments);
+        PlanProblem problem;
+        problem.timeline = &timeline;
+        problem.arrays = parse_costs(costs);
+        problem.limit_bytes = limit_bytes;
+        problem.payload_limit_bytes = payload_limit_bytes;
+        problem.least_tide_bytes = least_tide_bytes;
+        problem.fixed_bytes = fixed_bytes;
+        return describe_step(simulate(problem, parse_plan(plan), rates,
+                                      {std::move(compute_seconds), std::move(updates), std::move(numels)}));
+      },
+      py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
+      py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
+      py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
+      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
+      "numels: by chunk.");
+}
+
+}  // namespace patrickstar::bind

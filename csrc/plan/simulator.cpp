@@ -1,0 +1,322 @@
+#include "plan/simulator.h"
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+#include <set>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is averaged.
+constexpr int kSteps = 16;
+
+// A point in time, and what the compute queue would be waiting for if it waited until then.
+struct When {
+  double at = 0;
+  StallCause cause = kOnLaunch;
+};
+
+When later(When a, When b) { return b.at > a.at ? b : a; }
+
+// Device memory for payloads, in bytes that become free at certain times; the first to be free is taken first.
+class Room {
+ public:
+  explicit Room(int64_t num_bytes) : free_bytes_(num_bytes) {}
+
+  // When the memory is there. What was promised beyond the room counts as there.
+  When take(int64_t num_bytes) {
+    const int64_t now = std::min(num_bytes, free_bytes_);
+    free_bytes_ -= now;
+    num_bytes -= now;
+    When ready;
+    while (num_bytes > 0 && !coming_.empty()) {
+      const auto first = coming_.begin();
+      const int64_t part = std::min(num_bytes, first->second);
+      ready = {first->first, kOnMemory};
+      num_bytes -= part;
+      if (part < first->second) coming_.emplace(first->first, first->second - part);
+      coming_.erase(first);
+    }
+    return ready;
+  }
+  void give(double at, int64_t num_bytes) { coming_.emplace(at, num_bytes); }
+
+ private:
+  int64_t free_bytes_;
+  std::multiset<std::pair<double, int64_t>> coming_;
+};
+
+class Player {
+ public:
+  Player(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
+
+  // Plays one step; what it returns has everything but the step's length.
+  SimulatedStep play_step();
+  // When the launching thread knew the norm of the last step.
+  double step_end() const { return launch_.at; }
+
+ private:
+  struct ArrayTimes {
+    bool on_device = false;
+    When on_device_at;  // its upload is over
+    When on_host_at;    // what makes the host's copy is over
+  };
+
+  void play_moment(size_t t);
+  void finish_step();
+  void update(ChunkId chunk);
+  void update_on_host(ChunkId chunk, double begin);
+  void prefetch(const std::vector<ArrayId>& arrays);
+  void bring(int array);
+  void upload(int array, When begin);
+  double download(int array, int64_t num_bytes);
+  void evict(int array);
+  void release(int array, double at);
+  void wait(When when);
+  void run(double seconds) { compute_end_ += seconds; }
+
+  ArrayTimes& times(int array) { return arrays_[static_cast<size_t>(array)]; }
+  const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
+  int64_t numel(ChunkId chunk) const { return shape_.numels[static_cast<size_t>(chunk)]; }
+
+  const PlanProblem& problem_;
+  const Plan& plan_;
+  const Rates& rates_;
+  const StepShape& shape_;
+  std::vector<ArrayTimes> arrays_;
+  std::vector<size_t> last_use_;  // by array: the last moment that reads or writes it
+  std::deque<int> postponed_;
+  Room room_;
+  int64_t used_bytes_ = 0;
+  When launch_;  // the launching thread's clock, and what it last waited for
+  double compute_end_ = 0;
+  double download_end_ = 0;
+  double host_adam_end_ = 0;
+  When upload_end_{0, kOnUpload};
+  SimulatedStep step_;
+};
+
+int64_t tide(const PlanProblem& problem, size_t t) {
+  return std::max(problem.timeline->moments[t].tide_peak_bytes, problem.least_tide_bytes);
+}
+
+// What payloads that are not fixed may take where the tide is lowest; the plan itself keeps to the tide.
+int64_t largest_room(const PlanProblem& problem) {
+  int64_t room = problem.payload_limit_bytes;
+  if (problem.limit_bytes == INT64_MAX) return room;
+  int64_t lowest = INT64_MAX;
+  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) lowest = std::min(lowest, tide(problem, t));
+  return std::max<int64_t>(std::min(room, problem.limit_bytes - problem.fixed_bytes - lowest), 0);
+}
+
+Player::Player(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape)
+    : problem_(problem),
+      plan_(plan),
+      rates_(rates),
+      shape_(shape),
+      arrays_(problem.arrays.size()),
+      last_use_(problem.arrays.size(), 0),
+      room_(largest_room(problem)) {
+  for (size_t t = 0; t < problem.timeline->moments.size(); ++t) {
+    for (const Access& access : problem.timeline->moments[t].accesses) {
+      if (access.mode != AccessMode::kRetire) last_use_[static_cast<size_t>(access.array.index())] = t;
+    }
+  }
+}
+
+SimulatedStep Player::play_step() {
+  step_ = {};
+  postponed_.clear();
+  for (size_t t = 0; t < plan_.moments.size(); ++t) play_moment(t);
+  finish_step();
+  step_.compute_seconds = std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
+  return step_;
+}
+
+// In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.
+void Player::play_moment(size_t t) {
+  const MomentPlan& planned = plan_.moments[t];
+  const auto& accesses = problem_.timeline->moments[t].accesses;
+  if (compute_end_ - rates_.launch_ahead_seconds > launch_.at)
+    launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
+  for (ArrayId id : planned.evict) evict(id.index());
+  for (const Access& access : accesses) {
+    if (access.mode == AccessMode::kRead) bring(access.array.index());
+  }
+  for (ArrayId id : planned.evict_ahead) evict(id.index());
+  prefetch(planned.prefetch);
+  wait(launch_);
+  for (const Access& access : accesses) {
+    const int array = access.array.index();
+    if (access.mode == AccessMode::kRetire) continue;
+    if (access.mode == AccessMode::kWrite && !times(array).on_device) {
+      const bool fetched = std::find(planned.fetch.begin(), planned.fetch.end(), access.array) != planned.fetch.end();
+      if (fetched) {
+        bring(array);
+      } else {
+        times(array).on_device = true;
+        times(array).on_device_at = room_.take(cost(array).num_bytes);
+        used_bytes_ += cost(array).num_bytes;
+      }
+    }
+    wait(times(array).on_device_at);
+  }
+  step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
+  run(shape_.compute_seconds[t]);
+  for (const Access& access : accesses) {
+    if (access.mode != AccessMode::kRetire) continue;
+    const int param = ArrayId{access.array.chunk, ArrayKind::kParam}.index();
+    if (times(param).on_device && last_use_[static_cast<size_t>(param)] <= t) release(param, compute_end_);
+    if (!times(access.array.index()).on_device) continue;
+    release(access.array.index(), download(access.array.index(), cost(access.array.index()).retire_bytes));
+    const ChunkId chunk = access.array.chunk;
+    if (shape_.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostAtRetire) {
+      update_on_host(chunk, times(access.array.index()).on_host_at.at);
+    }
+  }
+}
+
+// The norm, then OptimizerStep::apply: values that were updated on the host are not on the device any more.
+void Player::finish_step() {
+  launch_ = {std::max(launch_.at, compute_end_) + rates_.synchronize_seconds, kOnLaunch};
+  for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(shape_.updates.size()); ++chunk) update(chunk);
+  for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
+    if (times(array).on_device && !cost(array).survives_step) release(array, compute_end_);
+  }
+}
+
+void Player::update(ChunkId chunk) {
+  const UpdateAt where = shape_.updates[static_cast<size_t>(chunk)];
+  const int grad = ArrayId{chunk, ArrayKind::kGrad}.index();
+  const int param = ArrayId{chunk, ArrayKind::kParam}.index();
+  if (where == UpdateAt::kHostAfterNorm) {
+    if (times(grad).on_device) release(grad, download(grad, cost(grad).retire_bytes));
+    update_on_host(chunk, std::max(launch_.at, times(grad).on_host_at.at));
+  } else if (where == UpdateAt::kDeviceAfterNorm) {
+    wait(launch_);
+    const double seconds = static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
+    step_.device_adam_seconds += seconds;
+    run(seconds);
+    // The new parameter takes the gradient's place.
+    if (times(param).on_device) release(param, compute_end_);
+    if (times(grad).on_device) {
+      times(grad).on_device = false;
+      times(param) = {true, {compute_end_, kOnMemory}, {}};
+    }
+  }
+}
+
+void Player::update_on_host(ChunkId chunk, double begin) {
+  const double seconds = static_cast<double>(numel(chunk)) / rates_.host_adam_params_per_second;
+  host_adam_end_ = std::max(host_adam_end_, begin) + seconds;
+  step_.host_adam_seconds += seconds;
+  times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {host_adam_end_, kOnHostUpdate};
+}
+
+// As Pager::replay: one whose value is still being made holds back those after it until the next moment.
+void Player::prefetch(const std::vector<ArrayId>& arrays) {
+  for (ArrayId id : arrays) postponed_.push_back(id.index());
+  while (!postponed_.empty() && times(postponed_.front()).on_host_at.at <= launch_.at) {
+    bring(postponed_.front());
+    postponed_.pop_front();
+  }
+}
+
+void Player::bring(int array) {
+  if (times(array).on_device) return;
+  // The launching thread itself waits for updates on the host.
+  launch_ = later(launch_, times(array).on_host_at);
+  const When memory = room_.take(cost(array).num_bytes);
+  used_bytes_ += cost(array).num_bytes;
+  times(array).on_device = true;
+  if (cost(array).fetch_bytes == 0) {
+    times(array).on_device_at = memory;
+  } else {
+    upload(array, later(launch_, memory));
+  }
+}
+
+void Player::upload(int array, When begin) {
+  const When start = later(upload_end_, begin);
+  const double seconds =
+      rates_.transfer_latency_seconds + static_cast<double>(cost(array).fetch_bytes) / (rates_.upload_gbps * 1e9);
+  // Whoever waits for this one waits for what held it up, unless that is over by then.
+  const bool held_up = start.at > upload_end_.at && start.at > compute_end_;
+  upload_end_ = {start.at + seconds, held_up ? start.cause : kOnUpload};
+  times(array).on_device_at = upload_end_;
+  step_.upload_seconds += seconds;
+  step_.uploaded_bytes += cost(array).fetch_bytes;
+}
+
+double Player::download(int array, int64_t num_bytes) {
+  const double seconds =
+      rates_.transfer_latency_seconds + static_cast<double>(num_bytes) / (rates_.download_gbps * 1e9);
+  download_end_ = std::max(download_end_, compute_end_) + seconds;
+  times(array).on_host_at = {download_end_, kOnMemory};
+  step_.download_seconds += seconds;
+  step_.downloaded_bytes += num_bytes;
+  return download_end_;
+}
+
+void Player::evict(int array) {
+  if (!times(array).on_device) return;
+  release(array, cost(array).evict_bytes > 0 ? download(array, cost(array).evict_bytes) : compute_end_);
+}
+
+void Player::release(int array, double at) {
+  ArrayTimes& record = times(array);
+  record.on_device = false;
+  used_bytes_ -= cost(array).num_bytes;
+  room_.give(std::max(at, record.on_device_at.at), cost(array).num_bytes);
+}
+
+void Player::wait(When when) {
+  if (when.at <= compute_end_) return;
+  step_.stall_seconds[when.cause] += when.at - compute_end_;
+  compute_end_ = when.at;
+}
+
+void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+  const size_t num_moments = problem.timeline->moments.size();
+  PS_CHECK(plan.moments.size() == num_moments && shape.compute_seconds.size() == num_moments, ArgumentError,
+           "the timeline has ", num_moments, " moments, the plan ", plan.moments.size(), " and the times ",
+           shape.compute_seconds.size(), "; give one of each per moment");
+  PS_CHECK(
+      shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
+      ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
+      problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
+  PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
+               rates.device_adam_params_per_second > 0,
+           ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
+           " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
+           " (device) parameters per second");
+}
+
+}  // namespace
+
+SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
+  check(problem, plan, rates, shape);
+  Player player(problem, plan, rates, shape);
+  constexpr int kAveraged = kSteps / 2;
+  SimulatedStep mean;
+  double begin = 0;
+  for (int index = 0; index < kSteps; ++index) {
+    if (index == kSteps - kAveraged) begin = player.step_end();
+    const SimulatedStep step = player.play_step();
+    if (index < kSteps - kAveraged) continue;
+    std::array<double, kNumStallCauses> stalls = mean.stall_seconds;
+    for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
+    const int64_t peak_bytes = std::max(mean.peak_bytes, step.peak_bytes);
+    mean = step;
+    mean.stall_seconds = stalls;
+    mean.peak_bytes = peak_bytes;
+  }
+  mean.seconds = (player.step_end() - begin) / kAveraged;
+  return mean;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,73 @@
+// The simulator: a pure function from a plan, the times of its moments and the machine's rates to the step that results.
+//
+// It plays the plan on the queues that the runtime has: the launching thread, which issues in program order and runs
+// ahead of the device; the compute, upload and download queues; and the host's queue of updates. Each does one thing after
+// the other and waits for what the runtime's events wait for. Several steps are played; the last ones, in which nothing
+// changes from step to step any more, are what is reported.
+//
+//   SimulatedStep step = simulate(problem, plan, rates, shape);
+//   step.seconds, step.compute_seconds, step.stall_seconds[kOnUpload], ...
+//
+// Nothing here is shared; any thread may call it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "plan/planner.h"
+
+namespace patrickstar {
+
+// How fast a machine is. 0 of a duration: it takes no time.
+struct Rates {
+  double upload_gbps = 0;                    // 1e9 bytes per second, host to device; must be more than 0
+  double download_gbps = 0;                  // device to host; must be more than 0
+  double transfer_latency_seconds = 0;       // of each transfer, on top of its bytes
+  double host_adam_params_per_second = 0;    // must be more than 0
+  double device_adam_params_per_second = 0;  // must be more than 0
+  double synchronize_seconds = 0;   // from the end of backward until the launching thread goes on: the norm is known
+  double launch_ahead_seconds = 0;  // of device work that may be queued before the launching thread waits
+};
+
+// Where a chunk is updated, and when its update may start.
+enum class UpdateAt : uint8_t {
+  kNever,           // frozen
+  kHostAtRetire,    // on the host as soon as its gradient is there (speculation)
+  kHostAfterNorm,   // on the host when the norm is known
+  kDeviceAfterNorm  // on the device
+};
+
+struct StepShape {
+  std::vector<double> compute_seconds;  // by moment: device work until the next one begins, without waiting
+  std::vector<UpdateAt> updates;        // by chunk
+  std::vector<int64_t> numels;          // by chunk
+};
+
+// What the compute queue waited for.
+enum StallCause : uint8_t {
+  kOnUpload,      // a transfer to the device that was under way, or behind others
+  kOnMemory,      // device memory: what held it was still in use, or still on its way to the host
+  kOnHostUpdate,  // values that an update on the host was still making
+  kOnLaunch,      // the launching thread, which had waited for the norm
+};
+constexpr int kNumStallCauses = 4;
+
+struct SimulatedStep {
+  double seconds = 0;
+  // How long each queue was busy: the roofline. The slowest queue alone would take as long.
+  double compute_seconds = 0;
+  double device_adam_seconds = 0;  // on the compute queue
+  double upload_seconds = 0;
+  double download_seconds = 0;
+  double host_adam_seconds = 0;
+  std::array<double, kNumStallCauses> stall_seconds{};  // of the compute queue
+  int64_t uploaded_bytes = 0;
+  int64_t downloaded_bytes = 0;
+  int64_t peak_bytes = 0;  // of the device: tide, states and payloads
+};
+
+// Throws ArgumentError when sizes do not agree or a rate is not positive.
+SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape);
+
+}  // namespace patrickstar

@@ -1,0 +1,242 @@
+"""Plans, and what a step costs, without a GPU.
+
+    python -m patrickstar.plan --model 4.3b --batch 16 --gpu-mem 24GiB --cpu-mem 102GiB --checkpointing
+
+says whether a model fits, which chunk size wastes least, how long a step is, what bounds it and what would help. In
+programs: ``engine.plan()`` gives the plan of a running engine, :class:`Plan` saves and loads it, the configuration's
+``plan`` makes a new engine start with it, and :func:`predict` plays it on a machine of given rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import parse_bytes
+from patrickstar.planning.machines import MACHINES, Machine, measured
+from patrickstar.planning.models import PlannedModel, build_model
+from patrickstar.planning.prediction import Case, Prediction, Setting, predict, predict_case
+from patrickstar.planning.step_plan import Plan
+from patrickstar.planning.uses import trace_uses
+from patrickstar.preprocess import ParamPlan, choose_chunk_size, make_layout, plan_params
+
+__all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
+
+_GIB = 2**30
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CHUNK_SIZES = [2**20 * size for size in (8, 16, 32, 64, 128, 256)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the command found out."""
+
+    num_params: int
+    """Of the model."""
+    machine: Machine
+    """Whose rates were used."""
+    setting: Setting
+    """The budgets."""
+    chosen: Case
+    """With the chunk size that was asked for, or the best."""
+    cases: list[Case]
+    """All chunk sizes that were tried and fit."""
+    model_flops: float
+    """Of a step, recomputation not counted."""
+    clipping: float
+    """Largest norm; 0: none."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        case, step = self.chosen, self.chosen.step
+        return {
+            "num_parameters": self.num_params,
+            "machine": self.machine.name,
+            "fits": True,
+            "device_budget_bytes": self.setting.device_bytes,
+            "host_budget_bytes": self.setting.host_bytes,
+            "least_device_bytes": case.least_device_bytes,
+            "least_host_bytes": case.least_host_bytes,
+            "chunk_numel": case.chunk_numel,
+            "num_chunks": len(case.plan.chunks),
+            "num_device_state_chunks": case.num_device_state_chunks,
+            "num_speculated_chunks": case.num_speculated_chunks,
+            "tide_peak_bytes": case.plan.tide_peak_bytes,
+            "device_peak_bytes": step.peak_bytes,
+            "host_bytes": case.host_bytes,
+            "step_seconds": step.seconds,
+            "clipped_step_seconds": case.clipped_step.seconds,
+            "model_tflops": self.model_flops / step.seconds / 1e12,
+            "uploaded_bytes": step.uploaded_bytes,
+            "downloaded_bytes": step.downloaded_bytes,
+            "roofline_seconds": step.roofline,
+            "stall_seconds": step.stall_seconds,
+            "bound": step.bound,
+            "chunk_sizes": [
+                {"chunk_numel": c.chunk_numel, "waste_bytes": c.waste_bytes, "step_seconds": c.step.seconds}
+                for c in self.cases
+            ],
+        }
+
+    def __str__(self) -> str:
+        case, step = self.chosen, self.chosen.step
+        stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
+        lines = [
+            f"{self.num_params / 1e9:.2f} B parameters on {self.machine.name} ({self.machine.source})",
+            f"fits: device {_gib(step.peak_bytes)} of {_gib(self.setting.device_bytes)} (activations "
+            f"{_gib(case.plan.tide_peak_bytes)}), host {_gib(case.host_bytes)} of {_gib(self.setting.host_bytes)}",
+            f"least that works, all optimizer states on the host: gpu-mem {_gib(case.least_device_bytes)}, cpu-mem "
+            f"{_gib(case.least_host_bytes)} ({case.least_host_bytes / self.num_params:.1f} bytes per parameter)",
+            f"placement: {case.num_device_state_chunks} of {len(case.plan.chunks)} chunks have their optimizer states on "
+            f"the GPU; {case.num_speculated_chunks} are updated during backward",
+            "chunk size   waste of the largest module   step",
+        ]
+        lines += [
+            f"{c.chunk_numel / 2**20:7.1f} Mi   {c.waste_bytes / 2**20:14.1f} MiB              {c.step.seconds:.3f} s"
+            + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
+            for c in self.cases
+        ]
+        lines += [
+            f"step {step.seconds:.3f} s, {self.model_flops / step.seconds / 1e12:.0f} model TFLOPS; "
+            f"{_gib(step.uploaded_bytes)} up, {_gib(step.downloaded_bytes)} down",
+            step.roofline_line(),
+            f"the GPU waits for: {stalls}",
+            f"what would help: {step.what_helps}",
+        ]
+        if self.clipping > 0:
+            lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
+        return "\n".join(lines)
+
+
+def answer(
+    model: PlannedModel,
+    *,
+    compute_dtype: torch.dtype,
+    machine: Machine,
+    setting: Setting,
+    chunk_numel: int | None = None,
+    clipping: float = 0.0,
+) -> Answer:
+    """Everything the command prints. ``chunk_numel``: elements per chunk, None: the size with the shortest step.
+
+    Raises:
+        MemoryBudgetError: it does not fit.
+    """
+    module = model.module
+    num_params = sum(param.numel() for param in module.parameters())
+    params = plan_params(module, compute_dtype, use_cpu_embedding=False)
+    owned = _owned(module, params)
+    sizes = _sizes(module, params, setting, chunk_numel)
+    uses = trace_uses(module, params, compute_dtype, model.inputs, machine.gpu)
+    cases, error = [], None
+    for size in sizes:
+        try:
+            cases.append(predict_case(uses, make_layout(params, size), owned, machine, setting))
+        except _C.MemoryBudgetError as refusal:
+            error = error or refusal
+    if not cases:
+        raise error or _C.MemoryBudgetError("no chunk size fits")
+    batch, length = model.inputs["input_ids"].shape
+    return Answer(
+        num_params=num_params,
+        machine=machine,
+        setting=setting,
+        chosen=min(cases, key=lambda case: (round(case.step.seconds, 3), case.waste_bytes)),
+        cases=cases,
+        model_flops=model.model_flops(num_params, batch, length),
+        clipping=clipping,
+    )
+
+
+def _sizes(module: nn.Module, params: ParamPlan, setting: Setting, chunk_numel: int | None) -> list[int]:
+    """The chunk sizes to try: an engine itself makes the one that it is given smaller on a scarce device."""
+    asked = _CHUNK_SIZES if chunk_numel is None else [chunk_numel]
+    return sorted({choose_chunk_size(params, module, size, setting.device_bytes).numel for size in asked})
+
+
+def _owned(module: nn.Module, params: ParamPlan) -> list[list[int]]:
+    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
+    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m patrickstar.plan", description="Will it fit, how long is a step, and what bounds it?"
+    )
+    parser.add_argument(
+        "--model", required=True, help="gpt:HIDDENxLAYERS, 4.3b, or a Hugging Face config.json or folder"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
+    parser.add_argument("--gpu-mem", help="the engine's device_memory, such as 24GiB (default: 80 %% of the GPU's)")
+    parser.add_argument("--cpu-mem", required=True, help="the engine's host_memory, such as 102GiB")
+    parser.add_argument("--chunk-numel", default="auto", help="elements per chunk (default: auto)")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--clipping", type=float, default=0.0, help="gradient_clipping")
+    parser.add_argument("--precision", choices=_DTYPES, default="bf16")
+    parser.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--save", metavar="PATH", help="also write the plan there")
+    return parser
+
+
+def _chunk_numel(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1024:
+        raise ValueError(f"--chunk-numel is {text!r}; give auto or at least 1024 elements")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> Answer:
+    if args.batch < 1 or args.length < 1:
+        raise ValueError(f"--batch is {args.batch} and --length {args.length}; give at least 1")
+    machine = MACHINES[args.gpu]
+    device_bytes = parse_bytes(args.gpu_mem, "--gpu-mem") if args.gpu_mem else int(0.8 * machine.gpu_bytes)
+    setting = Setting(device_bytes=device_bytes, host_bytes=parse_bytes(args.cpu_mem, "--cpu-mem"))
+    chunk_numel = _chunk_numel(args.chunk_numel)
+    if args.measure:
+        machine = measured(machine)
+    model = build_model(args.model, args.batch, args.length, checkpointing=args.checkpointing)
+    return answer(
+        model,
+        compute_dtype=_DTYPES[args.precision],
+        machine=machine,
+        setting=setting,
+        chunk_numel=chunk_numel,
+        clipping=args.clipping,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns 0, 1 when the model does not fit, 2 when an argument is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        found = _run(args)
+    except _C.MemoryBudgetError as error:
+        print(json.dumps({"fits": False, "why": str(error)}) if args.json else f"does not fit: {error}")
+        return 1
+    except ValueError as error:
+        print(f"python -m patrickstar.plan: {error}", file=sys.stderr)
+        return 2
+    if args.save:
+        found.chosen.plan.save(args.save)
+    print(json.dumps(found.as_dict()) if args.json else found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

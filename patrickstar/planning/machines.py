@@ -1,0 +1,199 @@
+"""How fast machines are: the only place with such numbers, each with its source.
+
+Rates that were measured say on what; rates scaled from data sheets say so. ``python -m patrickstar.plan --measure``
+takes what it can from the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+
+from patrickstar import _C
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What operations cost on a GPU: the longer of its arithmetic and its memory traffic."""
+
+    matmul_tflops: float
+    """Sustained by 16-bit matrix products of a transformer's sizes, 1e12 operations per second."""
+    matmul_float32_tflops: float
+    """The same in float32."""
+    attention_tflops: float
+    """Sustained by 16-bit fused attention, counted as if nothing were masked."""
+    memory_gbps: float
+    """Sustained by element-wise operations, 1e9 bytes per second, reads and writes."""
+    launch_seconds: float
+    """Least time of an operation."""
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """``memory_gbps`` in bytes."""
+        return self.memory_gbps * 1e9
+
+    def matmul_flops(self, dtype: torch.dtype) -> float:
+        """Operations per second of matrix products."""
+        return (self.matmul_tflops if dtype.itemsize == 2 else self.matmul_float32_tflops) * 1e12
+
+    def attention_flops(self, dtype: torch.dtype) -> float:
+        """Operations per second of attention."""
+        return min(self.attention_tflops * 1e12, self.matmul_flops(dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A GPU and its host."""
+
+    name: str
+    source: str
+    """Where the numbers come from."""
+    gpu: Gpu
+    gpu_bytes: int
+    """Of the GPU's memory."""
+    upload_gbps: float
+    """Host to device, both directions busy, 1e9 bytes per second."""
+    download_gbps: float
+    """Device to host, both directions busy."""
+    transfer_latency_seconds: float
+    """Of one transfer."""
+    host_adam_gparams: float
+    """Updates on the host, all threads, 1e9 parameters per second."""
+    device_adam_gparams: float
+    """Updates on the GPU."""
+    synchronize_seconds: float
+    """From the end of backward until the launching thread goes on."""
+    launch_ahead_seconds: float
+    """Of work that the launching thread queues before it waits."""
+
+    def rates(self) -> _C.Rates:
+        """What the simulator takes."""
+        rates = _C.Rates()
+        rates.upload_gbps = self.upload_gbps
+        rates.download_gbps = self.download_gbps
+        rates.transfer_latency_seconds = self.transfer_latency_seconds
+        rates.host_adam_params_per_second = self.host_adam_gparams * 1e9
+        rates.device_adam_params_per_second = self.device_adam_gparams * 1e9
+        rates.synchronize_seconds = self.synchronize_seconds
+        rates.launch_ahead_seconds = self.launch_ahead_seconds
+        return rates
+
+
+H200 = Machine(
+    name="h200",
+    source="one H200 and 16 Xeon cores: link, Adam and matrix products measured, other rates fitted (docs/design.md)",
+    gpu=Gpu(
+        matmul_tflops=710.0,
+        matmul_float32_tflops=50.0,
+        attention_tflops=420.0,
+        memory_gbps=3900.0,
+        launch_seconds=4e-6,
+    ),
+    gpu_bytes=139 * 2**30,
+    upload_gbps=50.8,
+    download_gbps=50.8,
+    transfer_latency_seconds=10e-6,
+    host_adam_gparams=5.2,
+    device_adam_gparams=123.0,
+    synchronize_seconds=4e-3,
+    launch_ahead_seconds=0.1,
+)
+
+# Same host as the H200's; the GPU's rates scaled by its data sheet (memory 3.35 against 4.8 TB/s; same arithmetic).
+H100 = dataclasses.replace(
+    H200,
+    name="h100",
+    source="an H200's measured rates with the memory bandwidth of the H100's data sheet; not measured",
+    gpu=dataclasses.replace(H200.gpu, memory_gbps=H200.gpu.memory_gbps * 3.35 / 4.8),
+    gpu_bytes=79 * 2**30,
+    device_adam_gparams=H200.device_adam_gparams * 3.35 / 4.8,
+)
+# PCIe 4 instead of 5: half the link; arithmetic 312 against 989 TFLOPS, memory 2.0 against 4.8 TB/s.
+A100 = dataclasses.replace(
+    H200,
+    name="a100",
+    source="an H200's measured rates scaled by data sheets (arithmetic, memory, PCIe 4); not measured",
+    gpu=Gpu(
+        matmul_tflops=H200.gpu.matmul_tflops * 312 / 989,
+        matmul_float32_tflops=19.5 * 0.9,
+        attention_tflops=H200.gpu.attention_tflops * 312 / 989,
+        memory_gbps=H200.gpu.memory_gbps * 2.0 / 4.8,
+        launch_seconds=H200.gpu.launch_seconds,
+    ),
+    gpu_bytes=79 * 2**30,
+    upload_gbps=H200.upload_gbps / 2,
+    download_gbps=H200.download_gbps / 2,
+    device_adam_gparams=H200.device_adam_gparams * 2.0 / 4.8,
+)
+
+MACHINES = {machine.name: machine for machine in (H200, H100, A100)}
+
+
+def measured(machine: Machine) -> Machine:
+    """``machine`` with what can be measured here in its place: updates on the host, and with a GPU the link and its
+    updates. Takes about a second, and 0.5 GB of host memory.
+    """
+    what = ["host Adam"]
+    values = {"host_adam_gparams": _host_adam_gparams()}
+    if torch.cuda.is_available():
+        what.append("link")
+        values |= _link_gbps()
+    return dataclasses.replace(
+        machine, source=f"{' and '.join(what)} measured on this machine; the rest: {machine.source}", **values
+    )
+
+
+_REPEATS = 5
+
+
+def _host_adam_gparams(numel: int = 16 * 2**20) -> float:
+    threads = max(_C.num_available_cpus() - torch.cuda.is_available(), 1)
+    master, momentum, variance = (torch.zeros(numel) for _ in range(3))
+    grad = torch.zeros(numel, dtype=torch.bfloat16)
+    scalars = dict.fromkeys(("grad_scale", "decay", "inv_sqrt_bias_correction2", "eps", "step_size"), 1.0)
+    scalars |= {"weight_decay": 0.0, "beta2": 0.999, "one_minus_beta1": 0.1, "one_minus_beta2": 0.001}
+
+    def update() -> None:
+        _C.optim.adam(
+            _C.optim.isa(),
+            master.data_ptr(),
+            momentum.data_ptr(),
+            variance.data_ptr(),
+            grad.data_ptr(),
+            _C.DType.BFLOAT16,
+            grad.data_ptr(),
+            _C.DType.BFLOAT16,
+            numel,
+            threads,
+            **scalars,
+        )
+
+    update()
+    begin = time.perf_counter()
+    for _ in range(_REPEATS):
+        update()
+    return _REPEATS * numel / (time.perf_counter() - begin) / 1e9
+
+
+def _link_gbps(num_bytes: int = 128 * 2**20) -> dict[str, float]:
+    """Both directions at once, as a step has them."""
+    host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    rates = []
+    for _ in range(2):  # the first one warms up
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in streams]
+        for up, stream, (begin, end) in zip((True, False), streams, events, strict=True):
+            with torch.cuda.stream(stream):
+                begin.record()
+                for _ in range(_REPEATS):
+                    if up:
+                        device[0].copy_(host[0], non_blocking=True)
+                    else:
+                        host[1].copy_(device[1], non_blocking=True)
+                end.record()
+        torch.cuda.synchronize()
+        rates = [_REPEATS * num_bytes / (begin.elapsed_time(end) / 1e3) / 1e9 for begin, end in events]
+    return {"upload_gbps": rates[0], "download_gbps": rates[1]}

@@ -1,0 +1,127 @@
+"""Which model a plan is for: a GPT by its shape or size, or any Hugging Face configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_VOCAB = 50304
+# hidden size x layers of the GPTs that the benchmarks train; 16 heads, untied output layer
+_SIZES = {
+    "0.1b": (768, 12),
+    "1.6b": (1600, 48),
+    "4.3b": (2304, 64),
+    "6.3b": (3072, 53),
+    "10.5b": (4096, 50),
+    "16.1b": (4096, 78),
+    "18.5b": (4096, 90),
+}
+_HEADS = {768: 12, 1600: 25}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A module on the meta device, and how to call it."""
+
+    module: nn.Module
+    """Its parameters have no memory."""
+    inputs: dict[str, Any]
+    """Keyword arguments of its forward, on the meta device."""
+    num_layers: int
+    """Transformer blocks, for the count of model operations."""
+    hidden: int
+    """Hidden size, for the same."""
+
+    def model_flops(self, num_params: int, batch: int, length: int) -> float:
+        """Operations of forward and backward: 6 per parameter and token, and 6 per layer, hidden unit, position and
+        token for attention (causal masks counted by half, recomputation not counted).
+        """
+        tokens = batch * length
+        return 6.0 * num_params * tokens + 6.0 * self.num_layers * self.hidden * length * tokens
+
+
+def build_model(name: str, batch: int, length: int, *, checkpointing: bool) -> PlannedModel:
+    """The model that ``--model`` names.
+
+    Args:
+        name: ``gpt:HIDDENxLAYERS``, a size such as ``4.3b``, or the path of a Hugging Face ``config.json`` or of its
+            folder.
+        batch: sequences per step.
+        length: tokens per sequence.
+        checkpointing: recompute activations in backward, block by block.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be built or called with tokens.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"--model needs transformers: pip install transformers ({error})") from error
+    config = _gpt_config(name, length)
+    if config is None:
+        path = Path(name)
+        if not path.exists():
+            raise ValueError(
+                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, or the path of "
+                "a Hugging Face config.json or of its folder"
+            )
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
+        _check_length(name, config, length)
+    config.use_cache = False
+    with torch.device("meta"):
+        module = _auto_class(transformers, config).from_config(config, attn_implementation="sdpa")
+    if checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
+    return PlannedModel(
+        module=module,
+        inputs={"input_ids": tokens, "labels": tokens},
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+    )
+
+
+def _gpt_config(name: str, length: int) -> Any:
+    from transformers import GPT2Config
+
+    match = re.fullmatch(r"gpt:([1-9]\d*)x([1-9]\d*)", name)
+    if match is None and name.lower() not in _SIZES:
+        return None
+    hidden, layers = _SIZES[name.lower()] if match is None else (int(match.group(1)), int(match.group(2)))
+    heads = _HEADS.get(hidden, 16)
+    if hidden % heads:
+        raise ValueError(f"--model {name}: the hidden size {hidden} is not a multiple of {heads}, the number of heads")
+    return GPT2Config(
+        vocab_size=_VOCAB,
+        n_positions=length,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _check_length(name: str, config: Any, length: int) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ValueError(f"--length is {length}, but {name} has {longest} positions; give less")
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    masked = any("MaskedLM" in name for name in config.architectures or ())
+    if masked or type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForCausalLM

@@ -1,0 +1,218 @@
+"""The plan of a step as an object: printed, saved as versioned JSON, and replayed by a new engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from patrickstar import _C
+
+VERSION = 1
+_FORMAT = "patrickstar.plan"
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedChunk:
+    """What a plan knows of a chunk: enough to tell whether a layout is the one it was made for."""
+
+    numel: int
+    """Elements."""
+    dtype: str
+    """Compute dtype, a name of ``_C.DType``."""
+    trainable: bool
+    """Whether it has optimizer states."""
+    states_on_device: bool
+    """Whether these live on the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The access sequence of a step, and what is moved when."""
+
+    chunks: tuple[PlannedChunk, ...]
+    """By chunk."""
+    timeline: list[dict[str, Any]]
+    """The moments that it was made for, as ``_C.make_plan`` takes them."""
+    steps: list[dict[str, Any]]
+    """What to evict, fetch and prefetch, by moment, as ``_C.make_plan`` gives it."""
+    problem: dict[str, Any]
+    """The rest of ``_C.make_plan``'s arguments: costs and limits in bytes."""
+    uploaded_bytes: int
+    """Per step."""
+    downloaded_bytes: int
+    """Per step."""
+    least_limit_bytes: int
+    """The smallest limit under which every moment fits."""
+
+    @property
+    def tide_peak_bytes(self) -> int:
+        """The highest tide of the step."""
+        return max((moment["tide_peak_bytes"] for moment in self.timeline), default=0)
+
+    def as_core(self) -> dict[str, Any]:
+        """The plan as ``_C.simulate`` takes it."""
+        return {
+            "moments": self.steps,
+            "uploaded_bytes": self.uploaded_bytes,
+            "downloaded_bytes": self.downloaded_bytes,
+            "least_limit_bytes": self.least_limit_bytes,
+        }
+
+    def check_layout(self, layout: _C.Layout, source: str) -> None:
+        """Raises ValueError when ``layout`` is not the one that the plan was made for. ``source`` names the plan."""
+        if layout.num_chunks != len(self.chunks):
+            raise ValueError(
+                f"{source} is a plan for {len(self.chunks)} chunks, this engine has {layout.num_chunks}; give the "
+                "model, default_chunk_size and device_memory that it was made with, or leave 'plan' out"
+            )
+        for index, planned in enumerate(self.chunks):
+            chunk = layout.chunk(index)
+            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"])
+            if actual != (planned.numel, planned.dtype, planned.trainable):
+                raise ValueError(
+                    f"{source} is a plan for another layout: its chunk {index} has {planned.numel} elements of "
+                    f"{planned.dtype} (trainable: {planned.trainable}), this engine's has {actual[0]} of {actual[1]} "
+                    f"(trainable: {actual[2]}); give the model, default_chunk_size and device_memory that it was made "
+                    "with, or leave 'plan' out"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON of version ``VERSION``."""
+        fields = {
+            "format": _FORMAT,
+            "version": VERSION,
+            **dataclasses.asdict(self),
+            "timeline": [_plain_moment(moment) for moment in self.timeline],
+            "steps": [{key: _plain_arrays(arrays) for key, arrays in step.items()} for step in self.steps],
+            "problem": {**self.problem, "costs": [[*_plain(id), *cost] for id, cost in self.problem["costs"].items()]},
+        }
+        Path(path).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or of another version, or damaged.
+            OSError: it cannot be read.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a plan: {error}") from error
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise ValueError(f"{path} is not a plan; write one with engine.plan().save(path)")
+        version = fields.pop("version", None)
+        if version != VERSION:
+            raise ValueError(f"{path} is a plan of version {version}, this PatrickStar reads {VERSION}; write it again")
+        try:
+            plan = cls(
+                chunks=tuple(PlannedChunk(**chunk) for chunk in fields.pop("chunks")),
+                timeline=[_core_moment(moment) for moment in fields.pop("timeline")],
+                steps=[{key: _core_arrays(arrays) for key, arrays in step.items()} for step in fields.pop("steps")],
+                problem={
+                    **fields["problem"],
+                    "costs": {_core(cost): tuple(cost[2:]) for cost in fields.pop("problem")["costs"]},
+                },
+                **fields,
+            )
+            plan._check_chunks()
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged plan: {type(error).__name__} {error}; write it again") from error
+        return plan
+
+    def _check_chunks(self) -> None:
+        for moment in self.timeline:
+            for chunk, _kind, _mode in moment["accesses"]:
+                if not 0 <= chunk < len(self.chunks):
+                    raise IndexError(f"a moment uses chunk {chunk} of {len(self.chunks)}")
+
+    def __str__(self) -> str:
+        """A table: one line per run of moments that move nothing, one per moment that moves something."""
+        resident = sum(chunk.states_on_device for chunk in self.chunks)
+        lines = [
+            f"plan of {len(self.timeline)} moments over {len(self.chunks)} chunks "
+            f"({resident} with optimizer states on the device)",
+            f"per step {self.uploaded_bytes / _GIB:.3f} GiB up, {self.downloaded_bytes / _GIB:.3f} GiB down; "
+            f"tide up to {self.tide_peak_bytes / _GIB:.3f} GiB; fits from {self.least_limit_bytes / _GIB:.3f} GiB on",
+            f"{'moment':>8}  {'phase':8}  {'tide MiB':>9}  uses | evicts | fetches | prefetches",
+        ]
+        for index, (moment, step) in enumerate(zip(self.timeline, self.steps, strict=True)):
+            uses = [(c, k) for c, k, mode in moment["accesses"] if mode != _C.AccessMode.RETIRE]
+            moved = [
+                _names([*step["evict"], *step["evict_ahead"]]),
+                _names(step["fetch"]),
+                _names(step["prefetch"]),
+            ]
+            tide = moment["tide_peak_bytes"] / 2**20
+            lines.append(
+                f"{index:8}  {moment['phase'].name.lower():8}  {tide:9.1f}  " + " | ".join([_names(uses), *moved])
+            )
+        return "\n".join(lines)
+
+
+def make_step_plan(
+    layout: _C.Layout, timeline: list[dict[str, Any]], states_on_device: Sequence[bool], problem: dict[str, Any]
+) -> Plan:
+    """Solves ``problem`` (from ``_C.pose_problem``) for ``timeline``."""
+    return plan_of(layout, timeline, states_on_device, problem, _C.make_plan(timeline, **problem))
+
+
+def plan_of(
+    layout: _C.Layout,
+    timeline: list[dict[str, Any]],
+    states_on_device: Sequence[bool],
+    problem: dict[str, Any],
+    plan: Mapping[str, Any],
+) -> Plan:
+    """The object for a plan that the core gave."""
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    return Plan(
+        chunks=tuple(
+            PlannedChunk(chunk["numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
+            for chunk, on_device in zip(chunks, states_on_device, strict=True)
+        ),
+        timeline=timeline,
+        steps=plan["moments"],
+        problem=problem,
+        uploaded_bytes=plan["uploaded_bytes"],
+        downloaded_bytes=plan["downloaded_bytes"],
+        least_limit_bytes=plan["least_limit_bytes"],
+    )
+
+
+def _names(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> str:
+    return " ".join(f"{kind.name.lower()}{chunk}" for chunk, kind in arrays) or "-"
+
+
+def _plain(array: tuple[int, _C.ArrayKind]) -> list[Any]:
+    return [array[0], array[1].name]
+
+
+def _plain_arrays(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> list[list[Any]]:
+    return [_plain(array) for array in arrays]
+
+
+def _plain_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
+    accesses = [[chunk, kind.name, mode.name] for chunk, kind, mode in moment["accesses"]]
+    return {"phase": moment["phase"].name, "accesses": accesses, "tide_peak_bytes": moment["tide_peak_bytes"]}
+
+
+def _core(array: Sequence[Any]) -> tuple[int, _C.ArrayKind]:
+    return int(array[0]), _C.ArrayKind.__members__[array[1]]
+
+
+def _core_arrays(arrays: Sequence[Sequence[Any]]) -> list[tuple[int, _C.ArrayKind]]:
+    return [_core(array) for array in arrays]
+
+
+def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "phase": _C.Phase.__members__[moment["phase"]],
+        "accesses": [(*_core(access), _C.AccessMode.__members__[access[2]]) for access in moment["accesses"]],
+        "tide_peak_bytes": int(moment["tide_peak_bytes"]),
+    }

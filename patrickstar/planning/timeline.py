@@ -1,0 +1,193 @@
+"""From the uses of a step to the timeline that the core would record with a given layout.
+
+The rules are those of csrc/runtime/access_tracker.cpp (who holds what until when, what begins a moment) and
+gradient_flow.cpp (when a gradient retires); tests/plan/test_uses.py compares the two on real training runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.planning.uses import Call, StepUses, Use
+
+_READ, _WRITE, _RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
+_PARAM, _GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedTimeline:
+    """A timeline, and how long its moments take on the device when nothing waits."""
+
+    moments: list[dict[str, Any]]
+    """As ``_C.make_plan`` takes them."""
+    seconds: list[float]
+    """By moment."""
+
+    @property
+    def tide_peak_bytes(self) -> int:
+        """The highest tide."""
+        return max((moment["tide_peak_bytes"] for moment in self.moments), default=0)
+
+
+def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
+    """The timeline of a step with these uses. ``states_on_device`` by chunk: gradients of such chunks do not leave."""
+    model = _AccessModel(layout, states_on_device, uses)
+    for use in uses.uses:
+        model.play(use)
+    model.end_backward()
+    return TimedTimeline(model.moments, model.seconds)
+
+
+class _Hold:
+    __slots__ = ("begin", "params", "until")
+
+    def __init__(self, begin: int, params: list[int], until: _C.HoldUntil):
+        self.begin = begin
+        self.params = params
+        self.until = until
+
+
+class _AccessModel:
+    """The part of the core's bookkeeping that shows in the timeline."""
+
+    def __init__(self, layout: _C.Layout, states_on_device: Sequence[bool], uses: StepUses):
+        chunks = [layout.chunk(chunk)["params"] for chunk in range(layout.num_chunks)]
+        self.moments: list[dict[str, Any]] = []
+        self.seconds: list[float] = []
+        self._static_bytes = uses.static_bytes
+        self._states_on_device = states_on_device
+        self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}
+        self._num_uses = [0] * len(self._chunk_of)
+        self._holds = [0] * len(chunks)
+        self._alive = [len(params) for params in chunks]  # by chunk: parameters whose value is still of use
+        self._is_dead = [False] * len(self._chunk_of)
+        self._folds_left = [0] * len(chunks)
+        for use in uses.uses:
+            if use.call is Call.FOLD:
+                self._folds_left[self._chunk_of[use.params[0]]] += 1
+        self._written: set[int] = set()
+        self._retired: set[int] = set()
+        self._scopes: list[_Hold] = []
+        self._backward: list[_Hold] = []
+        self._transient: list[int] = []
+        self._phase = _C.Phase.FORWARD
+        self._seconds_before = 0.0
+
+    def play(self, use: Use) -> None:
+        """One call of the core, then what the device does until the next."""
+        if use.call is Call.OPEN_SCOPE:
+            self._open_scope(use.params, use.until)
+        elif use.call is Call.CLOSE_SCOPE:
+            self._release_transient()
+            self._release(self._scopes.pop().params)
+        elif use.call is Call.TOUCH:
+            self._touch(use.params)
+        elif use.call is Call.END_FORWARD:
+            self._release_transient()
+            self._phase = _C.Phase.BACKWARD
+        elif use.call is Call.ENTER_BACKWARD:
+            self._enter_backward(use)
+        else:
+            self._fold(use.params[0])
+        if self.moments:
+            moment = self.moments[-1]
+            moment["tide_peak_bytes"] = max(moment["tide_peak_bytes"], use.tide_peak_bytes + self._static_bytes)
+            self.seconds[-1] += use.seconds
+        else:
+            self._seconds_before += use.seconds
+
+    def end_backward(self) -> None:
+        """What is left retires."""
+        self._release_transient()
+        for hold in self._backward:
+            self._release_backward(hold.params)
+        for chunk in sorted(self._written - self._retired):
+            self._retire(chunk)
+
+    def _open_scope(self, params: list[int], until: _C.HoldUntil | None) -> None:
+        self._release_transient()
+        self._acquire(params)
+        transient = until == _C.HoldUntil.NEXT_EVENT
+        if transient:
+            self._transient = list(params)
+        self._scopes.append(_Hold(0, [] if transient else list(params), until or _C.HoldUntil.SCOPE_END))
+
+    def _touch(self, params: list[int]) -> None:
+        if all(self._num_uses[param] > 0 for param in params):
+            return
+        self._acquire(params)
+        in_leaf = self._scopes and self._scopes[-1].until == _C.HoldUntil.SCOPE_END
+        (self._scopes[-1].params if in_leaf else self._transient).extend(params)
+
+    def _enter_backward(self, use: Use) -> None:
+        self._release_transient()
+        over = [hold for hold in self._backward if hold.begin > use.end]
+        self._backward = [hold for hold in self._backward if hold.begin <= use.end]
+        for hold in over:
+            self._release_backward(hold.params)
+        self._acquire(use.params)
+        self._backward.append(_Hold(use.begin, list(use.params), _C.HoldUntil.SCOPE_END))
+
+    def _acquire(self, params: list[int]) -> None:
+        if not params:
+            return
+        chunks = [self._chunk_of[param] for param in params]
+        all_held = all(self._holds[chunk] > 0 for chunk in chunks)
+        for param, chunk in zip(params, chunks, strict=True):
+            self._num_uses[param] += 1
+            self._holds[chunk] += 1
+            self._set_dead(param, False)
+        if not all_held:
+            accesses = [(chunk, _PARAM, _READ) for chunk in sorted(set(chunks))]
+            self.moments.append({"phase": self._phase, "accesses": accesses, "tide_peak_bytes": 0})
+            self.seconds.append(self._seconds_before)
+            self._seconds_before = 0.0
+
+    def _release_transient(self) -> None:
+        params, self._transient = self._transient, []
+        self._release(params)
+
+    def _release(self, params: list[int]) -> None:
+        for param in params:
+            self._holds[self._chunk_of[param]] -= 1
+            self._num_uses[param] -= 1
+
+    def _release_backward(self, params: list[int]) -> None:
+        self._release(params)
+        for param in params:
+            if self._num_uses[param] == 0:
+                self._set_dead(param, True)
+        for chunk in dict.fromkeys(self._chunk_of[param] for param in params):
+            self._maybe_retire(chunk)
+
+    def _fold(self, param: int) -> None:
+        chunk = self._chunk_of[param]
+        self._written.add(chunk)
+        self._add((chunk, _GRAD, _WRITE))
+        if self._num_uses[param] == 0:
+            self._set_dead(param, True)
+        self._folds_left[chunk] -= 1
+        self._maybe_retire(chunk)
+
+    def _maybe_retire(self, chunk: int) -> None:
+        if chunk in self._written and self._folds_left[chunk] == 0 and self._alive[chunk] == 0:
+            self._retire(chunk)
+
+    def _retire(self, chunk: int) -> None:
+        if chunk in self._retired:
+            return
+        self._retired.add(chunk)
+        if not self._states_on_device[chunk]:
+            self._add((chunk, _GRAD, _RETIRE))
+
+    def _add(self, access: tuple[int, _C.ArrayKind, _C.AccessMode]) -> None:
+        if self.moments and access not in self.moments[-1]["accesses"]:
+            self.moments[-1]["accesses"].append(access)
+
+    def _set_dead(self, param: int, dead: bool) -> None:
+        if self._is_dead[param] != dead:
+            self._is_dead[param] = dead
+            self._alive[self._chunk_of[param]] += -1 if dead else 1

@@ -1,0 +1,310 @@
+"""What one training step uses, in order, found by running the module on the meta device: nothing is computed, no memory
+is taken, and a model of any size takes seconds.
+
+The same hooks as in an engine say which parameters are used when (hooks.py, observer.py, chunked_parameter.py); here
+they speak to a :class:`UseRecorder` instead of the core. A dispatch mode counts what the operations between two uses
+cost and how much memory is alive. Control flow that depends on values is not seen: every condition reads as true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from patrickstar import _C
+from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle, folded_gradient
+from patrickstar.hooks import ModuleHooks
+from patrickstar.managed import ManagedParams
+from patrickstar.observer import Observer
+from patrickstar.planning.machines import Gpu
+from patrickstar.preprocess import ParamPlan
+
+_ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
+_aten = torch.ops.aten
+_FREE = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten._unsafe_view,
+}
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_efficient_attention_backward,
+}
+
+
+class Call(enum.Enum):
+    """A call of the core; see csrc/runtime/access_tracker.h and gradient_flow.h."""
+
+    OPEN_SCOPE = enum.auto()
+    CLOSE_SCOPE = enum.auto()
+    TOUCH = enum.auto()
+    END_FORWARD = enum.auto()
+    ENTER_BACKWARD = enum.auto()
+    FOLD = enum.auto()
+
+
+@dataclasses.dataclass(slots=True)
+class Use:
+    """One call of the core, and what the device does until the next one."""
+
+    call: Call
+    params: list[int]
+    until: _C.HoldUntil | None = None
+    begin: int = 0
+    end: int = 0
+    seconds: float = 0.0
+    tide_peak_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepUses:
+    """The uses of one step."""
+
+    uses: list[Use]
+    flops: float
+    """Floating point operations of all matrix products, recomputation included."""
+    num_operations: int
+    """Kernels that are launched."""
+    static_bytes: int
+    """Of the tide: buffers and parameters that stay with PyTorch."""
+
+
+class UseRecorder:
+    """Stands in for the core's façade where the observer calls it."""
+
+    def __init__(self) -> None:
+        self.uses: list[Use] = []
+        self._clock = 0
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        self.uses = []
+
+    def tick(self) -> int:
+        """The time of an event."""
+        self._clock += 1
+        return self._clock
+
+    def open_scope(self, params: list[int], until: _C.HoldUntil) -> int:
+        """A module's call begins."""
+        self.uses.append(Use(Call.OPEN_SCOPE, params, until))
+        return self.tick()
+
+    def close_scope(self) -> None:
+        """The innermost call ends."""
+        self.uses.append(Use(Call.CLOSE_SCOPE, []))
+
+    def touch(self, params: list[int]) -> int:
+        """An operation is about to use ``params``."""
+        self.uses.append(Use(Call.TOUCH, params))
+        return self.tick()
+
+    def enter_backward(self, begin: int, end: int, params: list[int]) -> None:
+        """The backward of a use that ran in [begin, end] is about to start."""
+        self.uses.append(Use(Call.ENTER_BACKWARD, params, begin=begin, end=end))
+
+    def read_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
+        """There are no values."""
+
+    def write_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
+        """There are no values."""
+
+    def has_gradient(self, param: int) -> bool:
+        """Gradients are not kept."""
+        return False
+
+
+class _CostMode(TorchDispatchMode):
+    """Adds what operations cost, and the memory that is alive, to the recorder's last use."""
+
+    def __init__(self, recorder: UseRecorder, gpu: Gpu):
+        super().__init__()
+        self._recorder = recorder
+        self._gpu = gpu
+        self._alive: dict[int, weakref.ref] = {}
+        self._bytes = 0
+        self.flops = 0.0
+        self.num_operations = 0
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is not part of the tide."""
+        self._watch(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        out = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            self._watch(tensor, -(-storage.nbytes() // _ALLOCATION_ROUNDING) * _ALLOCATION_ROUNDING)
+        if self._recorder.uses:
+            use = self._recorder.uses[-1]
+            use.tide_peak_bytes = max(use.tide_peak_bytes, self._bytes)
+            if not (func.is_view or func.overloadpacket in _FREE):
+                use.seconds += self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+        return out
+
+    def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
+        self.num_operations += 1
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
+        seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
+        count = flop_registry.get(packet)
+        if count is None or not inputs:
+            return seconds
+        flops = float(count(*args, **kwargs, out_val=out))
+        self.flops += flops
+        rate = self._gpu.attention_flops if packet in _ATTENTION else self._gpu.matmul_flops
+        return max(seconds, flops / rate(inputs[0].dtype))
+
+    def _watch(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+
+        def forget(_reference: Any) -> None:
+            if self._alive.pop(key, None) is not None:
+                self._bytes -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, forget)
+        self._bytes += num_bytes
+
+
+class _FusedAttention(TorchFunctionMode):
+    """The meta device would take attention apart into matrix products; a GPU has a fused kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _attention(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    if attn_mask is None and query.itemsize == 2:
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    bias = attn_mask
+    if bias is not None:
+        bias = bias.new_empty(bias.shape, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+
+
+def trace_uses(
+    module: nn.Module,
+    plan: ParamPlan,
+    compute_dtype: torch.dtype,
+    inputs: Mapping[str, Any],
+    gpu: Gpu,
+    loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
+) -> StepUses:
+    """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
+    hooks learn). ``module`` is of no use afterwards.
+
+    Args:
+        module: moved to the meta device.
+        plan: which parameters go into chunks.
+        compute_dtype: of the step.
+        inputs: keyword arguments of the module's forward; tensors of any device.
+        gpu: what operations cost.
+        loss: takes the loss out of the module's output.
+    """
+    recorder = UseRecorder()
+    observer = Observer(recorder)  # type: ignore[arg-type]
+    module.to("meta")
+    module.train()
+    managed = ManagedParams(module, plan.managed, compute_dtype, torch.device("meta"))
+    got_gradient: set[int] = set()
+    for index, spec in enumerate(plan.chunked):
+        _adopt(spec.param, index, spec.name, spec.compute_dtype, observer)
+        if spec.param.requires_grad:
+            spec.param.register_post_accumulate_grad_hook(functools.partial(_fold, recorder, got_gradient))
+        else:
+            got_gradient.add(index)
+    hooks = ModuleHooks(module, observer)
+    inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
+    for _ in range(2):
+        costs = _CostMode(recorder, gpu)
+        for spec in plan.chunked:
+            costs.ignore(spec.param)
+        recorder.clear()
+        with _FusedAttention(), costs:
+            value = loss(module(**inputs))
+            recorder.uses.append(Use(Call.END_FORWARD, []))
+            _run_backward(value)
+        del value
+        managed.zero_grad()
+        hooks.finish_learning(got_gradient)
+    static = [*module.buffers(), *(item.param for item in plan.managed if not item.on_host), *tree_leaves(inputs)]
+    static_bytes = sum(t.numel() * t.itemsize for t in static if isinstance(t, torch.Tensor))
+    return StepUses(
+        uses=recorder.uses, flops=costs.flops, num_operations=costs.num_operations, static_bytes=static_bytes
+    )
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    # Not loss.backward(): that suspends function modes, and a recomputation must see fused attention again.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _to_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+
+
+def _adopt(param: nn.Parameter, index: int, name: str, dtype: torch.dtype, observer: Observer) -> None:
+    shape, stride = param.shape, param.stride()
+    original = param.dtype
+    with torch.no_grad():
+        param.data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    handle = ParamHandle(
+        id=index,
+        name=name,
+        chunk=-1,
+        storage=param.untyped_storage()._cdata,
+        shape=shape,
+        stride=stride,
+        offset=0,
+        trainable=param.requires_grad,
+        original_dtype=original,
+        original_device=param.device,
+        observer=observer,
+    )
+    param.__class__ = ChunkedParameter
+    param._patrickstar = handle
+
+
+def _fold(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) -> None:
+    folded_gradient(param)
+    index = param._patrickstar.id
+    got_gradient.add(index)
+    recorder.uses.append(Use(Call.FOLD, [index]))
