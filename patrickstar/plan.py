@@ -95,8 +95,8 @@ class Answer:
             f"{_gib(case.plan.tide_peak_bytes)}), host {_gib(case.host_bytes)} of {_gib(self.setting.host_bytes)}",
             f"least that works, all optimizer states on the host: gpu-mem {_gib(case.least_device_bytes)}, cpu-mem "
             f"{_gib(case.least_host_bytes)} ({case.least_host_bytes / self.num_params:.1f} bytes per parameter)",
-            f"placement: {case.num_device_state_chunks} of {len(case.plan.chunks)} chunks have their optimizer states on "
-            f"the GPU; {case.num_speculated_chunks} are updated during backward",
+            f"placement: {case.num_device_state_chunks} of {len(case.plan.chunks)} chunks have their optimizer states "
+            f"on the GPU; {case.num_speculated_chunks} are updated during backward",
             "chunk size   waste of the largest module   step",
         ]
         lines += [

@@ -67,8 +67,8 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool) -> P
         path = Path(name)
         if not path.exists():
             raise ValueError(
-                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, or the path of "
-                "a Hugging Face config.json or of its folder"
+                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, or the path "
+                "of a Hugging Face config.json or of its folder"
             )
         try:
             config = transformers.AutoConfig.from_pretrained(str(path))

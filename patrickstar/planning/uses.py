@@ -214,7 +214,7 @@ def _attention(
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     bias = attn_mask
     if bias is not None:
-        bias = bias.new_empty(bias.shape, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
+        bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
 
 
@@ -230,7 +230,7 @@ def trace_uses(
     hooks learn). ``module`` is of no use afterwards.
 
     Args:
-        module: moved to the meta device.
+        module: built on the meta device (``with torch.device("meta")``).
         plan: which parameters go into chunks.
         compute_dtype: of the step.
         inputs: keyword arguments of the module's forward; tensors of any device.
@@ -239,7 +239,6 @@ def trace_uses(
     """
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
-    module.to("meta")
     module.train()
     managed = ManagedParams(module, plan.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()

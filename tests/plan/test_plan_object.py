@@ -1,4 +1,4 @@
-"""The plan as an object: saved and loaded, replayed by a new engine from its first step on, refused where it does not fit."""
+"""The plan as an object: saved, loaded, replayed from a new engine's first step on, refused where it does not fit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,262 @@
+"""The simulator against steps worked out by hand, and against what must hold for any step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import _C
+
+PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
+READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
+FORWARD, BACKWARD = _C.Phase.FORWARD, _C.Phase.BACKWARD
+AT_RETIRE, AFTER_NORM = _C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_AFTER_NORM
+NEVER, ON_DEVICE = _C.UpdateAt.NEVER, _C.UpdateAt.DEVICE_AFTER_NORM
+GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
+FAST = 1e9
+
+
+def rates_of(upload=FAST, download=FAST, adam=FAST, device_adam=FAST, **seconds):
+    """GB/s, and chunks (of GB elements) per second."""
+    rates = _C.Rates()
+    rates.upload_gbps = upload
+    rates.download_gbps = download
+    rates.host_adam_params_per_second = adam * GB
+    rates.device_adam_params_per_second = device_adam * GB
+    for name, value in seconds.items():
+        setattr(rates, name, value)
+    return rates
+
+
+def moment(phase, *accesses, tide=0):
+    return {"phase": phase, "accesses": list(accesses), "tide_peak_bytes": tide}
+
+
+def one_pass(count):
+    """Each chunk is read, and its gradient is made and leaves, in one moment."""
+    return [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(count)]
+
+
+def forward(count):
+    return [moment(FORWARD, (i, PARAM, READ)) for i in range(count)]
+
+
+def costs_of(count, device_states=()):
+    costs = {}
+    for i in range(count):
+        on_device = i in device_states
+        costs[i, PARAM] = (GB, 0 if on_device else GB, 0, 0, on_device)
+        costs[i, GRAD] = (GB, GB, GB, GB, False)
+    return costs
+
+
+def simulate(
+    moments,
+    rates,
+    *,
+    seconds,
+    update=NEVER,
+    limit=math.inf,
+    prefetch=0,
+    prefetches=True,
+    spare=0,
+    device_states=(),
+    fixed=0,
+):
+    """``limit``, ``prefetch`` and ``spare`` (beyond what the plan was made for) in chunks; ``seconds`` per moment, or
+    one for all. Whatever the step, it moves what the plan says.
+    """
+    count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
+    limits = {
+        "limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB),
+        "fixed_bytes": fixed,
+    }
+    costs = costs_of(count, device_states)
+    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=int(prefetch * GB))
+    if not prefetches:
+        for planned in plan["moments"]:
+            planned["prefetch"] = []
+    if limit != math.inf:
+        limits["limit_bytes"] += spare * GB
+    step = _C.simulate(
+        moments,
+        costs,
+        plan,
+        rates,
+        compute_seconds=seconds if isinstance(seconds, list) else [seconds] * len(moments),
+        updates=[ON_DEVICE if i in device_states else update for i in range(count)],
+        numels=[GB] * count,
+        **limits,
+    )
+    assert (step["uploaded_bytes"], step["downloaded_bytes"]) == (plan["uploaded_bytes"], plan["downloaded_bytes"])
+    return step
+
+
+def test_compute_bound():
+    step = simulate(forward(4), rates_of(upload=10), seconds=1.0, limit=4, prefetch=3)
+    assert step["seconds"] == pytest.approx(4 + 0.1)  # the first chunk has nothing to hide behind
+    assert step["compute_seconds"] == pytest.approx(4)
+    assert step["upload_seconds"] == pytest.approx(0.4)
+    assert step["stall_seconds"]["upload"] == pytest.approx(0.1)
+
+
+def test_upload_bound():
+    """Uploads follow each other from the step's begin on; the last chunk's work comes after its upload."""
+    step = simulate(forward(4), rates_of(upload=1), seconds=0.25, limit=4, prefetch=3, update=NEVER)
+    assert step["seconds"] == pytest.approx(4 * 1 + 0.25)
+    assert step["stall_seconds"]["upload"] == pytest.approx(4 - 3 * 0.25)
+
+
+def test_download_bound():
+    """Room for one parameter and two gradients: one is written while the other leaves."""
+    moments = [moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(5)]
+    step = simulate(moments, rates_of(download=1), seconds=0.25, limit=2)
+    assert step["seconds"] == pytest.approx(5 * 1)
+    assert step["download_seconds"] == pytest.approx(5)
+    assert step["stall_seconds"]["memory"] == pytest.approx(5 - 5 * 0.25)
+
+
+def test_adam_bound():
+    """An update takes as long as two moments; each chunk is needed again when its update has just ended."""
+    step = simulate(one_pass(6), rates_of(adam=1), seconds=0.5, update=AT_RETIRE)
+    assert step["seconds"] == pytest.approx(6 * 1, abs=1e-6)
+    assert step["host_adam_seconds"] == pytest.approx(6)
+    assert step["stall_seconds"]["host_update"] == pytest.approx(6 - 3, abs=1e-6)
+
+
+def test_updates_after_the_norm():
+    """One chunk: compute, then the later of the norm and the download, then the update, then the upload."""
+    rates = rates_of(upload=1, download=2, adam=0.5, synchronize_seconds=0.125)
+    step = simulate(one_pass(1), rates, seconds=3.0, update=AFTER_NORM)
+    assert step["seconds"] == pytest.approx(3 + 0.5 + 2 + 1)
+    rates.synchronize_seconds = 0.75
+    assert simulate(one_pass(1), rates, seconds=3.0, update=AFTER_NORM)["seconds"] == pytest.approx(3 + 0.75 + 2 + 1)
+
+
+def test_updates_during_backward_hide_behind_it():
+    """Three chunks of one second's update each. After the norm: the forward of each waits for its update, 1 + 0.1,
+    1 + 0.1, ... During backward: only chunk 0, the last to retire, is waited for.
+    """
+    moments = [*forward(3), *reversed(one_pass(3))]
+    seconds = [0.1] * 3 + [1.0] * 3
+    late = simulate(moments, rates_of(adam=1), seconds=seconds, update=AFTER_NORM)
+    assert late["seconds"] == pytest.approx(3 + 0.1 + 3, abs=1e-6)
+    early = simulate(moments, rates_of(adam=1), seconds=seconds, update=AT_RETIRE)
+    assert early["seconds"] == pytest.approx(1 + 0.3 + 3, abs=1e-6)
+
+
+def test_without_room_for_prefetches_everything_is_one_after_the_other():
+    step = simulate(forward(5), rates_of(upload=2), seconds=1.0, limit=1)
+    assert step["seconds"] == pytest.approx(5 * (0.5 + 1))
+    assert step["stall_seconds"]["upload"] == pytest.approx(5 * 0.5)
+
+
+def test_latency_bound():
+    step = simulate(forward(5), rates_of(transfer_latency_seconds=0.5), seconds=1e-6, limit=1)
+    assert step["seconds"] == pytest.approx(5 * 0.5, rel=1e-4)
+
+
+def test_updates_on_the_device():
+    """Nothing moves; the updates take the compute queue."""
+    step = simulate(one_pass(4), rates_of(device_adam=4), seconds=1.0, device_states=range(4))
+    assert step["seconds"] == pytest.approx(4 + 1)
+    assert step["device_adam_seconds"] == pytest.approx(1)
+    assert step["uploaded_bytes"] == 0
+
+
+def test_the_norm_leaves_the_device_idle():
+    rates = rates_of(synchronize_seconds=0.5)
+    step = simulate(one_pass(4), rates, seconds=1.0, device_states=range(4))
+    assert step["seconds"] == pytest.approx(4 + 0.5, abs=1e-6)
+    assert step["stall_seconds"]["launch"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_launching_thread_that_runs_ahead_starts_transfers_earlier():
+    """Without a prefetch in the plan, a fetch is issued when the launching thread comes to its moment."""
+    rates = rates_of(upload=2)
+    assert simulate(forward(4), rates, seconds=1.0, prefetches=False)["seconds"] == pytest.approx(4 * (0.5 + 1))
+    rates.launch_ahead_seconds = 1.0
+    assert simulate(forward(4), rates, seconds=1.0, prefetches=False)["seconds"] == pytest.approx(0.5 + 4 * 1)
+
+
+def test_peak():
+    moments = [moment(FORWARD, (0, PARAM, READ), tide=5), moment(FORWARD, (1, PARAM, READ), (2, PARAM, READ), tide=7)]
+    step = simulate(moments, rates_of(), seconds=1.0, limit=2.5, fixed=11)
+    assert step["peak_bytes"] == 2 * GB + 7 + 11
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"compute_seconds": [1.0]}, "2 moments"),
+        ({"updates": []}, "0 updates"),
+        ({"rates": rates_of(upload=0)}, "not positive: upload 0"),
+    ],
+)
+def test_what_does_not_agree_is_refused(change, match):
+    moments = forward(2)
+    plan = _C.make_plan(moments, costs_of(2), limit_bytes=_C.UNLIMITED)
+    arguments = {"rates": rates_of(), "compute_seconds": [1.0, 1.0], "updates": [NEVER] * 2, "numels": [1, 1]} | change
+    with pytest.raises(ValueError, match=match):
+        _C.simulate(moments, costs_of(2), plan, limit_bytes=_C.UNLIMITED, **arguments)
+
+
+@st.composite
+def steps(draw):
+    """Forward and backward over chunks, each used by one or two moments, with recomputation or without."""
+    count = draw(st.integers(2, 6))
+    order = [i for i in range(count) for _ in range(draw(st.integers(1, 2)))]
+    moments = [moment(FORWARD, (i, PARAM, READ)) for i in order]
+    for place, i in enumerate(reversed(order)):
+        last = i not in list(reversed(order))[place + 1 :]
+        accesses = [(i, PARAM, READ), (i, GRAD, WRITE)] + ([(i, GRAD, RETIRE)] if last else [])
+        moments.append(moment(BACKWARD, *accesses))
+    limit = draw(st.one_of(st.just(math.inf), st.integers(3, 2 * count)))
+    return {
+        "moments": moments,
+        "seconds": [draw(st.floats(0.01, 2.0)) for _ in moments],
+        "limit": limit,
+        "prefetch": draw(st.integers(0, 2)) if limit != math.inf and limit >= 5 else 0,
+    }
+
+
+def draw_rates(data):
+    rate = st.floats(0.2, 20.0)
+    names = ("upload", "download", "adam", "device_adam")
+    rates = {name: data.draw(rate, name) for name in names}
+    rates["synchronize_seconds"] = data.draw(st.floats(0, 0.5))
+    rates["launch_ahead_seconds"] = data.draw(st.floats(0, 2.0))
+    return rates
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps(), st.data(), st.sampled_from([AT_RETIRE, AFTER_NORM]))
+def test_between_the_roofline_and_the_sum(problem, data, update):
+    rates = draw_rates(data)
+    step = simulate(**problem, rates=rates_of(**rates), update=update)
+    busy = [step[f"{name}_seconds"] for name in ("upload", "download", "host_adam")]
+    compute = step["compute_seconds"] + step["device_adam_seconds"]
+    assert step["seconds"] >= max(*busy, compute) - 1e-9
+    assert step["seconds"] <= sum(busy) + compute + rates["synchronize_seconds"] + 1e-9
+    # What the compute queue does not work, it waits.
+    assert step["seconds"] == pytest.approx(compute + sum(step["stall_seconds"].values()), rel=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps(), st.data(), st.sampled_from(["upload", "download", "adam"]))
+def test_faster_is_not_slower(problem, data, name):
+    rates = draw_rates(data)
+    slow = simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE)["seconds"]
+    rates[name] *= data.draw(st.floats(1, 10), "factor")
+    assert simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE)["seconds"] <= slow * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.data(), st.integers(1, 5))
+def test_the_same_plan_in_more_memory_is_not_slower(problem, data, more):
+    rates = rates_of(**draw_rates(data))
+    scarce = simulate(**problem, rates=rates, update=AT_RETIRE)["seconds"]
+    assert simulate(**problem, rates=rates, update=AT_RETIRE, spare=more)["seconds"] <= scarce * (1 + 1e-9)
