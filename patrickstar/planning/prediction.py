@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from patrickstar import _C
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.step_plan import Plan, make_step_plan
-from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.timeline import itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
 
 # As csrc/runtime: what PyTorch's allocator needs to round and to fragment (runtime.cpp), what states may take of the
@@ -160,16 +160,14 @@ class Case:
     least_host_bytes: int
     """The least ``host_memory`` that works with all states on the host."""
     waste_bytes: int
-    """What the largest module's chunks take beyond what the module itself needs."""
+    """The most that the chunks which a moment needs hold beside the parameters that it needs."""
     step: Prediction
     """While clipping does not act."""
     clipped_step: Prediction
     """While clipping acts in every step: updates on the host start when the norm is known."""
 
 
-def predict_case(
-    uses: StepUses, layout: _C.Layout, owned: Sequence[Sequence[int]], machine: Machine, setting: Setting
-) -> Case:
+def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: Setting) -> Case:
     """What an engine on CUDA does with this layout: see csrc/runtime/residency.cpp.
 
     Raises:
@@ -225,34 +223,15 @@ def predict_case(
         host_bytes=host_bytes,
         least_device_bytes=least,
         least_host_bytes=sum(homes) + largest,
-        waste_bytes=_C.working_set_bytes(layout, owned) - _module_bytes(layout, owned),
+        waste_bytes=timed.waste_bytes,
         step=predict(plan, timed.seconds, rates, num_speculated_chunks=num_speculated),
         clipped_step=predict(plan, timed.seconds, rates, num_speculated_chunks=0),
     )
 
 
-def _itemsize(chunk: Mapping) -> int:
-    return 4 if chunk["dtype"] == _C.DType.FLOAT32 else 2
-
-
 def _grad_bytes(chunk: Mapping) -> int:
-    return chunk["numel"] * _itemsize(chunk)
+    return chunk["numel"] * itemsize(chunk)
 
 
 def _home_bytes(chunk: Mapping) -> int:
-    return chunk["numel"] * (_itemsize(chunk) + (12 if chunk["trainable"] else 0))
-
-
-def _module_bytes(layout: _C.Layout, owned: Sequence[Sequence[int]]) -> int:
-    """The least that any chunk size can do: the largest module's parameters alone, and its largest gradient."""
-    values, grads = {}, {}
-    for index in range(layout.num_chunks):
-        chunk = layout.chunk(index)
-        offsets = [layout.placement(param)[1] for param in chunk["params"]] + [chunk["numel"]]
-        for param, begin, end in zip(chunk["params"], offsets[:-1], offsets[1:], strict=True):
-            values[param] = (end - begin) * _itemsize(chunk)
-            grads[param] = values[param] if chunk["trainable"] else 0
-    return max(
-        sum(values[param] for param in set(params)) + max((grads[param] for param in params), default=0)
-        for params in owned
-    )
+    return chunk["numel"] * (itemsize(chunk) + (12 if chunk["trainable"] else 0))

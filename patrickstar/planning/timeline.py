@@ -25,6 +25,8 @@ class TimedTimeline:
     """As ``_C.make_plan`` takes them."""
     seconds: list[float]
     """By moment."""
+    waste_bytes: int
+    """The most that the chunks which a moment begins with hold beside the parameters that it asks for."""
 
     @property
     def tide_peak_bytes(self) -> int:
@@ -38,7 +40,22 @@ def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[
     for use in uses.uses:
         model.play(use)
     model.end_backward()
-    return TimedTimeline(model.moments, model.seconds)
+    return TimedTimeline(model.moments, model.seconds, model.waste_bytes)
+
+
+def _param_bytes(chunks: Sequence[dict[str, Any]], layout: _C.Layout) -> dict[int, int]:
+    """By parameter, the gap that aligns the next one included."""
+    sizes = {}
+    for chunk in chunks:
+        offsets = [layout.placement(param)[1] for param in chunk["params"]] + [chunk["numel"]]
+        for param, begin, end in zip(chunk["params"], offsets[:-1], offsets[1:], strict=True):
+            sizes[param] = (end - begin) * itemsize(chunk)
+    return sizes
+
+
+def itemsize(chunk: dict[str, Any]) -> int:
+    """Bytes per element of a chunk's parameters and gradients."""
+    return 4 if chunk["dtype"] == _C.DType.FLOAT32 else 2
 
 
 class _Hold:
@@ -54,9 +71,13 @@ class _AccessModel:
     """The part of the core's bookkeeping that shows in the timeline."""
 
     def __init__(self, layout: _C.Layout, states_on_device: Sequence[bool], uses: StepUses):
-        chunks = [layout.chunk(chunk)["params"] for chunk in range(layout.num_chunks)]
+        specs = [layout.chunk(chunk) for chunk in range(layout.num_chunks)]
+        chunks = [spec["params"] for spec in specs]
         self.moments: list[dict[str, Any]] = []
         self.seconds: list[float] = []
+        self.waste_bytes = 0
+        self._param_bytes = _param_bytes(specs, layout)
+        self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
         self._static_bytes = uses.static_bytes
         self._states_on_device = states_on_device
         self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}
@@ -141,6 +162,9 @@ class _AccessModel:
             self._holds[chunk] += 1
             self._set_dead(param, False)
         if not all_held:
+            held = sum(self._chunk_bytes[chunk] for chunk in set(chunks))
+            asked = sum(self._param_bytes[param] for param in set(params))
+            self.waste_bytes = max(self.waste_bytes, held - asked)
             accesses = [(chunk, _PARAM, _READ) for chunk in sorted(set(chunks))]
             self.moments.append({"phase": self._phase, "accesses": accesses, "tide_peak_bytes": 0})
             self.seconds.append(self._seconds_before)

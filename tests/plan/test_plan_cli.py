@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.plan import Plan, main
+from patrickstar.plan import Plan, Setting, main, predict_case
 from patrickstar.planning.machines import H200, MACHINES, measured
+from patrickstar.planning.models import build_model
+from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.uses import trace_uses
+from patrickstar.preprocess import make_layout, plan_params
 
 SMALL = ["--model", "gpt:128x4", "--batch", "2", "--length", "64", "--cpu-mem", "4GiB"]
 
@@ -123,17 +127,31 @@ def test_presets_name_their_source(name):
     assert isinstance(rates, _C.Rates)
 
 
-# Step seconds that were measured on an H200 (benchmark/results, notes on the prototype there), within 24 GiB but the
-# last; the prediction must stay within 5 % of them.
-@pytest.mark.parametrize(
-    ("model", "extra", "seconds"),
-    [
-        ("4.3b", ["--gpu-mem", "24GiB", "--cpu-mem", "109951162777"], 1.2336),
-        ("4.3b", ["--gpu-mem", "120087904256", "--cpu-mem", "109951162777"], 1.2403),
-    ],
-)
-def test_predictions_against_measured_steps(capsys, model, extra, seconds):
-    args = ["--model", model, "--batch", "16", "--checkpointing", "--chunk-numel", str(64 * 2**20), *extra]
-    predicted = as_json(capsys, *args)["step_seconds"]
-    print(f"{model}: predicted {predicted:.3f} s, measured {seconds:.3f} s, {predicted / seconds - 1:+.1%}")
+@pytest.fixture(scope="module")
+def gpt_4b():
+    return case_of("4.3b")
+
+
+def case_of(name):
+    """Uses and layout of the benchmark's GPT: batch 16 x 1024, full recomputation, bf16, chunks of 64 Mi elements."""
+    model = build_model(name, 16, 1024, checkpointing=True)
+    params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False)
+    layout = make_layout(params, 64 * 2**20)
+    return trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu), layout
+
+
+# Of benchmark/results/h200-train-4.3b-*.json.
+@pytest.mark.parametrize(("device_bytes", "seconds"), [(24 * 2**30, 1.2336), (120087904256, 1.2403)])
+def test_predicted_steps_against_measured_ones(gpt_4b, device_bytes, seconds):
+    case = predict_case(*gpt_4b, H200, Setting(device_bytes=device_bytes, host_bytes=109951162777))
+    predicted = case.step.seconds
+    print(f"predicted {predicted:.3f} s, measured {seconds:.3f} s, {predicted / seconds - 1:+.1%}")
     assert predicted == pytest.approx(seconds, rel=0.05)
+
+
+def test_predicted_compute_against_a_measured_ceiling():
+    """6.3 B with transfers and without updates took 1.553 s: the GPU's work alone."""
+    uses, layout = case_of("6.3b")
+    predicted = sum(make_timeline(uses, layout, [False] * layout.num_chunks).seconds)
+    print(f"predicted {predicted:.3f} s, measured 1.553 s, {predicted / 1.553 - 1:+.1%}")
+    assert predicted == pytest.approx(1.553, rel=0.05)

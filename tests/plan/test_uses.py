@@ -18,7 +18,7 @@ NAMES = ["gpt2", "bert", "llama", "mlp", "t5", "albert", "lora", "shared", "froz
 
 
 def real_moments(case, checkpointing, states_on_device):
-    """The timeline of the third step of a real run."""
+    """The timeline of the second step of a real run."""
     torch.manual_seed(0)
     config = make_config(default_chunk_size=CHUNK_NUMEL, device_memory=2**40)
     config["optimizer"]["params"]["use_hybrid_adam"] = states_on_device
@@ -28,7 +28,7 @@ def real_moments(case, checkpointing, states_on_device):
         if checkpointing:
             engine.module.gradient_checkpointing_enable({"use_reentrant": False})
         generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
+        for _ in range(2):
             loss = case.loss(engine(**case.batch(generator)))
             engine.backward(loss)
             del loss
@@ -55,14 +55,30 @@ def structure(moments):
     return [(moment["phase"].name, [(c, k.name, m.name) for c, k, m in moment["accesses"]]) for moment in moments]
 
 
+def peak(moments):
+    return max(moment["tide_peak_bytes"] for moment in moments)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("states_on_device", [False, True], ids=["states-on-host", "states-on-device"])
-def test_same_moments_as_a_real_run(name, states_on_device):
-    real = real_moments(MODELS[name], False, states_on_device)
-    assert structure(meta_moments(MODELS[name], False, states_on_device)) == structure(real)
+def test_same_moments_as_a_real_run(name):
+    """The same sequence; a highest tide within 10 % (of these tiny models, where rounding to 512 bytes shows).
+
+    nn.MultiheadAttention's differs more: the CPU has a kernel for whole layers.
+    """
+    real, meta = (moments(MODELS[name], False, False) for moments in (real_moments, meta_moments))
+    assert structure(meta) == structure(real)
+    print(f"{name}: tide {peak(real)} measured, {peak(meta)} on the meta device, {peak(meta) / peak(real) - 1:+.1%}")
+    assert peak(meta) == pytest.approx(peak(real), rel=0.35 if name == "attention" else 0.10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp", "frozen"])
+def test_same_moments_with_states_on_the_device(name):
+    real, meta = (moments(MODELS[name], False, True) for moments in (real_moments, meta_moments))
+    assert structure(meta) == structure(real)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_same_moments_with_recomputation(name):
-    real = real_moments(MODELS[name], True, False)
-    assert structure(meta_moments(MODELS[name], True, False)) == structure(real)
+    real, meta = (moments(MODELS[name], True, False) for moments in (real_moments, meta_moments))
+    assert structure(meta) == structure(real)
+    assert peak(meta) == pytest.approx(peak(real), rel=0.10)
