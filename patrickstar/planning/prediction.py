@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from patrickstar import _C
 from patrickstar.planning.machines import Machine
@@ -174,59 +175,70 @@ def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: S
         MemoryBudgetError: it does not fit; the message says by how much.
     """
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    grads = [_grad_bytes(chunk) for chunk in chunks]
     homes = [_home_bytes(chunk) for chunk in chunks]
-    largest = max(grads)
-    nowhere = [False] * len(chunks)
+    largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
     budget = _C.DeviceBudget()
     budget.limit_bytes = int(setting.device_bytes * (1 - _CUDA_SLACK))
     budget.margin_use_ratio = setting.margin_use_ratio
-    all_on_host = make_timeline(uses, layout, nowhere)
-    problem = _C.pose_problem(layout, all_on_host.moments, nowhere, budget)
-    least = int(_C.make_plan(all_on_host.moments, **problem)["least_limit_bytes"] / (1 - _CUDA_SLACK)) + 1
+    nowhere = [False] * len(chunks)
+    all_on_host = make_timeline(uses, layout, nowhere).moments
+    least_limit = _C.make_plan(all_on_host, **_C.pose_problem(layout, all_on_host, nowhere, budget))[
+        "least_limit_bytes"
+    ]
+    least = int(least_limit / (1 - _CUDA_SLACK)) + 1
     if least > setting.device_bytes:
         raise _C.MemoryBudgetError(
             f"gpu-mem is {setting.device_bytes} bytes, but activations and the largest moment's chunks take {least}; "
             "give at least that, or a smaller batch, a shorter length or --checkpointing"
         )
-    on_device = _C.initial_placement(
-        layout, setting.host_bytes - largest, int(setting.device_bytes * _INITIAL_DEVICE_SHARE)
-    )
-    if setting.hybrid_adam:
-        count = _C.num_device_state_chunks(layout, all_on_host.moments, budget)
-        on_device = [
-            chunk["trainable"] and (at or i < count)
-            for i, (chunk, at) in enumerate(zip(chunks, on_device, strict=True))
-        ]
+    on_device = _place(layout, all_on_host, largest_grad, budget, setting)
     timed = make_timeline(uses, layout, on_device)
     plan = make_step_plan(layout, timed.moments, on_device, _C.pose_problem(layout, timed.moments, on_device, budget))
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
             f"cpu-mem is {setting.host_bytes} bytes, which leaves so many optimizer states to the GPU that a step "
-            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest} bytes, or gpu-mem"
+            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest_grad}, or gpu-mem"
         )
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
-    room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest
-    num_speculated = 0
-    for chunk, home, at in zip(chunks, homes, on_device, strict=True):
-        new_values = 0 if at or not chunk["trainable"] else home
-        if new_values > room:
-            break
-        room -= new_values
-        num_speculated += 1
-    rates = machine.rates()
+    room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
+    first_late = _first_without_room(plan, homes, room)
     return Case(
         chunk_numel=layout.chunk_numel,
         plan=plan,
         num_device_state_chunks=sum(on_device),
-        num_speculated_chunks=sum(not at for at in on_device[:num_speculated]),
+        num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in plan.chunks[:first_late]),
         host_bytes=host_bytes,
         least_device_bytes=least,
-        least_host_bytes=sum(homes) + largest,
+        least_host_bytes=sum(homes) + largest_grad,
         waste_bytes=timed.waste_bytes,
-        step=predict(plan, timed.seconds, rates, num_speculated_chunks=num_speculated),
-        clipped_step=predict(plan, timed.seconds, rates, num_speculated_chunks=0),
+        step=predict(plan, timed.seconds, machine.rates(), num_speculated_chunks=first_late),
+        clipped_step=predict(plan, timed.seconds, machine.rates(), num_speculated_chunks=0),
     )
+
+
+def _place(
+    layout: _C.Layout,
+    moments: list[dict[str, Any]],
+    largest_grad: int,
+    budget: _C.DeviceBudget,
+    setting: Setting,
+) -> list[bool]:
+    """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
+    room = int(setting.device_bytes * _INITIAL_DEVICE_SHARE)
+    on_device = _C.initial_placement(layout, setting.host_bytes - largest_grad, room)
+    count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
+    return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
+
+
+def _first_without_room(plan: Plan, homes: Sequence[int], room: int) -> int:
+    """The first chunk whose new values find no host memory: those before it are updated during backward
+    (csrc/runtime/speculation.cpp).
+    """
+    for index, (chunk, home) in enumerate(zip(plan.chunks, homes, strict=True)):
+        room -= home if chunk.trainable and not chunk.states_on_device else 0
+        if room < 0:
+            return index
+    return len(plan.chunks)
 
 
 def _grad_bytes(chunk: Mapping) -> int:

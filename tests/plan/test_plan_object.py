@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from patrickstar import StateError
-from patrickstar.plan import Plan
+from patrickstar import _C, StateError
+from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS
 from tests.training import assert_same, least_device_memory, make_config, train
@@ -95,6 +95,24 @@ def test_a_departing_sequence_changes_no_number(planned, tmp_path):
     report = replayed.chunk_reports[0]
     assert report["num_replayed_moments"] < report["num_moments"]
     assert replayed.chunk_reports[-1]["num_plans"] > 1
+
+
+def test_a_step_is_predicted_from_the_plan_of_an_engine(planned):
+    """With a link and updates that take no time a step is its moments' times; slow ones move the same bytes."""
+    *_, plan, _ = planned
+    seconds = [0.001 * (index + 1) for index in range(len(plan.timeline))]
+    rates = _C.Rates()
+    rates.upload_gbps = rates.download_gbps = rates.host_adam_params_per_second = 1e18
+    rates.device_adam_params_per_second = 1e18
+    assert predict(plan, seconds, rates).seconds == pytest.approx(sum(seconds), rel=1e-6)
+    rates.upload_gbps = rates.download_gbps = 1e-3
+    slow = predict(plan, seconds, rates)
+    assert slow.seconds > sum(seconds)
+    assert slow.roofline["upload"] == pytest.approx(plan.uploaded_bytes / 1e6)
+    assert (slow.uploaded_bytes, slow.downloaded_bytes) == (plan.uploaded_bytes, plan.downloaded_bytes)
+    assert slow.peak_bytes <= plan.problem["limit_bytes"]
+    with pytest.raises(ValueError, match="moments"):
+        predict(plan, seconds[1:], rates)
 
 
 def test_another_layout_is_refused(planned):

@@ -51,6 +51,16 @@ def meta_moments(case, checkpointing, states_on_device):
     return timed.moments
 
 
+def test_what_chunks_hold_for_nothing():
+    """One chunk for a layer of 32 and one of 64 parameters, each padded to 128 elements of 4 bytes."""
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    params = plan_params(module, torch.float32, use_cpu_embedding=False)
+    uses = trace_uses(module, params, torch.float32, {"input": torch.ones(1, 4)}, H200.gpu, lambda out: out.sum())
+    assert make_timeline(uses, make_layout(params, 1024), [False]).waste_bytes == 128 * 4
+    assert make_timeline(uses, make_layout(params, 128), [False] * 2).waste_bytes == 0
+
+
 def structure(moments):
     return [(moment["phase"].name, [(c, k.name, m.name) for c, k, m in moment["accesses"]]) for moment in moments]
 
