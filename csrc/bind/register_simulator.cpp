@@ -10,9 +10,9 @@ namespace patrickstar::bind {
 namespace {
 
 py::dict describe_step(const SimulatedStep& step) {
-  constexpr const char* causes[kNumStallCauses] = {"upload", "memory", "host_update", "launch"};
+  constexpr const char* causes[kNumShortages] = {"upload", "memory", "host_update", "launch"};
   py::dict stalls;
-  for (size_t cause = 0; cause < kNumStallCauses; ++cause) stalls[causes[cause]] = step.stall_seconds[cause];
+  for (size_t cause = 0; cause < kNumShortages; ++cause) stalls[causes[cause]] = step.stall_seconds[cause];
   py::dict result;
   result["seconds"] = step.seconds;
   result["compute_seconds"] = step.compute_seconds;

@@ -17,7 +17,7 @@ constexpr int kSteps = 16;
 // A point in time, and what the compute queue would be waiting for if it waited until then.
 struct When {
   double at = 0;
-  StallCause cause = kOnLaunch;
+  Shortage cause = kOnLaunch;
 };
 
 When later(When a, When b) { return b.at > a.at ? b : a; }
@@ -308,7 +308,7 @@ SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates
     if (index == kSteps - kAveraged) begin = player.step_end();
     const SimulatedStep step = player.play_step();
     if (index < kSteps - kAveraged) continue;
-    std::array<double, kNumStallCauses> stalls = mean.stall_seconds;
+    std::array<double, kNumShortages> stalls = mean.stall_seconds;
     for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
     const int64_t peak_bytes = std::max(mean.peak_bytes, step.peak_bytes);
     mean = step;

@@ -44,14 +44,14 @@ struct StepShape {
   std::vector<int64_t> numels;          // by chunk
 };
 
-// What the compute queue waited for.
-enum StallCause : uint8_t {
+// What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).
+enum Shortage : uint8_t {
   kOnUpload,      // a transfer to the device that was under way, or behind others
   kOnMemory,      // device memory: what held it was still in use, or still on its way to the host
   kOnHostUpdate,  // values that an update on the host was still making
   kOnLaunch,      // the launching thread, which had waited for the norm
 };
-constexpr int kNumStallCauses = 4;
+constexpr int kNumShortages = 4;
 
 struct SimulatedStep {
   double seconds = 0;
@@ -61,7 +61,7 @@ struct SimulatedStep {
   double upload_seconds = 0;
   double download_seconds = 0;
   double host_adam_seconds = 0;
-  std::array<double, kNumStallCauses> stall_seconds{};  // of the compute queue
+  std::array<double, kNumShortages> stall_seconds{};  // of the compute queue
   int64_t uploaded_bytes = 0;
   int64_t downloaded_bytes = 0;
   int64_t peak_bytes = 0;  // of the device: tide, states and payloads
