@@ -283,6 +283,7 @@ class SpeculationMode(_Enum):
 
     OFF: ClassVar[SpeculationMode]
     ON: ClassVar[SpeculationMode]
+    COMMIT: ClassVar[SpeculationMode]
 
 class RuntimeOptions:
     """What a Runtime is made with; all fields have defaults."""
@@ -328,6 +329,8 @@ class Runtime:
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def num_committed(self) -> int: ...
     @property
     def num_pressure_evictions(self) -> int: ...
     def begin_forward(self, tracking: Tracking, /) -> None: ...

@@ -32,8 +32,8 @@ class ExpandableSegments:
         if device.type != "cuda" or any(word in self._configured.lower() for word in _NOT_WITH):
             return
         self._set("expandable_segments:True")
+        torch.cuda.empty_cache()  # so that the probe takes new memory
         try:
-            torch.cuda.empty_cache()  # so that the probe takes new memory
             torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             pass  # a limit from before; it says nothing about segments

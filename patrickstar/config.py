@@ -43,6 +43,7 @@ class Speculation(enum.Enum):
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
+    COMMIT = "commit"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,12 @@ class OptimizerConfig:
     """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
     memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
     ``"auto"`` (with a GPU), ``"always"`` or ``"never"``. It changes no number.
+
+    ``"commit"`` starts them in backward in place, which needs no memory, and is for good. It is a promise: every
+    backward is followed by exactly one step with the options it began with (no accumulation, no values read or written
+    in between; what would break the promise is refused), there is neither clipping nor loss scaling, and gradients that
+    are not finite are applied as ``torch.optim`` applies them. A backward that fails half way leaves a model that is
+    updated in part: go on from a checkpoint.
     """
 
 
@@ -383,6 +390,11 @@ def check_adam_options(options: Mapping[str, Any], name: str) -> None:
 
 def _check_values(config: Config) -> None:
     check_adam_options(dataclasses.asdict(config.optimizer.params), "optimizer.params")
+    if config.optimizer.speculation is Speculation.COMMIT and (config.fp16 is not None or config.gradient_clipping > 0):
+        raise ValueError(
+            'optimizer.speculation is "commit", which updates before the norm of all gradients is known; leave '
+            'gradient_clipping and fp16 out, or set optimizer.speculation to "auto"'
+        )
     if config.fp16 is not None and config.bf16 is not None:
         raise ValueError("fp16.enabled and bf16.enabled are both True; enable one")
     if config.default_chunk_size < 1024:

@@ -128,11 +128,14 @@ class Session:
         options.partition = _C.Partition.STATIC if tracer.with_static_partition else _C.Partition.TIDE
         hybrid = self.config.optimizer.params.use_hybrid_adam
         options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
-        speculation = self.config.optimizer.speculation
-        speculates = speculation is Speculation.ALWAYS or (
-            speculation is Speculation.AUTO and self.device.type == "cuda"
-        )
-        options.speculation = _C.SpeculationMode.ON if speculates else _C.SpeculationMode.OFF
+        automatic = _C.SpeculationMode.ON if self.device.type == "cuda" else _C.SpeculationMode.OFF
+        modes = {
+            Speculation.AUTO: automatic,
+            Speculation.ALWAYS: _C.SpeculationMode.ON,
+            Speculation.NEVER: _C.SpeculationMode.OFF,
+            Speculation.COMMIT: _C.SpeculationMode.COMMIT,
+        }
+        options.speculation = modes[self.config.optimizer.speculation]
         default_numel = self.config.default_chunk_size
         size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
         if size.numel != default_numel:
@@ -217,10 +220,10 @@ class Session:
             (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
             self.runtime.end_backward()
         except BaseException as error:
+            committed = self.runtime.num_committed
             self.observer.forget_scopes()
             self.runtime.abort_backward()
-            if isinstance(error, torch.OutOfMemoryError) and hasattr(error, "add_note"):
-                error.add_note(_BACKWARD_NOTE)
+            _explain(error, committed)
             raise
         finally:
             self._in_backward = False
@@ -273,8 +276,11 @@ class Session:
         scale = self.scaler.scale if self.scaler is not None else 1.0
         finite = math.isfinite(squares)
         norm = math.sqrt(squares) / scale if finite else float("nan")
-        self.outcome = StepOutcome(grad_norm=norm, applied=finite)
-        if finite:
+        committed = self.config.optimizer.speculation is Speculation.COMMIT
+        self.outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
+        if committed and not finite:
+            logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
+        if self.outcome.applied:
             clipping = self.config.gradient_clipping
             clip = min(1.0, clipping / (norm + _CLIP_EPS)) if clipping > 0 else 1.0
             self.managed.step(param_groups, clip / scale)
@@ -382,6 +388,19 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
+
+
+def _explain(error: BaseException, num_committed: int) -> None:
+    """Says in a note what an error in backward left behind."""
+    if not hasattr(error, "add_note"):  # Python 3.10
+        return
+    if num_committed > 0:
+        error.add_note(
+            f"{num_committed} chunks had been updated before this backward failed (optimizer.speculation is "
+            '"commit"): the model is updated in part, go on from a checkpoint.'
+        )
+    elif isinstance(error, torch.OutOfMemoryError):
+        error.add_note(_BACKWARD_NOTE)
 
 
 def _first(error: BaseException) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS
 from tests.test_equality import PRECISIONS, WIDE
-from tests.training import assert_same, make_config, train
+from tests.training import assert_same, least_device_memory, make_config, train
 
 
 def on_host(precision, speculation, **config):
@@ -172,3 +173,61 @@ def test_host_memory_bounds_it():
         assert run.report["host_peak_bytes"] <= budget
         assert (updates(run)[1] > 0) == some
         assert_same(run, never)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_committed_updates_change_no_number(name):
+    """Updates in place during backward, within scarce memory, against updates after it."""
+    case = MODELS[name]
+    expected = train(case, make_config(), steps=5)
+    config = on_host("fp32", "commit", default_chunk_size=4096)
+    run = train(case, {**config, "device_memory": least_device_memory(case, make_config(), steps=2)}, steps=5)
+    assert_same(run, expected)
+    assert run.report["num_committed_updates"] > 0
+    assert run.report["num_speculated_updates"] == 0
+
+
+def committing_engine():
+    config = on_host("fp32", "commit", default_chunk_size=4096)
+    engine, optimizer = initialize_engine(MODELS["mlp"].build, 0, config)
+    data = MODELS["mlp"].batch(torch.Generator().manual_seed(0))
+    engine.backward(engine(**data)["loss"])
+    optimizer.step()  # makes the states
+    engine.backward(engine(**data)["loss"])
+    assert engine._session.runtime.num_committed > 0
+    return engine, optimizer, data
+
+
+def test_what_would_break_the_promise_is_refused():
+    engine, optimizer, data = committing_engine()
+    with engine:
+        parameter = next(engine.parameters())
+        for breach in (
+            lambda: engine.backward(engine(**data)["loss"]),
+            optimizer.zero_grad,
+            lambda: engine.load_state_dict(engine.state_dict()),
+            lambda: optimizer.param_groups[0].update(lr=0.5) or optimizer.step(),
+        ):
+            with pytest.raises(RuntimeError, match='set optimizer.speculation to "auto"'):
+                breach()
+        assert parameter.requires_grad
+        optimizer.param_groups[0]["lr"] = 1e-3
+        optimizer.step()
+        assert engine.report()["num_steps"] == 2
+
+
+def test_commit_and_gradients_that_are_not_finite(caplog):
+    """They are applied, as torch.optim applies them."""
+    engine, optimizer, data = committing_engine()
+    with engine:
+        optimizer.step()
+        engine.backward(engine(**data)["loss"] * float("nan"))
+        optimizer.step()
+        assert "are applied" in caplog.text
+        assert engine.state_dict()["embed.weight"].isnan().any()
+
+
+@pytest.mark.parametrize("more", [{"gradient_clipping": 1.0}, {"fp16": {"enabled": True}}])
+def test_commit_needs_a_factor_that_is_known(more):
+    with pytest.raises(ValueError, match="before the norm of all gradients is known"):
+        initialize_engine(MODELS["mlp"].build, 0, {"optimizer": {"speculation": "commit"}, **more})

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -65,6 +66,18 @@ struct CudaMark final : MarkState {
   CudaEvent timed;
 };
 
+// [Note: streams last] PyTorch's allocator remembers the stream that memory was allocated for, and synchronises with it
+// when it unmaps an expandable segment, long after the engine is closed. So copy streams are made once per device and,
+// like PyTorch's own, never destroyed.
+cudaStream_t lasting_stream(int device, Queue queue) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, Queue>, cudaStream_t> streams;
+  const std::lock_guard<std::mutex> lock(mutex);
+  cudaStream_t& stream = streams[{device, queue}];
+  if (stream == nullptr) PS_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
 
@@ -80,8 +93,8 @@ class CudaBackend final : public Backend {
     PS_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     total_bytes_ = static_cast<int64_t>(total_bytes);
     limit_bytes_ = std::min(limit_bytes, total_bytes_);
-    PS_CUDA_CHECK(cudaStreamCreateWithFlags(&upload_, cudaStreamNonBlocking));
-    PS_CUDA_CHECK(cudaStreamCreateWithFlags(&download_, cudaStreamNonBlocking));
+    upload_ = lasting_stream(device, Queue::kUpload);
+    download_ = lasting_stream(device, Queue::kDownload);
     // PyTorch's own allocator refuses what would exceed the limit, so reserved memory never does.
     c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
     c10::cuda::CUDACachingAllocator::setMemoryFraction(
@@ -93,8 +106,6 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override {
     cudaStreamSynchronize(upload_);
     cudaStreamSynchronize(download_);
-    cudaStreamDestroy(upload_);
-    cudaStreamDestroy(download_);
   }
 
   const char* name() const override { return "cuda"; }

@@ -54,7 +54,8 @@ void register_options(py::module_& module) {
       .value("DECOUPLED", WeightDecay::kDecoupled);
   py::enum_<SpeculationMode>(module, "SpeculationMode")
       .value("OFF", SpeculationMode::kOff)
-      .value("ON", SpeculationMode::kOn);
+      .value("ON", SpeculationMode::kOn)
+      .value("COMMIT", SpeculationMode::kCommit);
   py::class_<RuntimeOptions>(module, "RuntimeOptions")
       .def(py::init<>())
       .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
@@ -97,6 +98,7 @@ py::dict report(Runtime& self) {
   result["num_replayed_moments"] = counters.num_replayed_moments;
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
+  result["num_committed_updates"] = counters.num_committed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
@@ -188,6 +190,7 @@ void register_runtime(py::module_& module) {
       .def("start_trace", &Runtime::start_trace, ReleaseGil())
       .def("take_trace", &take_trace)
       .def_property_readonly("closed", &Runtime::closed)
+      .def_property_readonly("num_committed", [](Runtime& self) { return self.optimizer().num_committed(); })
       .def_property_readonly("num_pressure_evictions",
                              [](const Runtime& self) { return self.counters().num_pressure_evictions; })
       .def("report", &report)

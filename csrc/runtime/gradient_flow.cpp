@@ -65,7 +65,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
            " was frozen when the engine was built and now gets a gradient; build the engine with it trainable and "
            "set requires_grad to False afterwards instead");
   ArrayRecord& record = core_.store.array(grad);
-  if (record.on_host) announce_change(place.chunk);
+  if (!record.on_device) announce_change(place.chunk);
   ++record.holds;
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
   --record.holds;

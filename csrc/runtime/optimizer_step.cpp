@@ -53,9 +53,10 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, S
       speculation_(core.store.layout().num_chunks(), core.arena, host_updates_, core.backend, mode,
                    reserve_bytes(core.store.layout())),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
-      step_counts_(group_of_.size(), 0) {
-  gradients_.set_retired_listener([this](ChunkId chunk) { speculate(chunk); });
-  gradients_.set_change_listener([this](ChunkId chunk) { speculation_.cancel(chunk); });
+      step_counts_(group_of_.size(), 0),
+      committed_(static_cast<size_t>(core.store.layout().num_chunks()), 0) {
+  gradients_.set_retired_listener([this](ChunkId chunk) { on_retired(chunk); });
+  gradients_.set_change_listener([this](ChunkId chunk) { cancel(chunk); });
 }
 
 OptimizerStep::~OptimizerStep() {
@@ -64,7 +65,7 @@ OptimizerStep::~OptimizerStep() {
 }
 
 void OptimizerStep::set_step_count(ParamId param, int64_t count) {
-  speculation_.cancel(core_.store.layout().placement(param).chunk);
+  cancel(core_.store.layout().placement(param).chunk);
   step_counts_[static_cast<size_t>(param)] = count;
 }
 
@@ -94,6 +95,52 @@ void OptimizerStep::choose_speculation() {
     any = true;
   }
   if (any) speculation_.choose(sizes);
+}
+
+void OptimizerStep::on_retired(ChunkId chunk) {
+  if (speculation_.commits()) {
+    commit(chunk);
+  } else {
+    speculate(chunk);
+  }
+}
+
+void OptimizerStep::commit(ChunkId chunk) {
+  const ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
+  if (gradients_.source(chunk) != ArrayKind::kGrad || !grad.on_host || !gradients_.has_gradient_in(chunk)) return;
+  // A later use in this step needs the old values.
+  const ArrayId param{chunk, ArrayKind::kParam};
+  if (!has_states_on_host(chunk) || pager_.next_use(param) != NextUse::kNever) return;
+  apply_on_host({chunk}, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()));
+  committed_[static_cast<size_t>(chunk)] = 1;
+  ++num_committed_;
+  ++core_.counters.num_committed_updates;
+}
+
+void OptimizerStep::check_nothing_committed(const char* what) const {
+  PS_CHECK(
+      num_committed_ == 0, StateError, what, " after a backward that has updated ", num_committed_,
+      " chunks already (optimizer.speculation is \"commit\"): every backward must be followed by exactly one step, "
+      "with the options it began with; set optimizer.speculation to \"auto\"");
+}
+
+void OptimizerStep::check_not_committed(const std::vector<ParamId>& params) const {
+  if (num_committed_ == 0) return;
+  for (ParamId param : params) {
+    PS_CHECK(!is_committed(core_.store.layout().placement(param).chunk), StateError, core_.store.param_name(param),
+             " is used again in a backward that has updated it already (optimizer.speculation is \"commit\"); set "
+             "optimizer.speculation to \"auto\"");
+  }
+}
+
+void OptimizerStep::forget_committed() {
+  std::fill(committed_.begin(), committed_.end(), uint8_t{0});
+  num_committed_ = 0;
+}
+
+void OptimizerStep::cancel(ChunkId chunk) {
+  if (is_committed(chunk)) check_nothing_committed("a gradient, a value or a step count was to change");
+  speculation_.cancel(chunk);
 }
 
 // Starts the chunk's update on the host ahead of the step, if it has all that it takes.
@@ -163,10 +210,13 @@ void OptimizerStep::cancel_all() {
 
 void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
   const auto scale = static_cast<float>(grad_scale);
+  if (groups != speculation_.expected_groups() || grad_scale != speculation_.expected_grad_scale()) {
+    check_nothing_committed("a step with other options");
+  }
   const bool as_expected = begin_step(groups, grad_scale);
   std::vector<ChunkId> on_host;
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
-    if (!gradients_.has_gradient_in(chunk)) continue;
+    if (!gradients_.has_gradient_in(chunk) || is_committed(chunk)) continue;
     if (as_expected && speculation_.has(chunk)) {
       take_over(chunk);
       ++core_.counters.num_updates_taken_over;
@@ -188,6 +238,7 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
     numel = 0;
   }
   if (!batch.empty()) apply_on_host(batch, groups, scale);
+  forget_committed();
 }
 
 void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {

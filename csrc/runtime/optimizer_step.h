@@ -33,8 +33,16 @@ class OptimizerStep {
   void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
   int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
   void set_step_count(ParamId param, int64_t count);
-  // What a running update was given is about to change, or is not wanted any more.
-  void cancel(ChunkId chunk) { speculation_.cancel(chunk); }
+  // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for good.
+  void cancel(ChunkId chunk);
+  // [Note: committed updates] With SpeculationMode::kCommit a chunk is updated in place as soon as its gradient is
+  // complete. Nothing takes that back, so everything that would make the step another one is refused until apply().
+  // Throws StateError when there are such updates; `what` says what was about to happen.
+  void check_nothing_committed(const char* what) const;
+  // The same for a use of these parameters, whose values are those of the next step by now.
+  void check_not_committed(const std::vector<ParamId>& params) const;
+  int num_committed() const { return num_committed_; }
+  void forget_committed();
   void cancel_all();
   void release_host_memory() { speculation_.release_memory(); }
 
@@ -59,7 +67,10 @@ class OptimizerStep {
   // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
   std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
   bool has_states_on_host(ChunkId chunk) const;
+  void on_retired(ChunkId chunk);
   void speculate(ChunkId chunk);
+  void commit(ChunkId chunk);
+  bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
   void take_over(ChunkId chunk);
   void count_step(ChunkId chunk);
 
@@ -70,6 +81,8 @@ class OptimizerStep {
   Speculation speculation_;
   std::vector<int> group_of_;
   std::vector<int64_t> step_counts_;
+  std::vector<uint8_t> committed_;  // by chunk
+  int num_committed_ = 0;
 };
 
 // The float32 constants of one step, from the options in binary64 (kernels.h).

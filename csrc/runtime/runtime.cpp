@@ -119,6 +119,7 @@ Runtime::~Runtime() {
 void Runtime::close() {
   const Entry entry(*this);
   tracker_->release_all();
+  step_->forget_committed();
   step_->release_host_memory();
   for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
   closed_ = true;
@@ -174,6 +175,7 @@ void Runtime::adopt_timeline(Timeline timeline) {
 void Runtime::release_chunk(ChunkId chunk) {
   const Entry entry(*this);
   tracker_->release_all();
+  step_->forget_committed();
   step_->cancel(chunk);
   for (int kind = 0; kind < kNumArrayKinds; ++kind) pager_->discard({chunk, static_cast<ArrayKind>(kind)});
   slots_.trim(INT64_MAX);
@@ -202,6 +204,7 @@ void Runtime::end_forward() {
 
 Tick Runtime::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
   const Entry entry(*this);
+  step_->check_not_committed(params);
   return tracker_->open_scope(params, until);
 }
 
@@ -217,11 +220,13 @@ Tick Runtime::tick() {
 
 Tick Runtime::touch(const std::vector<ParamId>& params) {
   const Entry entry(*this);
+  step_->check_not_committed(params);
   return tracker_->touch(params);
 }
 
 void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
   const Entry entry(*this);
+  step_->check_nothing_committed("a second backward");
   step_->expect(expected_groups, expected_grad_scale);
   tracker_->release_transient();
   tracker_->set_tracking(Tracking::kTraining);
@@ -231,6 +236,7 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
 
 void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
   const Entry entry(*this);
+  step_->check_not_committed(params);
   tracker_->enter_backward(begin, end, params);
 }
 
@@ -270,6 +276,7 @@ void Runtime::abort_forward() {
 void Runtime::abort_backward() {
   abort_forward();
   const Entry entry(*this);
+  step_->forget_committed();
   step_->cancel_all();
   gradients_->abort_backward();
 }
@@ -298,6 +305,7 @@ void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_sc
 
 void Runtime::skip_step() {
   const Entry entry(*this);
+  step_->check_nothing_committed("a skipped step");
   ++counters_.num_skipped_steps;
   step_->cancel_all();
   finish_step(StepOutcome::kSkipped);
@@ -306,6 +314,7 @@ void Runtime::skip_step() {
 void Runtime::clear_gradients() {
   const Entry entry(*this);
   if (!gradients_->pending()) return;
+  step_->check_nothing_committed("gradients were to be forgotten");
   step_->cancel_all();
   gradients_->clear();
   forget_running_step();

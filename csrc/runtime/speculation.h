@@ -30,7 +30,11 @@
 
 namespace patrickstar {
 
-enum class SpeculationMode : uint8_t { kOff, kOn };
+enum class SpeculationMode : uint8_t {
+  kOff,     // updates start when the step does
+  kOn,      // before, where memory allows it; taken back when the step turns out otherwise
+  kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
+};
 
 // New values of a chunk, in memory of their own.
 struct NewStates {
@@ -47,6 +51,7 @@ class Speculation {
   ~Speculation();
 
   void expect(std::vector<GroupOptions> groups, double grad_scale);
+  bool commits() const { return mode_ == SpeculationMode::kCommit && !groups_.empty(); }
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
   double expected_grad_scale() const { return grad_scale_; }
 
