@@ -182,6 +182,7 @@ class DeviceBudget:
     limit_bytes: int
     payload_limit_bytes: int
     follows_tide: bool
+    prefetches_far: bool
     margin_use_ratio: float
     def __init__(self) -> None: ...
 
@@ -277,6 +278,16 @@ class Layout:
     def chunk(self, chunk: int, /) -> dict[str, Any]:
         """``numel``, ``dtype``, ``trainable``, ``params``."""
 
+class DelayOptions:
+    """A simulated link, and random delays."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    max_random_seconds: float
+    seed: int
+
+    def __init__(self) -> None: ...
+
 @final
 class SpeculationMode(_Enum):
     """Whether updates on the host may start before the step is decided."""
@@ -301,6 +312,7 @@ class RuntimeOptions:
     num_threads: int
     """0: all available."""
     speculation: SpeculationMode
+    delays: DelayOptions
     def __init__(self) -> None: ...
 
 class GroupOptions:

@@ -165,6 +165,20 @@ class ProfileConfig:
     """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelaysConfig:
+    """``delays``: delays made on purpose, for tests and benchmarks. They change no number."""
+
+    link_gbps: float = 0.0
+    """A simulated link between host and device: 10^9 bytes per second, each way; 0: as fast as memory is copied."""
+    link_latency_us: float = 0.0
+    """What every transfer takes beside that, in microseconds."""
+    max_random_us: float = 0.0
+    """Random delays up to this before every transfer, moment of compute and update on the host, in microseconds."""
+    seed: int = 0
+    """Of the random delays."""
+
+
 def profile_of_environment() -> ProfileConfig | None:
     """What ``PATRICKSTAR_PROFILE=<step>,<folder>`` asks for; None when it is not set.
 
@@ -209,6 +223,8 @@ class Config:
     profile: ProfileConfig | None = dataclasses.field(default_factory=profile_of_environment)
     """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
     """
+    delays: DelaysConfig = dataclasses.field(default_factory=DelaysConfig)
+    """A simulated link and random delays."""
     plan: str | None = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.
@@ -289,6 +305,7 @@ _SECTIONS = {
     "MemTracerConfig": MemTracerConfig,
     "OptsConfig": OptsConfig,
     "ProfileConfig": ProfileConfig,
+    "DelaysConfig": DelaysConfig,
 }
 
 
@@ -325,7 +342,7 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
         return _parse_optimizer_type(value, name)
     if kind == "Speculation":
         if value not in [member.value for member in Speculation]:
-            raise ValueError(f'{name} is {value!r}; give "auto", "always" or "never"')
+            raise ValueError(f'{name} is {value!r}; give "auto", "always", "never" or "commit"')
         return Speculation(value)
     if kind == "str":
         if not isinstance(value, str):
@@ -404,6 +421,9 @@ def _check_values(config: Config) -> None:
         )
     if config.profile is not None and config.profile.step < 1:
         raise ValueError(f"profile.step is {config.profile.step}; steps are counted from 1")
+    for name, value in dataclasses.asdict(config.delays).items():
+        if value < 0:
+            raise ValueError(f"delays.{name} is {value}; it must be at least 0")
     tracer = config.client.mem_tracer
     for name in ("warmup_gpu_chunk_mem_ratio", "overall_gpu_mem_ratio", "overall_cpu_mem_ratio", "margin_use_ratio"):
         ratio = getattr(tracer, name)

@@ -22,7 +22,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.allocator import ExpandableSegments
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
-from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.config import Config, DelaysConfig, Speculation, make_loss_scaler
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
@@ -136,6 +136,7 @@ class Session:
             Speculation.COMMIT: _C.SpeculationMode.COMMIT,
         }
         options.speculation = modes[self.config.optimizer.speculation]
+        options.delays = _delay_options(self.config.delays)
         default_numel = self.config.default_chunk_size
         size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
         if size.numel != default_numel:
@@ -388,6 +389,15 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
+
+
+def _delay_options(delays: DelaysConfig) -> _C.DelayOptions:
+    options = _C.DelayOptions()
+    options.bytes_per_second = delays.link_gbps * 1e9
+    options.latency_seconds = delays.link_latency_us * 1e-6
+    options.max_random_seconds = delays.max_random_us * 1e-6
+    options.seed = delays.seed
+    return options
 
 
 def _explain(error: BaseException, num_committed: int) -> None:

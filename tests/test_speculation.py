@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS
 from tests.test_equality import PRECISIONS, WIDE

@@ -40,6 +40,9 @@ class Backend : public DeviceAllocator {
   virtual void copy(Queue queue, void* to, const void* from, int64_t num_bytes) = 0;
   virtual void fill_zero(Queue queue, void* data, int64_t num_bytes) = 0;
 
+  // Keeps `queue` busy for so long (common/queue_delays.h).
+  virtual void delay(Queue queue, double seconds) = 0;
+
   virtual Event record(Queue queue) = 0;
   // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller.
   virtual void wait(Queue queue, const Event& event) = 0;

@@ -2,8 +2,10 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "backend/backend.h"
 #include "backend/device_meter.h"
@@ -58,6 +60,11 @@ class CpuBackend final : public Backend {
   }
   void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
     run(queue, [=] { std::memset(data, 0, static_cast<size_t>(num_bytes)); });
+  }
+
+  void delay(Queue queue, double seconds) override {
+    if (seconds <= 0) return;
+    run(queue, [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
   }
 
   Event record(Queue queue) override { return queue == Queue::kCompute ? nullptr : worker(queue).record(); }

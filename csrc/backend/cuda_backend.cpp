@@ -13,6 +13,7 @@
 
 #include "backend/backend.h"
 #include "backend/cuda_check.h"
+#include "backend/cuda_delay.h"
 #include "backend/cuda_pressure.h"
 
 namespace patrickstar {
@@ -159,6 +160,12 @@ class CudaBackend final : public Backend {
   void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
     const c10::cuda::CUDAGuard guard(device_);
     PS_CUDA_CHECK(cudaMemsetAsync(data, 0, static_cast<size_t>(num_bytes), stream(queue)));
+  }
+
+  void delay(Queue queue, double seconds) override {
+    if (seconds <= 0) return;
+    const c10::cuda::CUDAGuard guard(device_);
+    PS_CUDA_CHECK(launch_delay(static_cast<int64_t>(seconds * 1e9), stream(queue)));
   }
 
   Event record(Queue queue) override {

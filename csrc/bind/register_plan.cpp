@@ -43,6 +43,7 @@ void register_placement(py::module_& module) {
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
       .def_readwrite("payload_limit_bytes", &DeviceBudget::payload_limit_bytes)
       .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
+      .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio);
   module.def(
       "initial_placement",

@@ -52,6 +52,12 @@ void register_options(py::module_& module) {
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
+  py::class_<DelayOptions>(module, "DelayOptions", "A simulated link, and random delays (common/queue_delays.h).")
+      .def(py::init<>())
+      .def_readwrite("bytes_per_second", &DelayOptions::bytes_per_second)
+      .def_readwrite("latency_seconds", &DelayOptions::latency_seconds)
+      .def_readwrite("max_random_seconds", &DelayOptions::max_random_seconds)
+      .def_readwrite("seed", &DelayOptions::seed);
   py::enum_<SpeculationMode>(module, "SpeculationMode")
       .value("OFF", SpeculationMode::kOff)
       .value("ON", SpeculationMode::kOn)
@@ -65,6 +71,7 @@ void register_options(py::module_& module) {
       .def_readwrite("ample_extra_bytes", &RuntimeOptions::ample_extra_bytes)
       .def_readwrite("warmup_payload_ratio", &RuntimeOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &RuntimeOptions::margin_use_ratio)
+      .def_readwrite("delays", &RuntimeOptions::delays)
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
       .def_readwrite("num_threads", &RuntimeOptions::num_threads)

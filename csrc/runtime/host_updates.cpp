@@ -1,6 +1,9 @@
 #include "runtime/host_updates.h"
 
+#include <chrono>
+#include <cstring>
 #include <memory>
+#include <thread>
 #include <utility>
 
 namespace patrickstar {
@@ -46,9 +49,15 @@ Event HostUpdates::submit(HostUpdate update) {
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   if (update.cancelled && *update.cancelled) return;
   for (const Event& event : update.after) backend_.synchronize(event);
+  if (const double seconds = delays_.random_seconds(); seconds > 0) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  }
   const HostSpanScope scope(span);
   for (const Restore& restore : update.restores) {
     compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+  }
+  for (const Carry& carry : update.carries) {
+    std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
   }
   compute_.adam(update.jobs);
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "common/queue_delays.h"
 #include "common/tracing.h"
 #include "common/work_queue.h"
 #include "optim/compute.h"
@@ -27,10 +28,18 @@ struct Restore {
   int64_t numel;
 };
 
+// Values that an update apart from its states does not write: those of a parameter without a gradient.
+struct Carry {
+  const void* in;
+  void* out;
+  int64_t num_bytes;
+};
+
 struct HostUpdate {
   ChunkId chunk = -1;  // the first of those that it updates
   std::vector<optim::AdamJob> jobs;
   std::vector<Restore> restores;
+  std::vector<Carry> carries;
   std::vector<Event> after;                            // downloads of the gradients
   std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
 };
@@ -40,8 +49,8 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 
 class HostUpdates {
  public:
-  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer)
-      : backend_(backend), compute_(compute), tracer_(tracer) {}
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays)
+      : backend_(backend), compute_(compute), tracer_(tracer), delays_(delays) {}
 
   // Complete when the update is.
   Event submit(HostUpdate update);
@@ -52,6 +61,7 @@ class HostUpdates {
   Backend& backend_;
   optim::Compute& compute_;
   Tracer& tracer_;
+  QueueDelays& delays_;
   WorkQueue queue_;
 };
 

@@ -49,7 +49,7 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, S
     : core_(core),
       pager_(pager),
       gradients_(gradients),
-      host_updates_(core.backend, core.host_compute, core.tracer),
+      host_updates_(core.backend, core.host_compute, core.tracer, core.delays),
       speculation_(core.store.layout().num_chunks(), core.arena, host_updates_, core.backend, mode,
                    reserve_bytes(core.store.layout())),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
@@ -162,6 +162,7 @@ void OptimizerStep::speculate(ChunkId chunk) {
   update.after.push_back(record.host_ready);
   for (ArrayKind kind : optimizer_arrays()) update.after.push_back(core_.store.array({chunk, kind}).host_ready);
   update.restores = restores(chunk, target);
+  update.carries = carries(chunk, states);
   add_jobs(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
            update.jobs);
   speculation_.start(chunk, std::move(update), states);
@@ -322,6 +323,22 @@ std::vector<Restore> OptimizerStep::restores(ChunkId chunk, const Target& target
     if (gradients_.has_gradient(param)) continue;
     const int64_t offset = layout.placement(param).offset;
     result.push_back({from + offset, at(target.param, offset, dtype), dtype, layout.param(param).numel});
+  }
+  return result;
+}
+
+std::vector<Carry> OptimizerStep::carries(ChunkId chunk, const NewStates& states) const {
+  const Layout& layout = core_.store.layout();
+  const OptimizerArrays kinds = optimizer_arrays();
+  std::vector<Carry> result;
+  for (ParamId param : layout.chunk(chunk).params) {
+    if (gradients_.has_gradient(param)) continue;
+    const int64_t offset = layout.placement(param).offset;
+    const int64_t num_bytes = layout.param(param).numel * static_cast<int64_t>(sizeof(float));
+    for (size_t i = 0; i < states.states.size(); ++i) {
+      const auto* from = static_cast<const float*>(core_.store.array({chunk, kinds.kinds[i]}).block.data);
+      result.push_back({from + offset, static_cast<float*>(states.states[i].data) + offset, num_bytes});
+    }
   }
   return result;
 }

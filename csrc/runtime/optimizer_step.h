@@ -66,6 +66,8 @@ class OptimizerStep {
                 std::vector<optim::AdamJob>& jobs);
   // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
   std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
+  // The states of those parameters, for an update whose states are apart.
+  std::vector<Carry> carries(ChunkId chunk, const NewStates& states) const;
   bool has_states_on_host(ChunkId chunk) const;
   void on_retired(ChunkId chunk);
   void speculate(ChunkId chunk);

@@ -39,6 +39,7 @@ struct Core {
   Recorder& recorder;
   Counters& counters;
   Tracer& tracer;
+  QueueDelays& delays;
   std::recursive_timed_mutex& mutex;
 };
 

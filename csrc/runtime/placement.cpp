@@ -48,7 +48,7 @@ int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limi
 // Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
 // than a copy in memory, so there all room goes to what can stay.
 int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
-  const int64_t room = problem.limit_bytes - problem.fixed_bytes - problem.least_tide_bytes;
+  const int64_t room = problem.limit_bytes - problem.fixed_bytes - highest_tide(*problem.timeline);
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
   const int64_t spare = room - largest_moment_bytes(layout, *problem.timeline);
@@ -88,7 +88,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
   problem.limit_bytes = budget.limit_bytes;
   if (budget.payload_limit_bytes != INT64_MAX) {
     problem.payload_limit_bytes = budget.payload_limit_bytes - problem.fixed_bytes;
-  } else if (!budget.follows_tide) {
+  } else if (budget.prefetches_far) {
     problem.prefetch_bytes = prefetch_bytes(layout, problem);
   }
   return problem;

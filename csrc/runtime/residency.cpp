@@ -90,6 +90,7 @@ DeviceBudget Residency::device_budget() const {
   budget.limit_bytes = limit_within_slack();
   if (options_.partition == Partition::kStatic) budget.payload_limit_bytes = fixed_payload_limit();
   budget.follows_tide = core_.backend.follows_tide();
+  budget.prefetches_far = !budget.follows_tide || options_.delays.simulates_link();
   budget.margin_use_ratio = options_.margin_use_ratio;
   return budget;
 }

@@ -35,6 +35,7 @@ struct ResidencyOptions {
   double slack_ratio = 0;  // of the device limit, left free for the allocator's rounding
   Partition partition = Partition::kTide;
   StatePlacement state_placement = StatePlacement::kHybrid;
+  DelayOptions delays;
 };
 
 class Residency {

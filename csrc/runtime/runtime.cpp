@@ -81,13 +81,14 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
     : options_(options),
       backend_(make_backend(options)),
       pool_(choose_num_threads(options)),
+      delays_(options.delays),
       host_compute_(optim::make_host_compute(pool_)),
       cuda_compute_(make_device_compute(options)),
       slots_(*backend_, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
       arena_(options.host_limit_bytes, region_hooks(*backend_, pool_, options.cuda_device >= 0)),
       store_(std::move(layout), std::move(param_names)),
       tracer_(*backend_, store_, slots_),
-      transfer_(*backend_, store_, tracer_),
+      transfer_(*backend_, store_, tracer_, delays_),
       pager_(std::make_unique<Pager>(core())),
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
@@ -132,7 +133,8 @@ void Runtime::close() {
 Core Runtime::core() {
   return {*backend_, store_,    slots_,         arena_,
           transfer_, pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
-          recorder_, counters_, tracer_,        mutex_};
+          recorder_, counters_, tracer_,        delays_,
+          mutex_};
 }
 
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {

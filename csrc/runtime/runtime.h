@@ -136,6 +136,7 @@ class Runtime {
   bool closed_ = false;
   std::unique_ptr<Backend> backend_;
   ThreadPool pool_;
+  QueueDelays delays_;
   std::unique_ptr<optim::Compute> host_compute_;
   std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
   SlotPool slots_;

@@ -28,6 +28,7 @@ void TransferEngine::upload(ArrayId id) {
   }
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
+    backend_.delay(Queue::kUpload, delays_.transfer_seconds(num_bytes));
     backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
   }
   array.device_ready = backend_.record(Queue::kUpload);
@@ -45,6 +46,7 @@ void TransferEngine::download(ArrayId id) {
   backend_.wait(Queue::kDownload, backend_.record(Queue::kCompute));
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
+    backend_.delay(Queue::kDownload, delays_.transfer_seconds(num_bytes));
     backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
   }
   array.host_ready = backend_.record(Queue::kDownload);

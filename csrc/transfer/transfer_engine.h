@@ -12,6 +12,7 @@
 
 #include "backend/backend.h"
 #include "chunk/chunk_store.h"
+#include "common/queue_delays.h"
 #include "common/tracing.h"
 
 namespace patrickstar {
@@ -23,8 +24,8 @@ struct TransferCounters {
 
 class TransferEngine {
  public:
-  TransferEngine(Backend& backend, ChunkStore& store, Tracer& tracer)
-      : backend_(backend), store_(store), tracer_(tracer) {}
+  TransferEngine(Backend& backend, ChunkStore& store, Tracer& tracer, QueueDelays& delays)
+      : backend_(backend), store_(store), tracer_(tracer), delays_(delays) {}
 
   void upload(ArrayId id);
   void download(ArrayId id);
@@ -49,6 +50,7 @@ class TransferEngine {
   Backend& backend_;
   ChunkStore& store_;
   Tracer& tracer_;
+  QueueDelays& delays_;
   TransferCounters counters_;
 };
 

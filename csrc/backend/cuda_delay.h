@@ -1,0 +1,12 @@
+// A kernel that keeps a stream busy for a while, for runs with delays (common/queue_delays.h).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace patrickstar {
+
+cudaError_t launch_delay(int64_t nanoseconds, cudaStream_t stream);
+
+}  // namespace patrickstar
