@@ -33,7 +33,7 @@ from benchmark.common import SHAPES, command_line
 from benchmark.compare_report import Comparison, format_table, plot
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.launcher import run_system
-from patrickstar.config import parse_bytes
+from patrickstar.config import Speculation, parse_bytes
 
 _WHOLE_GPU = "all"
 
@@ -59,6 +59,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="limit on device memory, such as 24GiB, of all systems or of one; 'all' is the whole GPU (the default)",
     )
     parser.add_argument("--host-mem", help="limit on host memory, such as 100GiB (PatrickStar: its host budget)")
+    parser.add_argument(
+        "--speculation",
+        choices=[member.value for member in Speculation],
+        default=Speculation.AUTO.value,
+        help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
+    )
     parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
@@ -84,6 +90,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             length=args.length or SHAPES[args.model].length,
             batch=args.batch,
             clipping=args.clipping,
+            speculation=args.speculation,
             gpu_bytes=limits[system],
             host_bytes=parse_bytes(args.host_mem, "--host-mem") if args.host_mem else None,
             warmup=args.warmup,

@@ -34,6 +34,8 @@ class Job:
     """Sequences per step."""
     clipping: float
     """Largest global norm of the gradients; 0: no clipping."""
+    speculation: str
+    """PatrickStar's ``optimizer.speculation``."""
     gpu_bytes: int | None
     """Limit on device memory; None: the whole GPU."""
     host_bytes: int | None

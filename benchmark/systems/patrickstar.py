@@ -27,7 +27,7 @@ class Chunked:
 
     def __init__(self, job: Job):
         config = {
-            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "optimizer": {"type": "AdamW", "params": ADAMW, "speculation": job.speculation},
             "bf16": {"enabled": True},
             "gradient_clipping": job.clipping,
             "default_chunk_size": _CHUNK_NUMEL,
