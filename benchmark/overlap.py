@@ -109,8 +109,9 @@ def run(args: argparse.Namespace) -> dict:
 def format_table(result: dict) -> str:
     """The result of run() for people."""
     mib = 2**20
+    losses = "equal" if result["same_losses"] else "DIFFER"
     lines = [
-        f"budget {result['device_budget_bytes'] / mib:.0f} MiB, losses {'equal' if result['same_losses'] else 'DIFFER'}",
+        f"budget {result['device_budget_bytes'] / mib:.0f} MiB, losses {losses}",
         f"{'case':<22}{'link GB/s':>10}{'step s':>9}{'ratio':>8}{'peak MiB':>10}{'up MiB':>8}{'down MiB':>10}"
         f"{'link s':>8}  states on the device",
     ]

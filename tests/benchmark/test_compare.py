@@ -23,6 +23,7 @@ JOB = Job(
     length=64,
     batch=2,
     clipping=0.0,
+    speculation="auto",
     gpu_bytes=None,
     host_bytes=None,
     warmup=1,
