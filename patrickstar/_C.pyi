@@ -313,6 +313,7 @@ class RuntimeOptions:
     """0: all available."""
     speculation: SpeculationMode
     delays: DelayOptions
+    limit_rounding_bytes: int
     def __init__(self) -> None: ...
 
 class GroupOptions:

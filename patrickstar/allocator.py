@@ -16,6 +16,8 @@ import torch
 logger = logging.getLogger("patrickstar")
 
 _PROBE_BYTES = 32 * 2**20
+_PAGE_BYTES = 20 * 2**20  # of PyTorch's pool for large blocks
+_LEAST_BUDGET_BYTES = 2**30
 _NOT_WITH = ("expandable_segments", "backend:cudamallocasync", "max_split_size_mb")
 
 
@@ -23,13 +25,18 @@ class ExpandableSegments:
     """Expandable segments while it is open, unless the user chose otherwise in ``PYTORCH_CUDA_ALLOC_CONF`` (or
     ``PYTORCH_ALLOC_CONF``) or the driver does not have them.
 
-    ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it.
+    ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it. On a small device
+    budget they cost more than they save, since they grow by 20 MiB at a time.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, budget_bytes: int):
         self.active = False
         self._configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        if device.type != "cuda" or any(word in self._configured.lower() for word in _NOT_WITH):
+        if (
+            device.type != "cuda"
+            or budget_bytes < _LEAST_BUDGET_BYTES
+            or any(word in self._configured.lower() for word in _NOT_WITH)
+        ):
             return
         self._set("expandable_segments:True")
         torch.cuda.empty_cache()  # so that the probe takes new memory
@@ -42,6 +49,11 @@ class ExpandableSegments:
             self._set("expandable_segments:False")
             return
         self.active = True
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What the allocator may take beyond its limit: it compares the request, then maps whole pages."""
+        return _PAGE_BYTES if self.active else 0
 
     def close(self) -> None:
         """New segments are again what they were before. Idempotent."""

@@ -27,7 +27,7 @@ from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
-from patrickstar.memory import make_budgets
+from patrickstar.memory import Budgets, make_budgets
 from patrickstar.observer import Observer
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import (
@@ -90,8 +90,13 @@ class Session:
         """The options that the next step is expected to use (none: not known)."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
-        self._segments = ExpandableSegments(device)
-        self.runtime = self._make_runtime()
+        budgets = make_budgets(config, device)
+        self._segments = ExpandableSegments(device, budgets.device_bytes)
+        try:
+            self.runtime = self._make_runtime(budgets)
+        except BaseException:
+            self._segments.close()
+            raise
         self.observer = Observer(self.runtime)
         saved = self._load_plan()
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
@@ -115,13 +120,13 @@ class Session:
         self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
 
-    def _make_runtime(self) -> _C.Runtime:
+    def _make_runtime(self, budgets: Budgets) -> _C.Runtime:
         global _open_runtime
-        budgets = make_budgets(self.config, self.device)
         tracer = self.config.client.mem_tracer
         options = _C.RuntimeOptions()
         options.cuda_device = self.device.index if self.device.type == "cuda" else -1
         options.device_limit_bytes = budgets.device_bytes
+        options.limit_rounding_bytes = self._segments.rounding_bytes
         options.host_limit_bytes = budgets.host_bytes
         options.warmup_payload_ratio = tracer.warmup_gpu_chunk_mem_ratio
         options.margin_use_ratio = tracer.margin_use_ratio

@@ -90,7 +90,8 @@ class Backend : public DeviceAllocator {
 // `limit_bytes` may be kUnlimited. Throws SystemError when the device cannot be used.
 std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes);
 #ifdef PATRICKSTAR_WITH_CUDA
-std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes);
+// PyTorch's allocator may take `rounding_bytes` more than it is told to.
+std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes);
 #endif
 
 }  // namespace patrickstar

@@ -84,7 +84,7 @@ cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*e
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(int device, int64_t limit_bytes)
+  CudaBackend(int device, int64_t limit_bytes, int64_t rounding_bytes)
       : device_(static_cast<c10::DeviceIndex>(device)),
         events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
         timed_events_(std::make_shared<EventPool>(cudaEventDefault)) {
@@ -99,7 +99,7 @@ class CudaBackend final : public Backend {
     // PyTorch's own allocator refuses what would exceed the limit, so reserved memory never does.
     c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
     c10::cuda::CUDACachingAllocator::setMemoryFraction(
-        static_cast<double>(limit_bytes_) / static_cast<double>(total_bytes_), device_);
+        static_cast<double>(limit_bytes_ - rounding_bytes) / static_cast<double>(total_bytes_), device_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
     c10::cuda::CUDACachingAllocator::emptyCache();
     reset_peak();
@@ -273,10 +273,10 @@ class CudaBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes) {
+std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes) {
   PS_CHECK(device < c10::cuda::device_count(), ArgumentError, "local_rank ", device, " names a GPU that is not there; ",
            static_cast<int>(c10::cuda::device_count()), " are visible");
-  return std::make_unique<CudaBackend>(device, limit_bytes);
+  return std::make_unique<CudaBackend>(device, limit_bytes, rounding_bytes);
 }
 
 }  // namespace patrickstar

@@ -1,6 +1,5 @@
 #include "backend/cuda_pressure.h"
 
-#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <algorithm>
@@ -57,10 +56,8 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     if (handler == nullptr || slot_allocations > 0) return false;
     using c10::CachingDeviceAllocator::StatType;
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
-    // Of expandable segments PyTorch gives back all that is not allocated before it fails; of others, whole ones only.
-    const bool expandable = c10::cuda::CUDACachingAllocator::CUDAAllocatorConfig::expandable_segments();
-    const auto& taken = expandable ? stats.allocated_bytes : stats.reserved_bytes;
-    const int64_t left = target.limit_bytes - taken[static_cast<size_t>(StatType::AGGREGATE)].current;
+    const auto& reserved = stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)];
+    const int64_t left = target.limit_bytes - reserved.current;
     const int64_t headroom = std::max(target.headroom_bytes, segment_bytes(target.largest_request));
     if (left >= headroom) return false;
     handler->release_device_memory(headroom - left);

@@ -72,6 +72,7 @@ void register_options(py::module_& module) {
       .def_readwrite("warmup_payload_ratio", &RuntimeOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &RuntimeOptions::margin_use_ratio)
       .def_readwrite("delays", &RuntimeOptions::delays)
+      .def_readwrite("limit_rounding_bytes", &RuntimeOptions::limit_rounding_bytes)
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
       .def_readwrite("num_threads", &RuntimeOptions::num_threads)

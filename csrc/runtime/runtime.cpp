@@ -18,7 +18,9 @@ constexpr int64_t kTouchGrain = int64_t{2} << 20;
 
 std::unique_ptr<Backend> make_backend(const RuntimeOptions& options) {
 #ifdef PATRICKSTAR_WITH_CUDA
-  if (options.cuda_device >= 0) return make_cuda_backend(options.cuda_device, options.device_limit_bytes);
+  if (options.cuda_device >= 0) {
+    return make_cuda_backend(options.cuda_device, options.device_limit_bytes, options.limit_rounding_bytes);
+  }
 #endif
   PS_CHECK(options.cuda_device < 0, ArgumentError,
            "this build of PatrickStar has no CUDA part; build it with a CUDA "

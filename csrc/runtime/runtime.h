@@ -28,7 +28,8 @@
 namespace patrickstar {
 
 struct RuntimeOptions : ResidencyOptions {
-  int cuda_device = -1;  // -1: the simulated device
+  int cuda_device = -1;              // -1: the simulated device
+  int64_t limit_rounding_bytes = 0;  // what PyTorch's CUDA allocator may take beyond a limit that it is given
   // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
   // the least limit).
   int64_t ample_limit_bytes = kUnlimited;
