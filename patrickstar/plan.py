@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import parse_bytes
+from patrickstar.config import Speculation, parse_bytes
 from patrickstar.planning.machines import MACHINES, Machine, measured
 from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.prediction import Case, Prediction, Setting, predict, predict_case
@@ -186,6 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-mem", required=True, help="the engine's host_memory, such as 102GiB")
     parser.add_argument("--chunk-numel", default="auto", help="elements per chunk (default: auto)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument(
+        "--speculation",
+        choices=[member.value for member in Speculation],
+        default=Speculation.AUTO.value,
+        help="optimizer.speculation",
+    )
     parser.add_argument("--clipping", type=float, default=0.0, help="gradient_clipping")
     parser.add_argument("--precision", choices=_DTYPES, default="bf16")
     parser.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
@@ -207,7 +213,11 @@ def _run(args: argparse.Namespace) -> Answer:
         raise ValueError(f"--batch is {args.batch} and --length {args.length}; give at least 1")
     machine = MACHINES[args.gpu]
     device_bytes = parse_bytes(args.gpu_mem, "--gpu-mem") if args.gpu_mem else int(0.8 * machine.gpu_bytes)
-    setting = Setting(device_bytes=device_bytes, host_bytes=parse_bytes(args.cpu_mem, "--cpu-mem"))
+    setting = Setting(
+        device_bytes=device_bytes,
+        host_bytes=parse_bytes(args.cpu_mem, "--cpu-mem"),
+        speculation=Speculation(args.speculation),
+    )
     chunk_numel = _chunk_numel(args.chunk_numel)
     if args.measure:
         machine = measured(machine)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
+from patrickstar.config import Speculation
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.step_plan import Plan, make_step_plan
 from patrickstar.planning.timeline import itemsize, make_timeline
@@ -16,7 +17,7 @@ from patrickstar.planning.uses import StepUses
 # device before the tide is known (residency.cpp), gradients on their way that speculation leaves room for
 # (optimizer_step.cpp).
 _CUDA_SLACK = 0.04
-_INITIAL_DEVICE_SHARE = 0.7
+_INITIAL_DEVICE_SHARE = 0.9
 _RESERVED_GRADIENTS = 4
 
 _WHAT_HELPS = {
@@ -136,10 +137,12 @@ class Setting:
     """``device_memory``."""
     host_bytes: int
     """``host_memory``."""
-    margin_use_ratio: float = 0.8
+    margin_use_ratio: float = 0.95
     """``client.mem_tracer.margin_use_ratio``."""
     hybrid_adam: bool = True
     """``optimizer.params.use_hybrid_adam``."""
+    speculation: Speculation = Speculation.AUTO
+    """``optimizer.speculation``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +204,9 @@ def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: S
         )
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
     room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
-    first_late = _first_without_room(plan, homes, room)
+    first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
+        setting.speculation, _first_without_room(plan, homes, room)
+    )
     return Case(
         chunk_numel=layout.chunk_numel,
         plan=plan,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from patrickstar import _C
+from patrickstar.config import Speculation
 from patrickstar.plan import Plan, Setting, main, predict_case
 from patrickstar.planning.machines import H200, MACHINES, measured
 from patrickstar.planning.models import build_model
@@ -15,6 +18,7 @@ from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.preprocess import make_layout, plan_params
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
 SMALL = ["--model", "gpt:128x4", "--batch", "2", "--length", "64", "--cpu-mem", "4GiB"]
 
 
@@ -127,26 +131,32 @@ def test_presets_name_their_source(name):
     assert isinstance(rates, _C.Rates)
 
 
-@pytest.fixture(scope="module")
-def gpt_4b():
-    return case_of("4.3b")
-
-
-def case_of(name):
-    """Uses and layout of the benchmark's GPT: batch 16 x 1024, full recomputation, bf16, chunks of 64 Mi elements."""
-    model = build_model(name, 16, 1024, checkpointing=True)
+@functools.cache
+def case_of(name, batch=16):
+    """Uses and layout of the benchmark's GPT: length 1024, full recomputation, bf16, chunks of 64 Mi elements."""
+    model = build_model(name, batch, 1024, checkpointing=True)
     params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False)
     layout = make_layout(params, 64 * 2**20)
     return trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu), layout
 
 
-# Of benchmark/results/h200-train-4.3b-*.json.
-@pytest.mark.parametrize(("device_bytes", "seconds"), [(24 * 2**30, 1.2336), (120087904256, 1.2403)])
-def test_predicted_steps_against_measured_ones(gpt_4b, device_bytes, seconds):
-    case = predict_case(*gpt_4b, H200, Setting(device_bytes=device_bytes, host_bytes=109951162777))
-    predicted = case.step.seconds
-    print(f"predicted {predicted:.3f} s, measured {seconds:.3f} s, {predicted / seconds - 1:+.1%}")
-    assert predicted == pytest.approx(seconds, rel=0.05)
+@pytest.mark.parametrize(
+    "name", ["4.3b-24gib", "4.3b-whole-gpu", "6.3b-24gib", "6.3b-24gib-speculation", "10.5b", "16.1b"]
+)
+def test_predicted_steps_against_measured_ones(name):
+    """Within 5 %, of every recorded case."""
+    result = json.loads((RESULTS / f"h200-compare-{name}.json").read_text())
+    run = next(run for run in result["systems"] if run["system"] == "patrickstar")
+    config = run["settings"]["config"]
+    setting = Setting(
+        device_bytes=config["device_memory"],
+        host_bytes=config["host_memory"] or 102 * 2**30,
+        speculation=Speculation(config["optimizer"].get("speculation", "auto")),
+    )
+    predicted = predict_case(*case_of(result["model"], result["batch"]), H200, setting).step.seconds
+    measured_seconds = run["step_seconds"]
+    print(f"predicted {predicted:.3f} s, measured {measured_seconds:.3f} s, {predicted / measured_seconds - 1:+.1%}")
+    assert predicted == pytest.approx(measured_seconds, rel=0.05)
 
 
 def test_predicted_compute_against_a_measured_ceiling():
