@@ -1,6 +1,6 @@
 """The plot of a recorded comparison: ``python -m benchmark.plot_results RESULT.json [--log RESULT.log] PLOT.svg``.
 
-A system whose run was cut after its timed steps is missing in the JSON file; its step is taken from the log of the call.
+A system whose run was cut after its timed steps is missing in the JSON file; its step is taken from the call's log.
 """
 
 from __future__ import annotations
