@@ -2,7 +2,8 @@
 
 Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``overhead`` (a step with everything
 resident against plain PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound),
-``overlap`` (a quarter of the device memory behind a simulated link against all of it),
+``hooks`` (what they cost the host per module call), ``overlap`` (a quarter of the device memory behind a simulated link
+against all of it),
 ``train`` (one GPT training run: time, throughput, peaks).
 """
 
@@ -12,7 +13,7 @@ import argparse
 import importlib
 import json
 
-CASES = ("adam", "overhead", "budget", "overlap", "train")
+CASES = ("adam", "overhead", "hooks", "budget", "overlap", "train")
 
 
 def main() -> None:

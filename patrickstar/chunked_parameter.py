@@ -14,6 +14,7 @@ out on its float32 value and written back there, so nothing is lost when the com
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -136,19 +137,27 @@ def _collect(values: Iterable[Any], handles: list[ParamHandle]) -> None:
             _collect(value, handles)
 
 
-def _torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _torch_function(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """``__torch_function__``. It runs for every operation on a parameter, so it makes few calls of its own."""
     with _DisableTorchFunction():
+        kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
         handles: list[ParamHandle] = []
-        _collect(args, handles)
+        for value in args:
+            kind = type(value)
+            if kind is ChunkedParameter or kind is ChunkedView:
+                handles.append(value._patrickstar)
+            elif kind is not torch.Tensor:
+                _collect((value,), handles)
         if kwargs:
             _collect(kwargs.values(), handles)
         if not handles:
             return func(*args, **kwargs)
-        target = _in_place_target(func, args, kwargs)
-        if target is not None:
-            return _write_through(target, func, args, kwargs)
+        if "out" in kwargs or _may_write(func):
+            target = _in_place_target(func, args, kwargs)
+            if target is not None:
+                return _write_through(target, func, args, kwargs)
         observer = handles[0].observer
         ids = [handle.id for handle in handles]
         tick = observer.before_use(ids)
@@ -177,12 +186,18 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
     return result
 
 
+@functools.lru_cache(maxsize=4096)
+def _may_write(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` writes its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or func == _DATA_SET
+
+
 def _in_place_target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = kwargs.get("out")
     if out is not None and _is_chunked(out):
         return out
-    name = getattr(func, "__name__", "")
-    if not ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or func == _DATA_SET):
+    if not _may_write(func):
         return None
     first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes its tensor by keyword
     return first if _is_chunked(first) else None
@@ -242,9 +257,7 @@ class ChunkedParameter(nn.Parameter):
 
     _patrickstar: ParamHandle
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _torch_function(func, args, kwargs or {})
+    __torch_function__ = classmethod(_torch_function)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -299,9 +312,7 @@ class ChunkedView(torch.Tensor):
 
     _patrickstar: ParamHandle
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _torch_function(func, args, kwargs or {})
+    __torch_function__ = classmethod(_torch_function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary tensor."""
