@@ -22,7 +22,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.allocator import ExpandableSegments
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
-from patrickstar.config import Config, DelaysConfig, Speculation, make_loss_scaler
+from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
@@ -31,6 +31,7 @@ from patrickstar.memory import Budgets, make_budgets
 from patrickstar.observer import Observer
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import (
+    ChunkSize,
     ParamPlan,
     adopt_params,
     choose_chunk_size,
@@ -40,6 +41,7 @@ from patrickstar.preprocess import (
     release_params,
 )
 from patrickstar.profiling import StepProfiler
+from patrickstar.runtime_options import make_runtime_options
 
 logger = logging.getLogger("patrickstar")
 
@@ -91,14 +93,15 @@ class Session:
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         budgets = make_budgets(config, device)
+        size = self._choose_layout(budgets.device_bytes)
+        saved = self._load_plan()
         self._segments = ExpandableSegments(device, budgets.device_bytes)
         try:
-            self.runtime = self._make_runtime(budgets)
+            self.runtime = self._make_runtime(budgets, size)
         except BaseException:
             self._segments.close()
             raise
         self.observer = Observer(self.runtime)
-        saved = self._load_plan()
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
         self._buffers = list(module.buffers())
@@ -120,39 +123,24 @@ class Session:
         self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
 
-    def _make_runtime(self, budgets: Budgets) -> _C.Runtime:
-        global _open_runtime
-        tracer = self.config.client.mem_tracer
-        options = _C.RuntimeOptions()
-        options.cuda_device = self.device.index if self.device.type == "cuda" else -1
-        options.device_limit_bytes = budgets.device_bytes
-        options.limit_rounding_bytes = self._segments.rounding_bytes
-        options.host_limit_bytes = budgets.host_bytes
-        options.warmup_payload_ratio = tracer.warmup_gpu_chunk_mem_ratio
-        options.margin_use_ratio = tracer.margin_use_ratio
-        options.partition = _C.Partition.STATIC if tracer.with_static_partition else _C.Partition.TIDE
-        hybrid = self.config.optimizer.params.use_hybrid_adam
-        options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
-        automatic = _C.SpeculationMode.ON if self.device.type == "cuda" else _C.SpeculationMode.OFF
-        modes = {
-            Speculation.AUTO: automatic,
-            Speculation.ALWAYS: _C.SpeculationMode.ON,
-            Speculation.NEVER: _C.SpeculationMode.OFF,
-            Speculation.COMMIT: _C.SpeculationMode.COMMIT,
-        }
-        options.speculation = modes[self.config.optimizer.speculation]
-        options.delays = _delay_options(self.config.delays)
+    def _choose_layout(self, device_bytes: int) -> ChunkSize:
+        """Sets the layout, for a device budget of so many bytes."""
         default_numel = self.config.default_chunk_size
-        size = choose_chunk_size(self._plan, self.module, default_numel, budgets.device_bytes)
+        size = choose_chunk_size(self._plan, self.module, default_numel, device_bytes)
         if size.numel != default_numel:
             logger.info(
                 "chunk size: %d elements instead of %d, for a device budget of %d bytes",
                 size.numel,
                 default_numel,
-                budgets.device_bytes,
+                device_bytes,
             )
-        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         self.layout = make_layout(self._plan, size.numel)
+        return size
+
+    def _make_runtime(self, budgets: Budgets, size: ChunkSize) -> _C.Runtime:
+        global _open_runtime
+        options = make_runtime_options(self.config, self.device, budgets, self._segments.rounding_bytes)
+        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         runtime = _C.Runtime(
             self.layout, [spec.name for spec in self._plan.chunked], _owned_params(self.module, self._plan), options
         )
@@ -164,13 +152,9 @@ class Session:
             return None
         try:
             plan = Plan.load(self.config.plan)
-            plan.check_layout(self.layout, self.config.plan)
         except OSError as error:
-            self.runtime.close()
             raise ValueError(f"plan is {self.config.plan!r}, which cannot be read: {error}") from error
-        except ValueError:
-            self.runtime.close()
-            raise
+        plan.check_layout(self.layout, self.config.plan)
         return plan
 
     # Forward and backward.
@@ -394,15 +378,6 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
-
-
-def _delay_options(delays: DelaysConfig) -> _C.DelayOptions:
-    options = _C.DelayOptions()
-    options.bytes_per_second = delays.link_gbps * 1e9
-    options.latency_seconds = delays.link_latency_us * 1e-6
-    options.max_random_seconds = delays.max_random_us * 1e-6
-    options.seed = delays.seed
-    return options
 
 
 def _explain(error: BaseException, num_committed: int) -> None:
