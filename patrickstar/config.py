@@ -123,7 +123,7 @@ class MemTracerConfig:
     """Share of the device's memory that is the device budget."""
     overall_cpu_mem_ratio: float = 0.8
     """Share of the host's memory that is the host budget."""
-    margin_use_ratio: float = 0.95
+    margin_use_ratio: float = 0.8
     """Share of the device memory left after compute copies and the tide that optimizer states may take."""
     use_fake_dist: bool = False
     """Several processes share one device: budgets are divided by ``LOCAL_WORLD_SIZE``."""

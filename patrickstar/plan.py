@@ -187,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-numel", default="auto", help="elements per chunk (default: auto)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument(
+        "--margin-use-ratio", type=float, default=0.8, help="client.mem_tracer.margin_use_ratio (default: 0.8)"
+    )
+    parser.add_argument(
         "--speculation",
         choices=[member.value for member in Speculation],
         default=Speculation.AUTO.value,
@@ -211,11 +214,14 @@ def _chunk_numel(text: str) -> int | None:
 def _run(args: argparse.Namespace) -> Answer:
     if args.batch < 1 or args.length < 1:
         raise ValueError(f"--batch is {args.batch} and --length {args.length}; give at least 1")
+    if not 0 < args.margin_use_ratio <= 1:
+        raise ValueError(f"--margin-use-ratio is {args.margin_use_ratio}; give more than 0 and at most 1")
     machine = MACHINES[args.gpu]
     device_bytes = parse_bytes(args.gpu_mem, "--gpu-mem") if args.gpu_mem else int(0.8 * machine.gpu_bytes)
     setting = Setting(
         device_bytes=device_bytes,
         host_bytes=parse_bytes(args.cpu_mem, "--cpu-mem"),
+        margin_use_ratio=args.margin_use_ratio,
         speculation=Speculation(args.speculation),
     )
     chunk_numel = _chunk_numel(args.chunk_numel)

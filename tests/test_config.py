@@ -23,7 +23,7 @@ def test_defaults_of_the_first_patrickstar():
         tracer.overall_gpu_mem_ratio,
         tracer.overall_cpu_mem_ratio,
         tracer.margin_use_ratio,
-    ) == (0.1, 0.8, 0.8, 0.95)  # the margin: 0.8 there
+    ) == (0.1, 0.8, 0.8, 0.8)
     assert (tracer.use_fake_dist, tracer.with_static_partition) == (False, False)
     assert config.compute_dtype == torch.float32
     assert config == parse_config({}) == parse_config(Config())

@@ -137,7 +137,7 @@ class Setting:
     """``device_memory``."""
     host_bytes: int
     """``host_memory``."""
-    margin_use_ratio: float = 0.95
+    margin_use_ratio: float = 0.8
     """``client.mem_tracer.margin_use_ratio``."""
     hybrid_adam: bool = True
     """``optimizer.params.use_hybrid_adam``."""

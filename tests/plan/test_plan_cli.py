@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmark.systems.patrickstar import MARGIN_USE_RATIO
 from patrickstar import _C
 from patrickstar.config import Speculation
 from patrickstar.plan import Plan, Setting, main, predict_case
@@ -151,6 +152,7 @@ def test_predicted_steps_against_measured_ones(name):
     setting = Setting(
         device_bytes=config["device_memory"],
         host_bytes=config["host_memory"] or 102 * 2**30,
+        margin_use_ratio=MARGIN_USE_RATIO,
         speculation=Speculation(config["optimizer"].get("speculation", "auto")),
     )
     predicted = predict_case(*case_of(result["model"], result["batch"]), H200, setting).step.seconds
