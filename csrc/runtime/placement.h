@@ -32,7 +32,7 @@ struct DeviceBudget {
   int64_t payload_limit_bytes = INT64_MAX;  // for payloads alone, states included (a static partition)
   bool follows_tide = false;                // Backend::follows_tide
   bool prefetches_far = true;               // where transfers take time that compute can hide
-  double margin_use_ratio = 0.8;           // of num_margin_chunks
+  double margin_use_ratio = 0.8;            // of num_margin_chunks
 };
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin, and
