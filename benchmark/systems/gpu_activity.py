@@ -8,13 +8,17 @@ the same way for every system, whatever it calls its streams.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
+_LAUNCH_MICROSECONDS = 20  # of a gap: longer ones are not the pause between two kernels that were queued
+_NUM_GAPS = 24
 _DIRECTIONS = {"HtoD": "uploaded", "DtoH": "downloaded"}
 
 
@@ -36,12 +40,13 @@ def profile_step(step: Callable[[], None]) -> dict[str, Any]:
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of computing, and bytes and seconds of copies by direction, of a trace in Chrome's format.
+    """Seconds of computing, bytes and seconds of copies by direction, and the longest gaps between kernels, of a trace
+    in Chrome's format.
 
     Raises:
         RuntimeError: there is no kernel in it.
     """
-    kernels: list[tuple[float, float]] = []
+    kernels: list[tuple[float, float, str]] = []
     figures: dict[str, Any] = {}
     for direction in _DIRECTIONS.values():
         figures |= {f"{direction}_bytes": 0, f"{direction}_seconds": 0.0}
@@ -50,7 +55,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         if event.get("ph") != "X":
             continue
         if category == "kernel" and not name.startswith("nccl"):
-            kernels.append((event["ts"], event["ts"] + event["dur"]))
+            kernels.append((event["ts"], event["ts"] + event["dur"], name))
         elif category == "gpu_memcpy":
             for key, direction in _DIRECTIONS.items():
                 if key in name:
@@ -58,14 +63,30 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                     figures[f"{direction}_seconds"] += event["dur"] / 1e6
     if not kernels:
         raise RuntimeError("the profiler recorded no kernel")
-    figures["computing_seconds"] = _covered(kernels) / 1e6
+    figures["computing_seconds"], gaps = _covered_and_gaps(kernels)
+    figures["gap_seconds"] = sum(gaps.values())
+    figures["gaps"] = dict(gaps.most_common(_NUM_GAPS))
     return figures
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """The length of the union."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+def _covered_and_gaps(kernels: list[tuple[float, float, str]]) -> tuple[float, Counter[str]]:
+    """Seconds that the union of all kernels takes, and seconds without any, by the kernels on both sides and by whether
+    the gap is longer than a launch takes.
+    """
+    microseconds, gaps = 0.0, Counter[str]()
+    kernels = sorted(kernels)
+    reached, last = kernels[0][0], ""
+    for begin, end, name in kernels:
+        if begin > reached:
+            length = "long" if begin - reached > _LAUNCH_MICROSECONDS else "short"
+            gaps[f"{length}: {_short(last)} -> {_short(name)}"] += (begin - reached) / 1e6
+        microseconds += max(0.0, end - max(begin, reached))
+        if end > reached:
+            reached, last = end, name
+    return microseconds / 1e6, gaps
+
+
+def _short(kernel: str) -> str:
+    """The kernel's name without namespaces' and templates' arguments, as far as it tells kernels apart."""
+    functor = re.search(r"(\w*[Ff]unctor\w*|\w+_kernel_cuda\w*)", kernel)
+    return functor.group(1) if functor else re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0][-60:]

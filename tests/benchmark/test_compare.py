@@ -161,6 +161,8 @@ def test_gpu_activity():
         "uploaded_seconds": pytest.approx(0.5),
         "downloaded_bytes": 7,
         "downloaded_seconds": pytest.approx(1),
+        "gap_seconds": pytest.approx(7),
+        "gaps": {"long: gemm -> gemm": pytest.approx(7)},
     }
     with pytest.raises(RuntimeError, match="no kernel"):
         summarize([])
