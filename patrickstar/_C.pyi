@@ -118,6 +118,7 @@ class Track(_Enum):
     DOWNLOAD: ClassVar[Track]
     HOST_ADAM: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
+    STREAMED_ADAM: ClassVar[Track]
 
 @final
 class StallCause(_Enum):
@@ -296,6 +297,25 @@ class SpeculationMode(_Enum):
     ON: ClassVar[SpeculationMode]
     COMMIT: ClassVar[SpeculationMode]
 
+@final
+class UpdateRate:
+    """How fast an executor updates, and what waits for it (runtime/update_executor.h)."""
+
+    def __init__(self, first_guess: float) -> None: ...
+    def submitted(self, numel: int) -> None: ...
+    def finished(self, numel: int, seconds: float) -> None:
+        """``seconds``: how long it was busy with it, 0 if it was cancelled."""
+    def params_per_second(self) -> float: ...
+    def seconds_until_done(self, numel: int) -> float:
+        """For what is waiting and ``numel`` more."""
+
+class StreamingMode(_Enum):
+    """Whether states that stay on the host may be updated on the device, through which they pass."""
+
+    OFF: ClassVar[StreamingMode]
+    AUTO: ClassVar[StreamingMode]
+    ALWAYS: ClassVar[StreamingMode]
+
 class RuntimeOptions:
     """What a Runtime is made with; all fields have defaults."""
 
@@ -312,6 +332,7 @@ class RuntimeOptions:
     num_threads: int
     """0: all available."""
     speculation: SpeculationMode
+    streaming: StreamingMode
     delays: DelayOptions
     limit_rounding_bytes: int
     def __init__(self) -> None: ...

@@ -46,6 +46,14 @@ class Speculation(enum.Enum):
     COMMIT = "commit"
 
 
+class Streaming(enum.Enum):
+    """Who updates the states that stay on the host."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig:
     """``optimizer.params``: the defaults of every parameter group."""
@@ -80,6 +88,11 @@ class OptimizerConfig:
     in between; what would break the promise is refused), there is neither clipping nor loss scaling, and gradients that
     are not finite are applied as ``torch.optim`` applies them. A backward that fails half way leaves a model that is
     updated in part: go on from a checkpoint.
+    """
+    streaming: Streaming = Streaming.AUTO
+    """Whether optimizer states that stay on the host may be updated by the GPU, through which they pass (14 bytes per
+    parameter up and as many down), beside the host's threads: ``"auto"`` (with a GPU; each chunk's update goes to
+    whoever will be done with it first by measured speeds), ``"always"`` or ``"never"``. It changes no number.
     """
 
 
@@ -296,6 +309,7 @@ def log_accepted_options(config: Config) -> None:
         )
 
 
+_CHOICES: dict[str, type[enum.Enum]] = {"Speculation": Speculation, "Streaming": Streaming}
 _SECTIONS = {
     "OptimizerConfig": OptimizerConfig,
     "AdamConfig": AdamConfig,
@@ -340,10 +354,12 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
         return _parse_section(_SECTIONS[kind], value, name + ".")
     if kind == "OptimizerType":
         return _parse_optimizer_type(value, name)
-    if kind == "Speculation":
-        if value not in [member.value for member in Speculation]:
-            raise ValueError(f'{name} is {value!r}; give "auto", "always", "never" or "commit"')
-        return Speculation(value)
+    if kind in _CHOICES:
+        values = [member.value for member in _CHOICES[kind]]
+        if value not in values:
+            given = ", ".join(f'"{choice}"' for choice in values[:-1])
+            raise ValueError(f'{name} is {value!r}; give {given} or "{values[-1]}"')
+        return _CHOICES[kind](value)
     if kind == "str":
         if not isinstance(value, str):
             raise ValueError(f"{name} is {value!r}; give a path as a string")

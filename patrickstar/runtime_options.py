@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, DelaysConfig, Speculation
+from patrickstar.config import Config, DelaysConfig, Speculation, Streaming
 from patrickstar.memory import Budgets
 
 
@@ -32,6 +32,7 @@ def make_runtime_options(
     hybrid = config.optimizer.params.use_hybrid_adam
     options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
+    options.streaming = _streaming_mode(config.optimizer.streaming, device)
     options.delays = _delay_options(config.delays)
     return options
 
@@ -43,6 +44,14 @@ def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.Spec
         Speculation.NEVER: _C.SpeculationMode.OFF,
         Speculation.COMMIT: _C.SpeculationMode.COMMIT,
     }[speculation]
+
+
+def _streaming_mode(streaming: Streaming, device: torch.device) -> _C.StreamingMode:
+    return {
+        Streaming.AUTO: _C.StreamingMode.AUTO if device.type == "cuda" else _C.StreamingMode.OFF,
+        Streaming.ALWAYS: _C.StreamingMode.ALWAYS,
+        Streaming.NEVER: _C.StreamingMode.OFF,
+    }[streaming]
 
 
 def _delay_options(delays: DelaysConfig) -> _C.DelayOptions:

@@ -45,8 +45,8 @@ def tables(classes: dict[str, list[tuple[str, str, str, str]]], name: str, path:
         if section in classes:
             sections.append((section, f"{path}.{field}" if path else field))
             kind, default = "section", "None" if kind != section else "its defaults"
-        if kind in ("OptimizerType", "Speculation"):
-            kind, default = "str", {"OptimizerType": '"Adam"', "Speculation": '"auto"'}[kind]
+        if kind in ("OptimizerType", "Speculation", "Streaming"):
+            kind, default = "str", '"Adam"' if kind == "OptimizerType" else '"auto"'
         elif field.endswith("_memory"):
             kind = "int | str | None"
         lines.append(f"| `{field}` | {kind.replace(' | ', ' or ')} | {default} | {text.replace('``', '`')} |")

@@ -3,15 +3,19 @@
 //   kCompute   where the model runs. On CUDA the current stream; on the CPU the calling thread itself.
 //   kUpload    host to device copies, in order
 //   kDownload  device to host copies, in order
+//   kState*    three more for optimizer states that are updated on the device and stay on the host, so that neither
+//              parameters nor gradients queue up behind them (runtime/streamed_updates.h)
 //
 // Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]
-// On the CPU, kUpload and kDownload are worker threads and the "device" is ordinary memory with a
+// On the CPU, all but kCompute are worker threads and the "device" is ordinary memory with a
 // simulated limit, so the same ordering mistakes show on any machine.
 //
 // All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's lock).
+// What is enqueued on the kState queues is enqueued by one thread of its own, beside all else.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "common/device_allocator.h"
@@ -20,7 +24,8 @@
 
 namespace patrickstar {
 
-enum class Queue { kCompute, kUpload, kDownload };
+enum class Queue { kCompute, kUpload, kDownload, kStateUpload, kStateUpdate, kStateDownload };
+constexpr int kNumQueues = 6;
 
 // What to do when the tide and the payloads in use exceed the limit.
 enum class LimitPolicy {
@@ -39,6 +44,8 @@ class Backend : public DeviceAllocator {
   // Copies on `queue`. The ranges must stay valid until an event recorded after it is complete.
   virtual void copy(Queue queue, void* to, const void* from, int64_t num_bytes) = 0;
   virtual void fill_zero(Queue queue, void* data, int64_t num_bytes) = 0;
+  // Device compute that `task` starts belongs to `queue`. On the CPU the task itself runs there, later.
+  virtual void enqueue(Queue queue, std::function<void()> task) = 0;
 
   // Keeps `queue` busy for so long (common/queue_delays.h).
   virtual void delay(Queue queue, double seconds) = 0;

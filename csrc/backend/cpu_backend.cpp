@@ -1,11 +1,13 @@
 // The CPU backend: the device is simulated, the calling thread is its compute queue.
 #include <sys/mman.h>
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "backend/backend.h"
 #include "backend/device_meter.h"
@@ -61,6 +63,8 @@ class CpuBackend final : public Backend {
   void fill_zero(Queue queue, void* data, int64_t num_bytes) override {
     run(queue, [=] { std::memset(data, 0, static_cast<size_t>(num_bytes)); });
   }
+
+  void enqueue(Queue queue, std::function<void()> task) override { run(queue, std::move(task)); }
 
   void delay(Queue queue, double seconds) override {
     if (seconds <= 0) return;
@@ -127,7 +131,7 @@ class CpuBackend final : public Backend {
     return pointer;
   }
 
-  WorkQueue& worker(Queue queue) { return queue == Queue::kUpload ? upload_ : download_; }
+  WorkQueue& worker(Queue queue) { return workers_[static_cast<size_t>(queue) - 1]; }
 
   template <typename Task>
   void run(Queue queue, Task task) {
@@ -140,8 +144,7 @@ class CpuBackend final : public Backend {
 
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
-  WorkQueue upload_;
-  WorkQueue download_;
+  std::array<WorkQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
 };
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -87,6 +89,7 @@ class CudaBackend final : public Backend {
   CudaBackend(int device, int64_t limit_bytes, int64_t rounding_bytes)
       : device_(static_cast<c10::DeviceIndex>(device)),
         events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
+        blocking_events_(std::make_shared<EventPool>(cudaEventDisableTiming | cudaEventBlockingSync)),
         timed_events_(std::make_shared<EventPool>(cudaEventDefault)) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
@@ -94,8 +97,9 @@ class CudaBackend final : public Backend {
     PS_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     total_bytes_ = static_cast<int64_t>(total_bytes);
     limit_bytes_ = std::min(limit_bytes, total_bytes_);
-    upload_ = lasting_stream(device, Queue::kUpload);
-    download_ = lasting_stream(device, Queue::kDownload);
+    for (int queue = 1; queue < kNumQueues; ++queue) {
+      streams_[static_cast<size_t>(queue)] = lasting_stream(device, static_cast<Queue>(queue));
+    }
     // PyTorch's own allocator refuses what would exceed the limit, so reserved memory never does.
     c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
     c10::cuda::CUDACachingAllocator::setMemoryFraction(
@@ -105,8 +109,7 @@ class CudaBackend final : public Backend {
     reset_peak();
   }
   ~CudaBackend() override {
-    cudaStreamSynchronize(upload_);
-    cudaStreamSynchronize(download_);
+    for (size_t queue = 1; queue < streams_.size(); ++queue) cudaStreamSynchronize(streams_[queue]);
   }
 
   const char* name() const override { return "cuda"; }
@@ -125,7 +128,8 @@ class CudaBackend final : public Backend {
     const CudaSlotAllocationScope scope;
     void* pointer = nullptr;
     try {
-      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), upload_);
+      pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes),
+                                                                       stream(Queue::kUpload));
     } catch (const c10::OutOfMemoryError&) {
       cached_slot_bytes_ = 0;
       return nullptr;
@@ -162,6 +166,11 @@ class CudaBackend final : public Backend {
     PS_CUDA_CHECK(cudaMemsetAsync(data, 0, static_cast<size_t>(num_bytes), stream(queue)));
   }
 
+  void enqueue(Queue queue, std::function<void()> task) override {
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream(queue), device_));
+    task();
+  }
+
   void delay(Queue queue, double seconds) override {
     if (seconds <= 0) return;
     const c10::cuda::CUDAGuard guard(device_);
@@ -170,7 +179,9 @@ class CudaBackend final : public Backend {
 
   Event record(Queue queue) override {
     const c10::cuda::CUDAGuard guard(device_);
-    auto event = std::make_shared<CudaEvent>(events_);
+    // Whoever waits for states is a thread that has nothing else to do: it should not keep a core busy.
+    const bool of_states = queue >= Queue::kStateUpload;
+    auto event = std::make_shared<CudaEvent>(of_states ? blocking_events_ : events_);
     PS_CUDA_CHECK(cudaEventRecord(event->event, stream(queue)));
     return event;
   }
@@ -255,15 +266,15 @@ class CudaBackend final : public Backend {
  private:
   cudaStream_t compute() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }
   cudaStream_t stream(Queue queue) const {
-    return queue == Queue::kCompute ? compute() : queue == Queue::kUpload ? upload_ : download_;
+    return queue == Queue::kCompute ? compute() : streams_[static_cast<size_t>(queue)];
   }
   c10::DeviceIndex device_;
   std::shared_ptr<EventPool> events_;
+  std::shared_ptr<EventPool> blocking_events_;
   std::shared_ptr<EventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
-  cudaStream_t upload_ = nullptr;
-  cudaStream_t download_ = nullptr;
+  std::array<cudaStream_t, kNumQueues> streams_{};  // by queue; kCompute's is PyTorch's current one
   int64_t slot_bytes_ = 0;
   int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
   int64_t least_slot_bytes_ = 0;   // since the last take_tide_peak

@@ -62,6 +62,16 @@ void register_options(py::module_& module) {
       .value("OFF", SpeculationMode::kOff)
       .value("ON", SpeculationMode::kOn)
       .value("COMMIT", SpeculationMode::kCommit);
+  py::class_<UpdateRate>(module, "UpdateRate", "How fast an executor updates, and what waits for it.")
+      .def(py::init<double>(), py::arg("first_guess"))
+      .def("submitted", &UpdateRate::submitted, py::arg("numel"))
+      .def("finished", &UpdateRate::finished, py::arg("numel"), py::arg("seconds"))
+      .def("params_per_second", &UpdateRate::params_per_second)
+      .def("seconds_until_done", &UpdateRate::seconds_until_done, py::arg("numel"));
+  py::enum_<StreamingMode>(module, "StreamingMode")
+      .value("OFF", StreamingMode::kOff)
+      .value("AUTO", StreamingMode::kAuto)
+      .value("ALWAYS", StreamingMode::kAlways);
   py::class_<RuntimeOptions>(module, "RuntimeOptions")
       .def(py::init<>())
       .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
@@ -76,7 +86,8 @@ void register_options(py::module_& module) {
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
       .def_readwrite("num_threads", &RuntimeOptions::num_threads)
-      .def_readwrite("speculation", &RuntimeOptions::speculation);
+      .def_readwrite("speculation", &RuntimeOptions::speculation)
+      .def_readwrite("streaming", &RuntimeOptions::streaming);
   py::class_<GroupOptions>(module, "GroupOptions")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
              return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
@@ -107,6 +118,7 @@ py::dict report(Runtime& self) {
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
   result["num_committed_updates"] = counters.num_committed_updates;
+  result["num_streamed_updates"] = counters.num_streamed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;

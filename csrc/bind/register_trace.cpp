@@ -79,7 +79,8 @@ void register_trace(py::module_& module) {
       .value("UPLOAD", Track::kUpload)
       .value("DOWNLOAD", Track::kDownload)
       .value("HOST_ADAM", Track::kHostAdam)
-      .value("DEVICE_ADAM", Track::kDeviceAdam);
+      .value("DEVICE_ADAM", Track::kDeviceAdam)
+      .value("STREAMED_ADAM", Track::kStreamedAdam);
   py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)

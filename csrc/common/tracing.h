@@ -35,11 +35,12 @@ using Mark = std::shared_ptr<MarkState>;
 using TraceClock = std::chrono::steady_clock;
 
 enum class Track : uint8_t {
-  kStall,       // the compute queue, waiting
-  kUpload,      // the upload queue
-  kDownload,    // the download queue
-  kHostAdam,    // the worker of the host's updates
-  kDeviceAdam,  // the compute queue, updating
+  kStall,         // the compute queue, waiting
+  kUpload,        // the upload queue
+  kDownload,      // the download queue
+  kHostAdam,      // the worker of the host's updates
+  kDeviceAdam,    // the compute queue, updating
+  kStreamedAdam,  // the queues of states, updating what passes through the device
 };
 
 // What the compute queue waited for.

@@ -1,7 +1,6 @@
 #include "runtime/host_updates.h"
 
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -10,33 +9,20 @@ namespace patrickstar {
 
 namespace {
 
-// Around the work itself, on the worker's thread; nothing when nobody wants to know.
-class HostSpanScope {
- public:
-  explicit HostSpanScope(HostSpan* span) : span_(span) {
-    if (span_ != nullptr) span_->begin = TraceClock::now();
-  }
-  ~HostSpanScope() {
-    if (span_ == nullptr) return;
-    span_->end = TraceClock::now();
-    span_->ran = true;
-  }
-  HostSpanScope(const HostSpanScope&) = delete;
-  HostSpanScope& operator=(const HostSpanScope&) = delete;
-
- private:
-  HostSpan* span_;
-};
+constexpr double kParamsPerSecondAndThread = 0.3e9;  // until it is measured
 
 }  // namespace
 
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
-  SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
-  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
-  return label;
-}
+HostUpdates::HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays,
+                         int num_threads)
+    : backend_(backend),
+      compute_(compute),
+      tracer_(tracer),
+      delays_(delays),
+      rate_(kParamsPerSecondAndThread * num_threads) {}
 
 Event HostUpdates::submit(HostUpdate update) {
+  rate_.submitted(update.numel());
   const std::shared_ptr<HostSpan> span =
       tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs), update.cancelled);
   queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
@@ -47,19 +33,18 @@ Event HostUpdates::submit(HostUpdate update) {
 }
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
-  if (update.cancelled && *update.cancelled) return;
+  if (update.is_cancelled()) return rate_.finished(update.numel(), 0);
   for (const Event& event : update.after) backend_.synchronize(event);
   if (const double seconds = delays_.random_seconds(); seconds > 0) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   }
-  const HostSpanScope scope(span);
-  for (const Restore& restore : update.restores) {
-    compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+  const TraceClock::time_point begin = TraceClock::now();
+  {
+    const HostSpanScope scope(span);
+    restore_and_carry(update, compute_);
+    compute_.adam(update.jobs);
   }
-  for (const Carry& carry : update.carries) {
-    std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
-  }
-  compute_.adam(update.jobs);
+  rate_.finished(update.numel(), std::chrono::duration<double>(TraceClock::now() - begin).count());
 }
 
 }  // namespace patrickstar

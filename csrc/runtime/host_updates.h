@@ -1,59 +1,23 @@
-// Optimizer updates that run on the host beside everything else: on a queue of their own, one after the other, each on
+// Optimizer updates on the host's threads, beside everything else: on a queue of their own, one after the other, each on
 // all threads of the pool.
 //
-//   Event done = updates.submit({jobs, restores, {gradient.host_ready}});
+//   Event done = updates.submit({chunk, jobs, restores, carries, {gradient.host_ready}});
 //   record.host_ready = done;   // whoever reads the block waits for it
-//
-// An update owns nothing: its blocks must stay until `done` is complete, which their records see to.
 #pragma once
-
-#include <atomic>
-#include <cstdint>
-#include <memory>
-#include <vector>
 
 #include "backend/backend.h"
 #include "common/queue_delays.h"
-#include "common/tracing.h"
 #include "common/work_queue.h"
-#include "optim/compute.h"
+#include "runtime/update_executor.h"
 
 namespace patrickstar {
 
-// out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
-struct Restore {
-  const float* in;
-  void* out;
-  DType dtype;
-  int64_t numel;
-};
-
-// Values that an update apart from its states does not write: those of a parameter without a gradient.
-struct Carry {
-  const void* in;
-  void* out;
-  int64_t num_bytes;
-};
-
-struct HostUpdate {
-  ChunkId chunk = -1;  // the first of those that it updates
-  std::vector<optim::AdamJob> jobs;
-  std::vector<Restore> restores;
-  std::vector<Carry> carries;
-  std::vector<Event> after;                            // downloads of the gradients
-  std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
-};
-
-// How a trace names an update.
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
-
-class HostUpdates {
+class HostUpdates final : public UpdateExecutor {
  public:
-  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays)
-      : backend_(backend), compute_(compute), tracer_(tracer), delays_(delays) {}
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays, int num_threads);
 
-  // Complete when the update is.
-  Event submit(HostUpdate update);
+  Event submit(HostUpdate update) override;
+  const UpdateRate& rate() const override { return rate_; }
 
  private:
   void run(const HostUpdate& update, HostSpan* span);
@@ -62,6 +26,7 @@ class HostUpdates {
   optim::Compute& compute_;
   Tracer& tracer_;
   QueueDelays& delays_;
+  UpdateRate rate_;
   WorkQueue queue_;
 };
 

@@ -45,12 +45,13 @@ optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count,
   return scalars;
 }
 
-OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode mode)
+OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation,
+                             StreamingMode streaming)
     : core_(core),
       pager_(pager),
       gradients_(gradients),
-      host_updates_(core.backend, core.host_compute, core.tracer, core.delays),
-      speculation_(core.store.layout().num_chunks(), core.arena, host_updates_, core.backend, mode,
+      updates_(core, streaming),
+      speculation_(core.store.layout().num_chunks(), core.arena, updates_, core.backend, speculation,
                    reserve_bytes(core.store.layout())),
       group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
       step_counts_(group_of_.size(), 0),
@@ -229,6 +230,7 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
       on_host.push_back(chunk);
     }
   }
+  if (!on_host.empty() || num_committed_ > 0) updates_.prepare();
   std::vector<ChunkId> batch;
   int64_t numel = 0;
   for (ChunkId chunk : on_host) {
@@ -281,7 +283,7 @@ void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std:
     add_jobs(chunk, target, groups, grad_scale, update.jobs);
     targets.push_back(target);
   }
-  const Event done = host_updates_.submit(std::move(update));
+  const Event done = updates_.submit(std::move(update));
   for (size_t i = 0; i < chunks.size(); ++i) {
     close_target(chunks[i], targets[i]);
     for (ArrayKind kind : optimizer_arrays()) core_.store.array({chunks[i], kind}).host_ready = done;

@@ -12,15 +12,15 @@
 
 #include "runtime/gradient_flow.h"
 #include "runtime/group_options.h"
-#include "runtime/host_updates.h"
 #include "runtime/pager.h"
 #include "runtime/speculation.h"
+#include "runtime/update_scheduler.h"
 
 namespace patrickstar {
 
 class OptimizerStep {
  public:
-  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode mode);
+  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation, StreamingMode streaming);
   ~OptimizerStep();
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
@@ -45,6 +45,7 @@ class OptimizerStep {
   void forget_committed();
   void cancel_all();
   void release_host_memory() { speculation_.release_memory(); }
+  void release_device_memory() { updates_.release_device_memory(); }
 
  private:
   // Where one chunk's update happens and where its result goes.
@@ -79,7 +80,7 @@ class OptimizerStep {
   Core core_;
   Pager& pager_;
   GradientFlow& gradients_;
-  HostUpdates host_updates_;
+  UpdateScheduler updates_;
   Speculation speculation_;
   std::vector<int> group_of_;
   std::vector<int64_t> step_counts_;

@@ -238,6 +238,7 @@ void Pager::ensure_slot(ArrayId id) {
   array.slot = core_.slots.acquire(num_bytes);
   while (!array.slot && evict_one()) array.slot = core_.slots.acquire(num_bytes);
   if (!array.slot) {
+    if (device_pressure_handler_) device_pressure_handler_();
     core_.backend.reclaim();
     array.slot = core_.slots.acquire(num_bytes);
   }
@@ -355,6 +356,7 @@ void Pager::vacate(Vacate what) {
     const ArrayId id = ArrayId::from_index(index);
     if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
   }
+  if (what == Vacate::kEverything && device_pressure_handler_) device_pressure_handler_();
   core_.slots.trim(INT64_MAX);
   core_.backend.reclaim();
 }
@@ -369,6 +371,10 @@ void Pager::release_device_memory(int64_t num_bytes) {
   while (freed < num_bytes && evict_one()) {
     ++core_.counters.num_pressure_evictions;
     freed += core_.slots.trim(num_bytes - freed);
+  }
+  if (freed < num_bytes && device_pressure_handler_) {
+    device_pressure_handler_();
+    core_.slots.trim(num_bytes - freed);
   }
   core_.tracer.sample_memory();
 }

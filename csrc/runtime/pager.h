@@ -107,6 +107,8 @@ class Pager final : public PressureHandler {
 
   // Called when host memory is short, before that becomes an error.
   void set_host_pressure_handler(std::function<void()> handler) { host_pressure_handler_ = std::move(handler); }
+  // The same of device memory. Called with the lock held, also from inside PyTorch's allocator.
+  void set_device_pressure_handler(std::function<void()> handler) { device_pressure_handler_ = std::move(handler); }
 
  private:
   bool measures_tide() const;
@@ -123,6 +125,7 @@ class Pager final : public PressureHandler {
 
   Core core_;
   std::function<void()> host_pressure_handler_;
+  std::function<void()> device_pressure_handler_;
   Plan plan_;
   NextUse next_use_;
   bool replaying_ = false;

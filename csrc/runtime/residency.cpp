@@ -13,9 +13,10 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 
 }  // namespace
 
+// What tide and payloads may take.
 int64_t Residency::limit_within_slack() const {
   const int64_t limit = options_.device_limit_bytes;
-  return limit == kUnlimited ? kUnlimited : share(limit, 1 - options_.slack_ratio);
+  return limit == kUnlimited ? kUnlimited : share(limit, 1 - options_.slack_ratio) - options_.staging_bytes;
 }
 
 // The share of the device that payloads may take before the tide is known, or always with a static partition.
@@ -79,7 +80,7 @@ void Residency::limit_payloads(const Timeline& last) {
   } else if (core_.backend.follows_tide() || options_.device_limit_bytes == kUnlimited) {
     pager_.set_payload_limit(kUnlimited);
   } else {
-    ample = limit_within_slack() - highest_tide(last);
+    ample = limit_within_slack() + options_.staging_bytes - highest_tide(last);  // staging buffers are slots too
     pager_.set_payload_limit(ample);
   }
   core_.slots.set_ample_bytes(ample);

@@ -32,7 +32,8 @@ struct ResidencyOptions {
   int64_t host_limit_bytes = kUnlimited;
   double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
   double margin_use_ratio = 0.8;
-  double slack_ratio = 0;  // of the device limit, left free for the allocator's rounding
+  int64_t staging_bytes = 0;  // of device memory, for what is neither payload nor tide (streamed updates)
+  double slack_ratio = 0;     // of the device limit, left free for the allocator's rounding
   Partition partition = Partition::kTide;
   StatePlacement state_placement = StatePlacement::kHybrid;
   DelayOptions delays;

@@ -54,8 +54,9 @@ RegionHooks region_hooks(Backend& backend, ThreadPool& pool, bool pinned) {
           [&backend](void* data, int64_t num_bytes) { backend.unpin(data, num_bytes); }};
 }
 
-ResidencyOptions residency_options(const RuntimeOptions& options) {
+ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& layout) {
   ResidencyOptions residency = options;
+  residency.staging_bytes = streaming_bytes(options.streaming, layout, options.device_limit_bytes);
   residency.slack_ratio = options.cuda_device >= 0 ? kCudaSlackRatio : 0;
   return residency;
 }
@@ -94,9 +95,9 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
       pager_(std::make_unique<Pager>(core())),
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
-      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_, options.speculation)),
+      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_, options.speculation, options.streaming)),
       values_(std::make_unique<ChunkValues>(core(), *pager_)),
-      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options))) {
+      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options, store_.layout()))) {
   const int64_t working_set = working_set_bytes(store_.layout(), module_params);
   PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
            options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
@@ -104,6 +105,7 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
            " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(),
            " elements)");
   pager_->set_host_pressure_handler([this] { step_->release_host_memory(); });
+  pager_->set_device_pressure_handler([this] { step_->release_device_memory(); });
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend_->set_limit_policy(LimitPolicy::kMeasure);
   residency_->place_initially();
@@ -124,6 +126,7 @@ void Runtime::close() {
   tracker_->release_all();
   step_->forget_committed();
   step_->release_host_memory();
+  step_->release_device_memory();
   for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
   closed_ = true;
   slots_.trim(INT64_MAX);

@@ -36,6 +36,7 @@ struct RuntimeOptions : ResidencyOptions {
   int64_t ample_extra_bytes = 0;
   int num_threads = 0;  // 0: all available
   SpeculationMode speculation = SpeculationMode::kOff;
+  StreamingMode streaming = StreamingMode::kOff;
 };
 
 class Runtime {

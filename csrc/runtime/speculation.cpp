@@ -11,8 +11,8 @@ constexpr int kMaxPause = 6;
 
 }  // namespace
 
-Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
-                         int64_t reserve_bytes)
+Speculation::Speculation(int num_chunks, HostArena& arena, UpdateScheduler& updates, Backend& backend,
+                         SpeculationMode mode, int64_t reserve_bytes)
     : arena_(arena),
       updates_(updates),
       backend_(backend),

@@ -26,7 +26,7 @@
 #include "common/types.h"
 #include "memory/host_arena.h"
 #include "runtime/group_options.h"
-#include "runtime/host_updates.h"
+#include "runtime/update_scheduler.h"
 
 namespace patrickstar {
 
@@ -46,7 +46,7 @@ struct NewStates {
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left to everybody else.
-  Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
+  Speculation(int num_chunks, HostArena& arena, UpdateScheduler& updates, Backend& backend, SpeculationMode mode,
               int64_t reserve_bytes);
   ~Speculation();
 
@@ -86,7 +86,7 @@ class Speculation {
   void free(const NewStates& states);
 
   HostArena& arena_;
-  HostUpdates& updates_;
+  UpdateScheduler& updates_;
   Backend& backend_;
   SpeculationMode mode_;
   int64_t reserve_bytes_;

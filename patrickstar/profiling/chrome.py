@@ -12,13 +12,14 @@ from patrickstar import _C
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
-_COMPUTE, _UPLOAD, _DOWNLOAD, _HOST_ADAM, _DEVICE_ADAM = range(1, 6)
+_COMPUTE, _UPLOAD, _DOWNLOAD, _HOST_ADAM, _DEVICE_ADAM, _STREAMED_ADAM = range(1, 7)
 _ROWS = {
     _COMPUTE: "compute",
     _UPLOAD: "upload stream",
     _DOWNLOAD: "download stream",
     _HOST_ADAM: "host Adam",
     _DEVICE_ADAM: "device Adam",
+    _STREAMED_ADAM: "streamed Adam",
 }
 _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
@@ -26,6 +27,7 @@ _ROW_OF = {
     _C.Track.DOWNLOAD: _DOWNLOAD,
     _C.Track.HOST_ADAM: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
+    _C.Track.STREAMED_ADAM: _STREAMED_ADAM,
 }
 
 Event = dict[str, Any]

@@ -42,7 +42,14 @@ def test_the_format(result):
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(names.values()) == ["compute", "upload stream", "download stream", "host Adam", "device Adam"]
+    assert list(names.values()) == [
+        "compute",
+        "upload stream",
+        "download stream",
+        "host Adam",
+        "device Adam",
+        "streamed Adam",
+    ]
     for row in names:
         spans = sorted(
             ((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row),
@@ -91,7 +98,7 @@ def test_the_figures(result):
     assert summary.bound == max(summary.roofline, key=summary.roofline.get)
     text = summary.text(5)
     print(text)
-    words = ["step 5", "compute", "stalled", "upload", "download", "host Adam", "device Adam", "roofline"]
+    words = ["step 5", "compute", "stalled", "upload", "download", "host Adam", "device Adam", "streamed", "roofline"]
     assert [line.strip().split("  ")[0].split(":")[0] for line in text.splitlines()] == words
 
 
