@@ -68,6 +68,8 @@ class OurAdam:
         self.isa = _C.optim.isa()
         self._partials = torch.zeros(-(-grad.numel() // _C.optim.SQUARES_BLOCK), dtype=torch.float64)
         self._num_threads = num_threads
+        self.update_threads: int | _C.ThreadPool = num_threads
+        """What `update` computes with."""
         self._num_steps = 0
 
     def step(self) -> None:
@@ -82,7 +84,7 @@ class OurAdam:
         grad, dtype = self.grad.data_ptr(), _C.DType.BFLOAT16
         _C.optim.adam(
             self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, grad,
-            dtype, self.master.numel(), self._num_threads, grad_scale=grad_scale, weight_decay=0.0,
+            dtype, self.master.numel(), self.update_threads, grad_scale=grad_scale, weight_decay=0.0,
             decay=1 - OPTIONS["lr"] * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
             one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
             inv_sqrt_bias_correction2=(1 - beta2**self._num_steps) ** -0.5,
@@ -167,7 +169,12 @@ def check_equal_work(ours: OurAdam, torchs: TorchAdam, atol: float) -> None:
 
 
 def median_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Each case's median time over `repeats` rounds; every round runs all cases, each often enough to be timed."""
+    """Each case's median time over `repeats` rounds."""
+    return {name: statistics.median(values) for name, values in interleaved_seconds(cases, repeats).items()}
+
+
+def interleaved_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Each case's times in `repeats` rounds; every round runs all cases, each often enough to be timed."""
     calls = {}
     for name, function in cases.items():
         function()
@@ -181,7 +188,7 @@ def median_seconds(cases: dict[str, Callable[[], None]], repeats: int) -> dict[s
             for _ in range(calls[name]):
                 function()
             seconds[name].append((time.perf_counter() - begin) / calls[name])
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -1,10 +1,10 @@
 """Runs one benchmark case: ``python -m benchmark.run CASE [--json] [options]``.
 
-Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``overhead`` (a step with everything
-resident against plain PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound),
-``hooks`` (what they cost the host per module call), ``overlap`` (a quarter of the device memory behind a simulated link
-against all of it),
-``train`` (one GPT training run: time, throughput, peaks).
+Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``affinity`` (the same by pinned threads
+against free ones), ``overhead`` (a step with everything resident against plain PyTorch), ``budget`` (step time and
+bytes moved against the device budget and Belady's bound), ``hooks`` (what they cost the host per module call),
+``overlap`` (a quarter of the device memory behind a simulated link against all of it), ``train`` (one GPT training run:
+time, throughput, peaks).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import importlib
 import json
 
-CASES = ("adam", "overhead", "hooks", "budget", "overlap", "train")
+CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train")
 
 
 def main() -> None:

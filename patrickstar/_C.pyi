@@ -155,6 +155,88 @@ def build_info() -> dict[str, Any]:
 def num_available_cpus() -> int:
     """Processors this process may run on."""
 
+def allowed_cpus() -> list[int]:
+    """The calling thread's affinity mask, ascending."""
+
+def parse_cpu_list(text: str) -> list[int]:
+    """CPUs of the kernel's notation, ``"0-3,8,10-11"``, up to the first thing that is none."""
+
+def format_cpu_list(cpus: Sequence[int]) -> str:
+    """CPUs in the kernel's notation."""
+
+class CpuTopology:
+    """The CPUs that a process may use."""
+
+    @property
+    def cpus(self) -> list[tuple[int, int, int]]:
+        """(id, core, NUMA node), by ascending id; a core is named by its lowest CPU."""
+
+    @property
+    def quota_cpus(self) -> float:
+        """CPUs that the cgroup grants time of; infinite without a quota."""
+
+def read_cpu_topology(cpus: Sequence[int], root: str = "") -> CpuTopology:
+    """What ``/sys`` and ``/proc`` below ``root`` say about these CPUs."""
+
+@final
+class Affinity(_Enum):
+    """Whether worker threads have a CPU of their own."""
+
+    PINNED: ClassVar[Affinity]
+    FREE: ClassVar[Affinity]
+
+@final
+class LaunchingCore(_Enum):
+    """What becomes of the core of the thread that launches the device's work."""
+
+    RESERVED: ClassVar[LaunchingCore]
+    SHARED: ClassVar[LaunchingCore]
+
+class HostThreadOptions:
+    """Which threads compute on the host; all fields have defaults."""
+
+    num_threads: int
+    """Including the thread that calls the pool; 0: one for each CPU."""
+    affinity: Affinity
+    launching_core: LaunchingCore
+    sharing_index: int
+    """Which of the processes that may use the same CPUs this is."""
+    num_sharing: int
+    """How many they are."""
+    def __init__(self) -> None: ...
+
+class HostThreads:
+    """Threads that compute on the host."""
+
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def worker_cpus(self) -> list[int]:
+        """Of the workers in order, one each; workers beyond them are free."""
+
+    @property
+    def nodes(self) -> list[int]:
+        """NUMA nodes on which the threads may run, ascending."""
+
+def choose_host_threads(topology: CpuTopology, options: HostThreadOptions) -> HostThreads:
+    """How many threads compute, and on which CPUs. Raises ValueError for impossible options."""
+
+class ThreadPool:
+    """Threads that split one range of indices at a time; the calling thread is one of them, and never pinned."""
+
+    def __init__(self, num_threads: int, worker_cpus: Sequence[int] = ...) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def pinned_cpus(self) -> list[int]:
+        """Where workers are pinned indeed."""
+
+def nodes_to_interleave(nodes: Sequence[int]) -> list[int]:
+    """``nodes`` when there are several that the system lets this process choose among, else none."""
+
+def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
+    """Spreads untouched pages from address ``data`` on over NUMA nodes; whether the system agreed."""
+
 def check_transition(from_: str, to: str, /) -> None:
     """Raises StateError when a parameter may not go from one state to the other."""
 
@@ -247,7 +329,7 @@ class HostAllocations:
 class HostArena:
     """Host memory for payloads, not pinned."""
 
-    def __init__(self, limit_bytes: int, prepares: bool = False) -> None: ...
+    def __init__(self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = ...) -> None: ...
     def reserve(self, sizes: Sequence[int], /) -> None: ...
     def prepare_ahead(self) -> None: ...
     def release_reserved(self) -> None: ...
@@ -329,8 +411,7 @@ class RuntimeOptions:
     margin_use_ratio: float
     partition: Partition
     state_placement: StatePlacement
-    num_threads: int
-    """0: all available."""
+    host_threads: HostThreadOptions
     speculation: SpeculationMode
     streaming: StreamingMode
     delays: DelayOptions
@@ -467,7 +548,7 @@ class optim:
         param: int,
         param_dtype: DType,
         numel: int,
-        num_threads: int,
+        threads: int | ThreadPool,
         **kwargs: float,
     ) -> None: ...
     @staticmethod

@@ -54,6 +54,14 @@ class Streaming(enum.Enum):
     NEVER = "never"
 
 
+class HostAffinity(enum.Enum):
+    """Where threads that compute on the host run."""
+
+    AUTO = "auto"
+    PINNED = "pinned"
+    FREE = "free"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamConfig:
     """``optimizer.params``: the defaults of every parameter group."""
@@ -192,6 +200,27 @@ class DelaysConfig:
     """Of the random delays."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostThreadsConfig:
+    """``host_threads``: the threads that update, copy and touch host memory. They change no number."""
+
+    num_threads: int = 0
+    """How many, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU but for
+    one core, which launches kernels. A cgroup's CPU quota is not exceeded.
+    """
+    affinity: HostAffinity = HostAffinity.AUTO
+    """``"pinned"``: each has a CPU of its own, cores before their further hyper-threads, spread over NUMA nodes.
+    ``"free"``: the system places them. ``"auto"``: pinned with a GPU, free without one, where PyTorch's own threads
+    compute on the same CPUs, and free where ``LOCAL_WORLD_SIZE`` is more than 1 and ``num_sharing_processes`` is not
+    said. A CPU quota below the number of CPUs leaves them free in any case.
+    """
+    num_sharing_processes: int | None = None
+    """Processes that may use the same CPUs, this one included. They divide them, whole cores and neighbours, by
+    ``LOCAL_RANK``. None: 1, all that this process may use are its own. It is for the user to say: CPUs that processes
+    share look from inside like those that a launcher (numactl, Slurm) gave this process alone.
+    """
+
+
 def profile_of_environment() -> ProfileConfig | None:
     """What ``PATRICKSTAR_PROFILE=<step>,<folder>`` asks for; None when it is not set.
 
@@ -238,6 +267,8 @@ class Config:
     """
     delays: DelaysConfig = dataclasses.field(default_factory=DelaysConfig)
     """A simulated link and random delays."""
+    host_threads: HostThreadsConfig = dataclasses.field(default_factory=HostThreadsConfig)
+    """How many threads compute on the host, and where."""
     plan: str | None = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.
@@ -309,7 +340,6 @@ def log_accepted_options(config: Config) -> None:
         )
 
 
-_CHOICES: dict[str, type[enum.Enum]] = {"Speculation": Speculation, "Streaming": Streaming}
 _SECTIONS = {
     "OptimizerConfig": OptimizerConfig,
     "AdamConfig": AdamConfig,
@@ -320,6 +350,12 @@ _SECTIONS = {
     "OptsConfig": OptsConfig,
     "ProfileConfig": ProfileConfig,
     "DelaysConfig": DelaysConfig,
+    "HostThreadsConfig": HostThreadsConfig,
+}
+_CHOICES: dict[str, type[enum.Enum]] = {
+    "Speculation": Speculation,
+    "Streaming": Streaming,
+    "HostAffinity": HostAffinity,
 }
 
 
@@ -355,11 +391,7 @@ def _parse_value(annotation: str, value: Any, name: str) -> Any:
     if kind == "OptimizerType":
         return _parse_optimizer_type(value, name)
     if kind in _CHOICES:
-        values = [member.value for member in _CHOICES[kind]]
-        if value not in values:
-            given = ", ".join(f'"{choice}"' for choice in values[:-1])
-            raise ValueError(f'{name} is {value!r}; give {given} or "{values[-1]}"')
-        return _CHOICES[kind](value)
+        return _parse_choice(_CHOICES[kind], value, name)
     if kind == "str":
         if not isinstance(value, str):
             raise ValueError(f"{name} is {value!r}; give a path as a string")
@@ -395,6 +427,15 @@ def _parse_betas(value: Any, name: str) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{name} is {value!r}; give two numbers, such as (0.9, 0.999)")
     return (_parse_float(value[0], f"{name}[0]"), _parse_float(value[1], f"{name}[1]"))
+
+
+def _parse_choice(choices: type[enum.Enum], value: Any, name: str) -> enum.Enum:
+    known = [f'"{member.value}"' for member in choices]
+    if isinstance(value, choices):
+        return value
+    if value not in [member.value for member in choices]:
+        raise ValueError(f"{name} is {value!r}; give {', '.join(known[:-1])} or {known[-1]}")
+    return choices(value)
 
 
 def _parse_optimizer_type(value: Any, name: str) -> OptimizerType:
@@ -440,6 +481,13 @@ def _check_values(config: Config) -> None:
     for name, value in dataclasses.asdict(config.delays).items():
         if value < 0:
             raise ValueError(f"delays.{name} is {value}; it must be at least 0")
+    threads = config.host_threads
+    if threads.num_threads < 0:
+        raise ValueError(f"host_threads.num_threads is {threads.num_threads}; give at least 1, or 0 for one per CPU")
+    if threads.num_sharing_processes is not None and threads.num_sharing_processes < 1:
+        raise ValueError(
+            f"host_threads.num_sharing_processes is {threads.num_sharing_processes}; give at least 1, this process"
+        )
     tracer = config.client.mem_tracer
     for name in ("warmup_gpu_chunk_mem_ratio", "overall_gpu_mem_ratio", "overall_cpu_mem_ratio", "margin_use_ratio"):
         ratio = getattr(tracer, name)

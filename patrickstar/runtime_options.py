@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, DelaysConfig, Speculation, Streaming
+from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation, Streaming
 from patrickstar.memory import Budgets
 
 
@@ -19,6 +21,9 @@ def make_runtime_options(
         device: the engine's device; a CPU is the simulated one.
         budgets: what :func:`patrickstar.memory.make_budgets` gave.
         limit_rounding_bytes: what PyTorch's CUDA allocator may take beyond a limit that it is given.
+
+    Raises:
+        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
     """
     tracer = config.client.mem_tracer
     options = _C.RuntimeOptions()
@@ -34,7 +39,44 @@ def make_runtime_options(
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
     options.streaming = _streaming_mode(config.optimizer.streaming, device)
     options.delays = _delay_options(config.delays)
+    options.host_threads = host_thread_options(config.host_threads, with_gpu=device.type == "cuda")
     return options
+
+
+def host_thread_options(threads: HostThreadsConfig, *, with_gpu: bool) -> _C.HostThreadOptions:
+    """What :func:`patrickstar._C.choose_host_threads` is told.
+
+    Args:
+        threads: the section ``host_threads`` of the configuration.
+        with_gpu: whether a GPU trains, whose kernels a thread launches that needs a core.
+
+    Raises:
+        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
+    """
+    options = _C.HostThreadOptions()
+    options.num_threads = threads.num_threads
+    options.launching_core = _C.LaunchingCore.RESERVED if with_gpu else _C.LaunchingCore.SHARED
+    options.num_sharing = threads.num_sharing_processes or 1
+    options.sharing_index = _local_rank() % options.num_sharing if options.num_sharing > 1 else 0
+    # Several pinned processes that do not know of each other would crowd on the same CPUs.
+    known = threads.num_sharing_processes is not None or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    pinned = {
+        HostAffinity.AUTO: with_gpu and known,
+        HostAffinity.PINNED: True,
+        HostAffinity.FREE: False,
+    }[threads.affinity]
+    options.affinity = _C.Affinity.PINNED if pinned else _C.Affinity.FREE
+    return options
+
+
+def _local_rank() -> int:
+    value = os.environ.get("LOCAL_RANK", "")
+    if not value.isdecimal():
+        raise ValueError(
+            f"host_threads.num_sharing_processes is more than 1, but LOCAL_RANK is {value!r}; start the processes with "
+            "torchrun, or set LOCAL_RANK to this process's index among those of this machine"
+        )
+    return int(value)
 
 
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:

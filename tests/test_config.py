@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar.config import _SECTIONS, Config, OptimizerType, log_accepted_options, parse_bytes, parse_config
+from patrickstar.config import (
+    _SECTIONS,
+    Config,
+    HostAffinity,
+    OptimizerType,
+    log_accepted_options,
+    parse_bytes,
+    parse_config,
+)
 
 
 def test_defaults_of_the_first_patrickstar():
@@ -63,6 +71,7 @@ def test_every_key_is_accepted():
             },
             "device_memory": "24GiB",
             "host_memory": 10**9,
+            "host_threads": {"num_threads": 3, "affinity": "pinned", "num_sharing_processes": 2},
         }
     )
     assert config.optimizer.type is OptimizerType.ADAMW
@@ -70,6 +79,7 @@ def test_every_key_is_accepted():
     assert config.compute_dtype == torch.bfloat16
     assert config.fp16 is None
     assert config.device_memory == 24 * 2**30
+    assert config.host_threads.affinity is HostAffinity.PINNED
     assert dataclasses.is_dataclass(config)
 
 
@@ -115,6 +125,12 @@ def test_bad_bytes(value):
         ({"client": {"mem_tracer": {"margin_use_ratio": 1.5}}}, "margin_use_ratio is 1.5"),
         ({"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0}}}, "overall_cpu_mem_ratio is 0"),
         ({"gradient_clipping": float("inf")}, "gradient_clipping is inf"),
+        ({"host_threads": {"affinity": "spread"}}, 'affinity is \'spread\'; give "auto", "pinned" or "free"'),
+        ({"host_threads": {"num_threads": -1}}, "host_threads.num_threads is -1; give at least 1"),
+        ({"host_threads": {"num_threads": 1.5}}, "host_threads.num_threads is 1.5; give an integer"),
+        ({"host_threads": {"num_sharing_processes": 0}}, "host_threads.num_sharing_processes is 0"),
+        ({"host_threads": {"num_thread": 1}}, "did you mean host_threads.num_threads?"),
+        ({"optimizer": {"speculation": "maybe"}}, 'give "auto", "always", "never" or "commit"'),
         ([], "config is a list"),
         ({3: 4}, "unknown key 3"),
     ],

@@ -12,6 +12,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "patrickstar" / "config.py"
 
+DEFAULT_CHOICES = {"OptimizerType": '"Adam"', "Speculation": '"auto"', "Streaming": '"auto"', "HostAffinity": '"auto"'}
+
 HEADER = """# Configuration
 
 `initialize_engine(model_func, local_rank, config)` takes a dict with the keys below, or None for the defaults. Unknown
@@ -45,8 +47,8 @@ def tables(classes: dict[str, list[tuple[str, str, str, str]]], name: str, path:
         if section in classes:
             sections.append((section, f"{path}.{field}" if path else field))
             kind, default = "section", "None" if kind != section else "its defaults"
-        if kind in ("OptimizerType", "Speculation", "Streaming"):
-            kind, default = "str", '"Adam"' if kind == "OptimizerType" else '"auto"'
+        if kind in DEFAULT_CHOICES:
+            kind, default = "str", DEFAULT_CHOICES[kind]
         elif field.endswith("_memory"):
             kind = "int | str | None"
         lines.append(f"| `{field}` | {kind.replace(' | ', ' or ')} | {default} | {text.replace('``', '`')} |")

@@ -4,8 +4,8 @@
 
 #include "backend/device_meter.h"
 #include "bind/bind.h"
-#include "common/thread_pool.h"
 #include "memory/host_arena.h"
+#include "memory/interleave.h"
 
 namespace py = pybind11;
 
@@ -23,15 +23,30 @@ class HostAllocations {
   std::unique_ptr<HostAllocationScope> scope_;
 };
 
-// Preparation as on CUDA, without its pinning.
-RegionHooks touching_hooks() {
-  return {[](void* data, int64_t num_bytes) { std::memset(data, 0, static_cast<size_t>(num_bytes)); }, {}};
+// As on CUDA, without its pinning.
+RegionHooks region_hooks(bool prepares, const std::vector<int>& nodes) {
+  RegionHooks hooks;
+  if (!nodes.empty()) {
+    hooks.place = [nodes](void* data, int64_t num_bytes) { interleave_pages(data, num_bytes, nodes); };
+  }
+  if (prepares) {
+    hooks.prepare = [](void* data, int64_t num_bytes) { std::memset(data, 0, static_cast<size_t>(num_bytes)); };
+  }
+  return hooks;
 }
 
 }  // namespace
 
 void register_memory(py::module_& module) {
-  module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
+  module.def("nodes_to_interleave", &nodes_to_interleave, py::arg("nodes"),
+             "The nodes, when there are several that the system lets this process choose among (memory/interleave.h).");
+  module.def(
+      "interleave_pages",
+      [](uintptr_t data, int64_t num_bytes, const std::vector<int>& nodes) {
+        return interleave_pages(reinterpret_cast<void*>(data), num_bytes, nodes);
+      },
+      py::arg("data"), py::arg("num_bytes"), py::arg("nodes"),
+      "Spreads untouched pages from address data on over NUMA nodes; whether the system agreed.");
   py::class_<HostAllocations>(module, "HostAllocations",
                               "Context: CPU tensors made here are host memory, not memory of the simulated device.")
       .def(py::init<>())
@@ -39,10 +54,10 @@ void register_memory(py::module_& module) {
       .def("__exit__", &HostAllocations::exit);
   // For tests: addresses as integers.
   py::class_<HostArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
-      .def(py::init([](int64_t limit_bytes, bool prepares) {
-             return std::make_unique<HostArena>(limit_bytes, prepares ? touching_hooks() : RegionHooks{});
+      .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes) {
+             return std::make_unique<HostArena>(limit_bytes, region_hooks(prepares, nodes));
            }),
-           py::arg("limit_bytes"), py::arg("prepares") = false)
+           py::arg("limit_bytes"), py::arg("prepares") = false, py::arg("nodes") = std::vector<int>{})
       .def("reserve", &HostArena::reserve)
       .def("prepare_ahead", &HostArena::prepare_ahead)
       .def("release_reserved", &HostArena::release_reserved)

@@ -3,6 +3,7 @@
 #include <array>
 #include <iterator>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "bind/bind.h"
@@ -48,11 +49,19 @@ const optim::CpuKernels& kernels_of(const std::string& isa) {
 
 // fn(first element, number of elements), on ranges that start at whole blocks of statistics.
 template <class Function>
-void split(int num_threads, int64_t numel, const Function& fn) {
+void split(ThreadPool& pool, int64_t numel, const Function& fn) {
   PS_CHECK(numel >= 0, ArgumentError, "numel is ", numel, ", it must be at least 0; pass a tensor's numel()");
-  ThreadPool pool(num_threads);
   pool.parallel_for(numel, optim::kSquaresBlock, [&](int64_t begin, int64_t end) { fn(begin, end - begin); });
 }
+
+template <class Function>
+void split(int num_threads, int64_t numel, const Function& fn) {
+  ThreadPool pool(num_threads);
+  split(pool, numel, fn);
+}
+
+// A pool that the caller keeps, or the number of threads of one for this call.
+using Threads = std::variant<ThreadPool*, int>;
 
 Address offset(Address address, DType dtype, int64_t elements) {
   return address + static_cast<Address>(elements * element_size(dtype));
@@ -113,24 +122,26 @@ optim::AdamScalars scalars_of(const py::kwargs& kwargs) {
 
 constexpr const char* kAdamDoc =
     "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32, grad "
-    "and param of their dtypes; param may be grad, or 0. Keyword arguments: the fields of AdamScalars, all of them. "
+    "and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number of threads. Keyword "
+    "arguments: the fields of AdamScalars, all of them. "
     "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
 
 void register_cpu_kernels(py::module_& module) {
   module.def(
       "adam",
       [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, int num_threads, const py::kwargs& scalars_by_name) {
+         Address param, DType param_dtype, int64_t numel, Threads threads, const py::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
+        const auto update = [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); };
         const py::gil_scoped_release release;
-        split(num_threads, numel,
-              [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
+        if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, update);
+        split(std::get<int>(threads), numel, update);
       },
       kAdamDoc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"));
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
   module.def(
       "adam_apart",
       [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,

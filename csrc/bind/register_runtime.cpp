@@ -85,7 +85,7 @@ void register_options(py::module_& module) {
       .def_readwrite("limit_rounding_bytes", &RuntimeOptions::limit_rounding_bytes)
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
-      .def_readwrite("num_threads", &RuntimeOptions::num_threads)
+      .def_readwrite("host_threads", &RuntimeOptions::host_threads)
       .def_readwrite("speculation", &RuntimeOptions::speculation)
       .def_readwrite("streaming", &RuntimeOptions::streaming);
   py::class_<GroupOptions>(module, "GroupOptions")
@@ -109,6 +109,9 @@ py::dict report(Runtime& self) {
   result["host_peak_bytes"] = self.arena().peak_mapped_bytes();
   result["uploaded_bytes"] = self.transfer_counters().uploaded_bytes;
   result["downloaded_bytes"] = self.transfer_counters().downloaded_bytes;
+  result["host_interleaved_nodes"] = format_cpu_list(self.interleaved_nodes());
+  result["num_host_threads"] = self.pool().num_threads();
+  result["host_thread_cpus"] = format_cpu_list(self.pool().pinned_cpus());
   result["num_evictions"] = counters.num_evictions;
   result["num_pressure_evictions"] = counters.num_pressure_evictions;
   result["num_prefetch_hits"] = counters.num_prefetch_hits;

@@ -1,9 +1,9 @@
 #include "common/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
-#include <fstream>
 #include <string>
 #include <utility>
 
@@ -13,32 +13,26 @@ namespace patrickstar {
 
 namespace {
 
-// cgroup v2: "max 100000" or "150000 100000" (quota and period in microseconds).
-int cgroup_cpu_limit() {
-  std::ifstream file("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  double period = 0;
-  if (!(file >> quota >> period) || quota == "max" || period <= 0) return 0;
-  return static_cast<int>((std::stod(quota) + period - 1) / period);
-}
-
 constexpr int64_t kPiecesPerThread = 8;
+
+bool pin(std::thread& thread, int cpu) {
+  if (cpu < 0) return false;
+  std::vector<cpu_set_t> masks(static_cast<size_t>(cpu) / CPU_SETSIZE + 1);
+  const size_t num_bytes = masks.size() * sizeof(cpu_set_t);
+  CPU_SET_S(static_cast<size_t>(cpu), num_bytes, masks.data());
+  return pthread_setaffinity_np(thread.native_handle(), num_bytes, masks.data()) == 0;
+}
 
 }  // namespace
 
-int num_available_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  int cpus = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set)
-                                                          : static_cast<int>(std::thread::hardware_concurrency());
-  const int limit = cgroup_cpu_limit();
-  if (limit > 0) cpus = std::min(cpus, limit);
-  return std::max(cpus, 1);
-}
-
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& worker_cpus) {
   PS_CHECK(num_threads >= 1, ArgumentError, "a thread pool needs at least 1 thread, got ", num_threads);
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  for (int i = 1; i < num_threads; ++i) {
+    std::thread& worker = workers_.emplace_back([this] { work(); });
+    pthread_setname_np(worker.native_handle(), ("ps-worker-" + std::to_string(i)).c_str());
+    const auto index = static_cast<size_t>(i - 1);
+    if (index < worker_cpus.size() && pin(worker, worker_cpus[index])) pinned_cpus_.push_back(worker_cpus[index]);
+  }
 }
 
 ThreadPool::~ThreadPool() {

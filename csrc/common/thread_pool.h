@@ -5,6 +5,9 @@
 // that the system delays does not delay the others; pieces start at multiples of the grain, so results of elementwise
 // work do not depend on the number of threads.
 //
+// Workers may be pinned, each to a CPU (common/host_threads.h chooses them); callers are left where they are. A CPU that
+// the system refuses leaves its worker free.
+//
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });
 #pragma once
@@ -20,18 +23,17 @@
 
 namespace patrickstar {
 
-// Processors this process may run on: the affinity mask, cut by the cgroup's CPU quota.
-int num_available_cpus();
-
 class ThreadPool {
  public:
-  // num_threads counts the calling thread; at least 1.
-  explicit ThreadPool(int num_threads);
+  // num_threads counts the calling thread; at least 1. Worker i is pinned to worker_cpus[i]; those beyond are free.
+  explicit ThreadPool(int num_threads, const std::vector<int>& worker_cpus = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+  // Where workers are pinned indeed.
+  const std::vector<int>& pinned_cpus() const { return pinned_cpus_; }
 
   // Calls fn(begin, end) on disjoint ranges that cover [0, size); each range starts at a multiple of
   // `grain`. Returns when all are done; rethrows the first exception.
@@ -42,6 +44,7 @@ class ThreadPool {
   void run_pieces();
 
   std::vector<std::thread> workers_;
+  std::vector<int> pinned_cpus_;
   std::mutex turn_;  // held by the caller whose job runs
   std::mutex mutex_;
   std::condition_variable start_;

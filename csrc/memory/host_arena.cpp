@@ -198,6 +198,7 @@ std::unique_ptr<HostArena::Region> HostArena::make_region(int64_t num_bytes) con
   region->num_bytes = round_up(num_bytes, kPage);
   region->data = map_memory(region->num_bytes);
   region->free.emplace(0, region->num_bytes);
+  if (hooks_.place) hooks_.place(region->data, region->num_bytes);
   if (hooks_.prepare) hooks_.prepare(region->data, region->num_bytes);
   return region;
 }

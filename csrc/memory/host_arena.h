@@ -35,9 +35,10 @@ struct HostBlock {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// What to do with a new region before use and with an old one before it is unmapped; both may be empty. `prepare` is
-// called by any thread.
+// What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes no
+// time and comes before anything touches the region; `prepare` may take seconds. Both are called by any thread.
 struct RegionHooks {
+  std::function<void(void* data, int64_t num_bytes)> place;
   std::function<void(void* data, int64_t num_bytes)> prepare;
   std::function<void(void* data, int64_t num_bytes)> dispose;
 };

@@ -1,10 +1,11 @@
 #include "runtime/runtime.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "common/check.h"
+#include "memory/interleave.h"
+#include "runtime/host_regions.h"
 #include "runtime/placement.h"
 
 namespace patrickstar {
@@ -14,7 +15,6 @@ namespace {
 // On CUDA PyTorch's allocator needs some room to round and to fragment.
 constexpr double kCudaSlackRatio = 0.04;
 constexpr double kCudaSlotWaste = 0.125;
-constexpr int64_t kTouchGrain = int64_t{2} << 20;
 
 std::unique_ptr<Backend> make_backend(const RuntimeOptions& options) {
 #ifdef PATRICKSTAR_WITH_CUDA
@@ -34,24 +34,6 @@ std::unique_ptr<optim::Compute> make_device_compute(const RuntimeOptions& option
 #endif
   (void)options;
   return nullptr;
-}
-
-int choose_num_threads(const RuntimeOptions& options) {
-  if (options.num_threads > 0) return options.num_threads;
-  // On CUDA one core is left to the thread that launches kernels.
-  return std::max(num_available_cpus() - (options.cuda_device >= 0 ? 1 : 0), 1);
-}
-
-// First touch by all threads, then pinning: what cudaHostRegister does alone takes three times as long.
-RegionHooks region_hooks(Backend& backend, ThreadPool& pool, bool pinned) {
-  if (!pinned) return {};
-  return {[&backend, &pool](void* data, int64_t num_bytes) {
-            pool.parallel_for(num_bytes, kTouchGrain, [&](int64_t begin, int64_t end) {
-              std::memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(end - begin));
-            });
-            backend.pin(data, num_bytes);
-          },
-          [&backend](void* data, int64_t num_bytes) { backend.unpin(data, num_bytes); }};
 }
 
 ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& layout) {
@@ -83,12 +65,17 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
                  const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options)
     : options_(options),
       backend_(make_backend(options)),
-      pool_(choose_num_threads(options)),
+      host_threads_(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
+      pool_(host_threads_.num_threads, host_threads_.worker_cpus),
       delays_(options.delays),
       host_compute_(optim::make_host_compute(pool_)),
       cuda_compute_(make_device_compute(options)),
       slots_(*backend_, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
-      arena_(options.host_limit_bytes, region_hooks(*backend_, pool_, options.cuda_device >= 0)),
+      interleaved_nodes_(nodes_to_interleave(host_threads_.nodes)),
+      arena_(options.host_limit_bytes,
+             make_region_hooks(*backend_, pool_,
+                               options.cuda_device >= 0 ? PageLocking::kForTransfers : PageLocking::kNone,
+                               interleaved_nodes_)),
       store_(std::move(layout), std::move(param_names)),
       tracer_(*backend_, store_, slots_),
       transfer_(*backend_, store_, tracer_, delays_),

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "common/host_threads.h"
 #include "runtime/access_tracker.h"
 #include "runtime/chunk_values.h"
 #include "runtime/counters.h"
@@ -34,7 +35,7 @@ struct RuntimeOptions : ResidencyOptions {
   // the least limit).
   int64_t ample_limit_bytes = kUnlimited;
   int64_t ample_extra_bytes = 0;
-  int num_threads = 0;  // 0: all available
+  HostThreadOptions host_threads;
   SpeculationMode speculation = SpeculationMode::kOff;
   StreamingMode streaming = StreamingMode::kOff;
 };
@@ -108,6 +109,9 @@ class Runtime {
   const TransferCounters& transfer_counters() { return transfer_.counters(); }
   Backend& backend() { return *backend_; }
   const HostArena& arena() const { return arena_; }
+  const ThreadPool& pool() const { return pool_; }
+  // NUMA nodes that the arena's pages are spread over; none where they lie as they are touched.
+  const std::vector<int>& interleaved_nodes() const { return interleaved_nodes_; }
   const ChunkStore& store() const { return store_; }
   const Timeline& last_timeline() const { return recorder_.last(); }
   const Plan& plan() const { return pager_->plan(); }
@@ -137,11 +141,13 @@ class Runtime {
   std::recursive_timed_mutex mutex_;
   bool closed_ = false;
   std::unique_ptr<Backend> backend_;
+  HostThreads host_threads_;
   ThreadPool pool_;
   QueueDelays delays_;
   std::unique_ptr<optim::Compute> host_compute_;
   std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
   SlotPool slots_;
+  std::vector<int> interleaved_nodes_;
   HostArena arena_;
   ChunkStore store_;
   StepTracer tracer_;

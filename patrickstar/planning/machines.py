@@ -12,6 +12,8 @@ import time
 import torch
 
 from patrickstar import _C
+from patrickstar.config import HostThreadsConfig
+from patrickstar.runtime_options import host_thread_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,9 @@ _REPEATS = 5
 
 
 def _host_adam_gparams(numel: int = 16 * 2**20) -> float:
-    threads = max(_C.num_available_cpus() - torch.cuda.is_available(), 1)
+    options = host_thread_options(HostThreadsConfig(), with_gpu=torch.cuda.is_available())
+    threads = _C.choose_host_threads(_C.read_cpu_topology(_C.allowed_cpus()), options)
+    pool = _C.ThreadPool(threads.num_threads, threads.worker_cpus)
     master, momentum, variance = (torch.zeros(numel) for _ in range(3))
     grad = torch.zeros(numel, dtype=torch.bfloat16)
     scalars = dict.fromkeys(("grad_scale", "decay", "inv_sqrt_bias_correction2", "eps", "step_size"), 1.0)
@@ -166,7 +170,7 @@ def _host_adam_gparams(numel: int = 16 * 2**20) -> float:
             grad.data_ptr(),
             _C.DType.BFLOAT16,
             numel,
-            threads,
+            pool,
             **scalars,
         )
 

@@ -1,0 +1,65 @@
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "bind/bind.h"
+#include "common/cpu_topology.h"
+#include "common/host_threads.h"
+#include "common/thread_pool.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+void register_topology(py::module_& module) {
+  module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
+  module.def("allowed_cpus", &allowed_cpus, "The calling thread's affinity mask, ascending.");
+  module.def("parse_cpu_list", &parse_cpu_list, py::arg("text"), "CPUs of the kernel's notation, \"0-3,8,10-11\".");
+  module.def("format_cpu_list", &format_cpu_list, py::arg("cpus"), "CPUs in the kernel's notation.");
+  module.def("read_cpu_topology", &read_cpu_topology, py::arg("cpus"), py::arg("root") = "",
+             "What /sys and /proc below root say about these CPUs (common/cpu_topology.h).");
+  py::class_<CpuTopology>(module, "CpuTopology", "The CPUs that a process may use (common/cpu_topology.h).")
+      .def_property_readonly("cpus",
+                             [](const CpuTopology& self) {
+                               py::list cpus;
+                               for (const Cpu& cpu : self.cpus) cpus.append(py::make_tuple(cpu.id, cpu.core, cpu.node));
+                               return cpus;
+                             })
+      .def_readonly("quota_cpus", &CpuTopology::quota_cpus);
+}
+
+void register_host_threads(py::module_& module) {
+  py::enum_<Affinity>(module, "Affinity").value("PINNED", Affinity::kPinned).value("FREE", Affinity::kFree);
+  py::enum_<LaunchingCore>(module, "LaunchingCore")
+      .value("RESERVED", LaunchingCore::kReserved)
+      .value("SHARED", LaunchingCore::kShared);
+  py::class_<HostThreadOptions>(module, "HostThreadOptions", "Which threads compute (common/host_threads.h).")
+      .def(py::init<>())
+      .def_readwrite("num_threads", &HostThreadOptions::num_threads)
+      .def_readwrite("affinity", &HostThreadOptions::affinity)
+      .def_readwrite("launching_core", &HostThreadOptions::launching_core)
+      .def_readwrite("sharing_index", &HostThreadOptions::sharing_index)
+      .def_readwrite("num_sharing", &HostThreadOptions::num_sharing);
+  py::class_<HostThreads>(module, "HostThreads", "Threads, where they are pinned, and their NUMA nodes.")
+      .def_readonly("num_threads", &HostThreads::num_threads)
+      .def_readonly("worker_cpus", &HostThreads::worker_cpus)
+      .def_readonly("nodes", &HostThreads::nodes);
+  module.def("choose_host_threads", &choose_host_threads, py::arg("topology"), py::arg("options"),
+             "How many threads compute, and on which CPUs (common/host_threads.h).");
+  py::class_<ThreadPool>(module, "ThreadPool", "Threads that split one range at a time (common/thread_pool.h).")
+      .def(py::init<int, const std::vector<int>&>(), py::arg("num_threads"),
+           py::arg("worker_cpus") = std::vector<int>{})
+      .def_property_readonly("num_threads", &ThreadPool::num_threads)
+      .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus);
+}
+
+}  // namespace
+
+void register_threads(py::module_& module) {
+  register_topology(module);
+  register_host_threads(module);
+}
+
+}  // namespace patrickstar::bind
