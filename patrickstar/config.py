@@ -99,8 +99,8 @@ class OptimizerConfig:
     """
     streaming: Streaming = Streaming.AUTO
     """Whether optimizer states that stay on the host may be updated by the GPU, through which they pass (14 bytes per
-    parameter up and as many down), beside the host's threads: ``"auto"`` (with a GPU; each chunk's update goes to
-    whoever will be done with it first by measured speeds), ``"always"`` or ``"never"``. It changes no number.
+    parameter up and as many down), beside the host's threads: ``"auto"`` (with a GPU, where the threads are
+    behind and measured speeds say that it helps), ``"always"`` or ``"never"``. It changes no number.
     """
 
 

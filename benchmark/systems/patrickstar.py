@@ -28,7 +28,7 @@ class Chunked:
 
     def __init__(self, job: Job):
         config = {
-            "optimizer": {"type": "AdamW", "params": ADAMW, "speculation": job.speculation},
+            "optimizer": {"type": "AdamW", "params": ADAMW, "speculation": job.speculation, "streaming": job.streaming},
             "bf16": {"enabled": True},
             "gradient_clipping": job.clipping,
             "default_chunk_size": _CHUNK_NUMEL,

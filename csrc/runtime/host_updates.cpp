@@ -19,7 +19,9 @@ HostUpdates::HostUpdates(Backend& backend, optim::Compute& compute, Tracer& trac
       compute_(compute),
       tracer_(tracer),
       delays_(delays),
-      rate_(kParamsPerSecondAndThread * num_threads) {}
+      rate_(kParamsPerSecondAndThread * num_threads),
+      alone_(rate_.params_per_second()),
+      beside_(rate_.params_per_second()) {}
 
 Event HostUpdates::submit(HostUpdate update) {
   rate_.submitted(update.numel());
@@ -44,7 +46,11 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
     restore_and_carry(update, compute_);
     compute_.adam(update.jobs);
   }
-  rate_.finished(update.numel(), std::chrono::duration<double>(TraceClock::now() - begin).count());
+  const double seconds = std::chrono::duration<double>(TraceClock::now() - begin).count();
+  rate_.finished(update.numel(), seconds);
+  UpdateRate& rate = neighbour_ != nullptr && neighbour_->is_busy() ? beside_ : alone_;
+  rate.submitted(update.numel());
+  rate.finished(update.numel(), seconds);
 }
 
 }  // namespace patrickstar

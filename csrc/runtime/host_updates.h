@@ -18,6 +18,11 @@ class HostUpdates final : public UpdateExecutor {
 
   Event submit(HostUpdate update) override;
   const UpdateRate& rate() const override { return rate_; }
+  // Before the first update: another executor, which needs the same host memory.
+  void set_neighbour(const UpdateRate& neighbour) { neighbour_ = &neighbour; }
+  // While the neighbour is idle, and while it is busy.
+  double params_per_second_alone() const { return alone_.params_per_second(); }
+  double params_per_second_beside() const { return beside_.params_per_second(); }
 
  private:
   void run(const HostUpdate& update, HostSpan* span);
@@ -27,6 +32,9 @@ class HostUpdates final : public UpdateExecutor {
   Tracer& tracer_;
   QueueDelays& delays_;
   UpdateRate rate_;
+  UpdateRate alone_;
+  UpdateRate beside_;
+  const UpdateRate* neighbour_ = nullptr;
   WorkQueue queue_;
 };
 

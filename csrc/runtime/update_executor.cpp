@@ -59,6 +59,11 @@ double UpdateRate::params_per_second() const {
   return seconds_ > 0 ? params_ / seconds_ : first_guess_;
 }
 
+bool UpdateRate::is_busy() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return waiting_ > 0;
+}
+
 double UpdateRate::seconds_until_done(int64_t numel) const {
   const double rate = params_per_second();
   const std::lock_guard<std::mutex> lock(mutex_);

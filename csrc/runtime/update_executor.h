@@ -73,6 +73,7 @@ class UpdateRate {
   // `seconds` is how long the executor was busy with it; 0: it was cancelled.
   void finished(int64_t numel, double seconds);
   double params_per_second() const;
+  bool is_busy() const;
   // For what is waiting and `numel` more.
   double seconds_until_done(int64_t numel) const;
 

@@ -1,6 +1,6 @@
 // Who updates the chunks whose states are on the host: the host's threads, or the device, through which the states pass.
-// Each update goes to whoever will be done with it first, by their measured speeds and by what waits there already. So
-// the device takes a share only when the host's threads are behind. Guarded by the runtime's lock.
+// An update goes to the device when the host's threads are far behind, the device would be done with it first, by measured
+// speeds and by what waits there already, and both together are faster than the host alone. Guarded by the runtime's lock.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace patrickstar {
 
 enum class StreamingMode : uint8_t {
   kOff,     // the host's threads do all updates
-  kAuto,    // whoever is done first does
+  kAuto,    // the device helps where the host's threads are behind
   kAlways,  // the device does all, as long as it has room for staging buffers
 };
 

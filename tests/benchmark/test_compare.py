@@ -24,6 +24,7 @@ JOB = Job(
     batch=2,
     clipping=0.0,
     speculation="auto",
+    streaming="auto",
     gpu_bytes=None,
     host_bytes=None,
     warmup=1,

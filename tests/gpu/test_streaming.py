@@ -32,7 +32,7 @@ def test_who_updates_changes_no_number(speculation):
 def test_random_delays():
     expected = train(WIDE, on_host("never", "never", gradient_clipping=0.1), steps=5)
     for seed in (1, 2):
-        config = on_host("always", "always", gradient_clipping=0.1, device_memory=300 * MIB)
+        config = on_host("always", "always", gradient_clipping=0.1, device_memory=400 * MIB)
         run = train(WIDE, {**config, "delays": {"max_random_us": 2000, "seed": seed}}, steps=5)
         assert run.report["num_streamed_updates"] > 0
         assert_same(run, expected)
