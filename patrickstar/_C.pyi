@@ -236,6 +236,26 @@ def simulate(
     bytes.
     """
 
+def choose_plan(
+    moments: list[dict[str, Any]],
+    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+    rates: Rates,
+    *,
+    compute_seconds: Sequence[float],
+    updates: Sequence[UpdateAt],
+    numels: Sequence[int],
+    limit_bytes: int,
+    payload_limit_bytes: int = ...,
+    least_tide_bytes: int = 0,
+    fixed_bytes: int = 0,
+    prefetch_bytes: int = 0,
+) -> dict[str, Any]:
+    """The plan of the least predicted step, over how much room prefetches get.
+
+    ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, and ``predicted`` as ``simulate``
+    gives it.
+    """
+
 class HostAllocations:
     """Context: CPU tensors made here are host memory, not memory of the simulated device."""
 
