@@ -55,8 +55,8 @@ class StepPlanner {
  private:
   enum class Stage : uint8_t {
     kUnmeasured,
-    kAsked,     // for a trace of the next step that begins
-    kTraced,    // in the step before this one
+    kAsked,   // for a trace of the next step that begins
+    kTraced,  // in the step before this one
     kMeasured,
   };
 
