@@ -319,6 +319,26 @@ def simulate(
     bytes.
     """
 
+def choose_plan(
+    moments: list[dict[str, Any]],
+    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+    rates: Rates,
+    *,
+    compute_seconds: Sequence[float],
+    updates: Sequence[UpdateAt],
+    numels: Sequence[int],
+    limit_bytes: int,
+    payload_limit_bytes: int = ...,
+    least_tide_bytes: int = 0,
+    fixed_bytes: int = 0,
+    prefetch_bytes: int = 0,
+) -> dict[str, Any]:
+    """The plan of the least predicted step, over how much room prefetches get.
+
+    ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, and ``predicted`` as ``simulate``
+    gives it.
+    """
+
 class HostAllocations:
     """Context: CPU tensors made here are host memory, not memory of the simulated device."""
 
@@ -439,7 +459,9 @@ class Runtime:
     def seal_storage(self, chunk: int, /) -> None: ...
     def write_values(self, param: int, kind: ArrayKind, values: int, where: Tier, /) -> None: ...
     def read_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
-    def adopt_timeline(self, moments: list[dict[str, Any]], /) -> None: ...
+    def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
+        """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
+
     def release_chunk(self, chunk: int, /) -> None: ...
     def close(self) -> None: ...
     @property
@@ -483,10 +505,11 @@ class Runtime:
         """The traced step, once; None before it is over. Waits for the updates that it started.
 
         ``outcome``, ``seconds``, ``optimizer_begin_seconds``, ``device_limit_bytes``; ``moments``, as in ``timeline``:
-        ``{"phase", "acquired": [(chunk, kind)], "begin_seconds", "seconds", "stalled_seconds", "compute_seconds",
-        "tide_peak_bytes", "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``: ``{"track", "cause",
-        "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``; ``samples``:
-        ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first forward.
+        ``{"phase", "acquired": [(chunk, kind)], "launched_seconds", "begin_seconds", "seconds", "stalled_seconds",
+        "compute_seconds", "tide_peak_bytes", "tide_bytes", "idle_bytes", "payload_bytes": {kind: int}}``; ``spans``:
+        ``{"track", "cause", "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``;
+        ``samples``: ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first
+        forward.
         """
 
     def report(self) -> dict[str, Any]: ...
@@ -502,6 +525,14 @@ class Runtime:
 
     def plan_problem(self) -> dict[str, Any]:
         """What the current plan solves: the arguments of ``make_plan`` for the last timeline."""
+
+    def step_times(self) -> dict[str, Any] | None:
+        """What a measured step takes: ``rates``, and the ``compute_seconds`` by moment and ``updates`` by chunk of
+        ``simulate``. None before one was measured.
+        """
+
+    def predicted_step(self) -> dict[str, Any] | None:
+        """The step that the current plan is predicted to give, as ``simulate`` says it. None without times."""
 
 class optim:
     """Adam's leaf kernels and the loss scaler (a submodule)."""

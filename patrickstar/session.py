@@ -29,6 +29,7 @@ from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import Budgets, make_budgets
 from patrickstar.observer import Observer
+from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import (
     ChunkSize,
@@ -118,7 +119,7 @@ class Session:
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
         if saved is not None:
-            self.runtime.adopt_timeline(saved.timeline)
+            self.runtime.adopt_timeline(saved.timeline, saved.times.as_core() if saved.times is not None else None)
         self._in_backward = False
         self._num_pressure_evictions = 0
         self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
@@ -356,7 +357,16 @@ class Session:
         if not timeline:
             raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
         on_device = [self.runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(self.layout.num_chunks)]
-        return plan_of(self.layout, timeline, on_device, self.runtime.plan_problem(), self.runtime.plan())
+        times, predicted = self.runtime.step_times(), self.runtime.predicted_step()
+        return plan_of(
+            self.layout,
+            timeline,
+            on_device,
+            self.runtime.plan_problem(),
+            self.runtime.plan(),
+            StepTimes.of_core(times) if times is not None else None,
+            Prediction(**predicted) if predicted is not None else None,
+        )
 
     def close(self) -> None:
         """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""

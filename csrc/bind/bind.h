@@ -11,6 +11,7 @@
 
 #include "common/timeline.h"
 #include "plan/planner.h"
+#include "plan/simulator.h"
 #include "trace/step_tracer.h"
 
 namespace patrickstar::bind {
@@ -39,5 +40,7 @@ Plan parse_plan(const pybind11::dict& plan);
 // {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 std::vector<ArrayCost> parse_costs(const CostMap& costs);
+// A step of the simulator.
+pybind11::dict describe_step(const SimulatedStep& step);
 
 }  // namespace patrickstar::bind

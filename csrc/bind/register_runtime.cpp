@@ -130,6 +130,7 @@ py::dict report(Runtime& self) {
   result["num_device_state_chunks"] = self.num_device_state_chunks();
   result["planned_uploaded_bytes"] = self.plan().uploaded_bytes;
   result["planned_downloaded_bytes"] = self.plan().downloaded_bytes;
+  result["predicted_step_seconds"] = self.predicted_step() ? py::cast(self.predicted_step()->seconds) : py::none();
   return result;
 }
 
@@ -141,6 +142,27 @@ py::object take_trace(Runtime& self) {
     trace = self.take_trace();
   }
   return trace ? py::object(describe_trace(*trace)) : py::none();
+}
+
+// {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt]}: the simulator's arguments.
+py::object step_times(const Runtime& self) {
+  const std::optional<StepTimes>& times = self.step_times();
+  if (!times) return py::none();
+  py::dict result;
+  result["rates"] = times->rates;
+  result["compute_seconds"] = times->shape.compute_seconds;
+  result["updates"] = times->shape.updates;
+  return result;
+}
+
+void adopt_timeline(Runtime& self, const py::list& moments, const py::object& times) {
+  std::optional<StepTimes> parsed;
+  if (!times.is_none()) {
+    parsed = {
+        times["rates"].cast<Rates>(),
+        {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<UpdateAt>>(), {}}};
+  }
+  self.adopt_timeline(parse_timeline(moments), std::move(parsed));
 }
 
 }  // namespace
@@ -175,8 +197,7 @@ void register_runtime(py::module_& module) {
             self.read_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
-      .def("adopt_timeline",
-           [](Runtime& self, const py::list& moments) { self.adopt_timeline(parse_timeline(moments)); })
+      .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
       .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
@@ -226,7 +247,11 @@ void register_runtime(py::module_& module) {
                               ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
       .def("timeline", [](const Runtime& self) { return describe_timeline(self.last_timeline()); })
       .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); })
-      .def("plan_problem", [](const Runtime& self) { return describe_problem(self.plan_problem()); });
+      .def("plan_problem", [](const Runtime& self) { return describe_problem(self.plan_problem()); })
+      .def("step_times", &step_times)
+      .def("predicted_step", [](const Runtime& self) {
+        return self.predicted_step() ? py::object(describe_step(*self.predicted_step())) : py::none();
+      });
 }
 
 }  // namespace patrickstar::bind

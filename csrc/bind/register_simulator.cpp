@@ -1,13 +1,12 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
+#include "plan/plan_choice.h"
 #include "plan/simulator.h"
 
 namespace py = pybind11;
 
 namespace patrickstar::bind {
-
-namespace {
 
 py::dict describe_step(const SimulatedStep& step) {
   constexpr const char* causes[kNumShortages] = {"upload", "memory", "host_update", "launch"};
@@ -25,6 +24,31 @@ py::dict describe_step(const SimulatedStep& step) {
   result["downloaded_bytes"] = step.downloaded_bytes;
   result["peak_bytes"] = step.peak_bytes;
   return result;
+}
+
+namespace {
+
+void register_choice(py::module_& module) {
+  module.def(
+      "choose_plan",
+      [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
+         std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t payload_limit_bytes,
+         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
+        const Timeline timeline = parse_timeline(moments);
+        const PlanProblem problem{&timeline,   parse_costs(costs),  limit_bytes,   least_tide_bytes,
+                                  fixed_bytes, payload_limit_bytes, prefetch_bytes};
+        const PlanChoice choice =
+            choose_plan(problem, rates, {std::move(compute_seconds), std::move(updates), std::move(numels)});
+        py::dict result;
+        result["plan"] = describe_plan(choice.plan);
+        result["prefetch_bytes"] = choice.prefetch_bytes;
+        result["predicted"] = describe_step(choice.predicted);
+        return result;
+      },
+      py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
+      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("payload_limit_bytes") = INT64_MAX,
+      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
+      "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
 }
 
 }  // namespace
@@ -65,6 +89,7 @@ void register_simulator(py::module_& module) {
       py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
       "numels: by chunk.");
+  register_choice(module);
 }
 
 }  // namespace patrickstar::bind

@@ -27,6 +27,7 @@ py::dict describe_moment(const TracedMoment& moment) {
   fields["phase"] = moment.phase;
   fields["tide_peak_bytes"] = moment.tide_peak_bytes;
   fields["acquired"] = acquired;
+  fields["launched_seconds"] = moment.launched_seconds;
   fields["begin_seconds"] = moment.begin_seconds;
   fields["seconds"] = moment.seconds;
   fields["stalled_seconds"] = moment.stalled_seconds;

@@ -79,6 +79,12 @@ void HostArena::prepare_ahead() {
   }
 }
 
+bool HostArena::is_preparing() const {
+  return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& reserved) {
+    return reserved->done != nullptr && !static_cast<HostEvent&>(*reserved->done).is_complete();
+  });
+}
+
 void HostArena::release_reserved() {
   abandoned_ = true;
   for (const auto& reserved : reserved_) {

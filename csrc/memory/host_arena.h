@@ -60,6 +60,8 @@ class HostArena {
   int64_t unreserved_bytes() const { return limit_bytes_ - mapped_bytes_ - reserved_bytes_; }
   // Starts to map what is reserved.
   void prepare_ahead();
+  // Whether regions are being mapped and pinned ahead right now.
+  bool is_preparing() const;
   // Forgets what is reserved and not in use.
   void release_reserved();
 

@@ -113,7 +113,7 @@ void Sweep::hoist_fetches() {
       const auto fits = [&](size_t s) {
         const auto& evicted = plan_.moments[s].evict;
         return ahead[s] + bytes <= problem_.prefetch_bytes &&
-               occupied_[s] + ahead[s] + bytes <= room(s) + problem_.prefetch_bytes && !needed_[s].count(id.index()) &&
+               occupied_[s] + ahead[s] + bytes <= room_bytes(problem_, s) && !needed_[s].count(id.index()) &&
                std::find(evicted.begin(), evicted.end(), id) == evicted.end();
       };
       size_t start = t;
@@ -191,10 +191,7 @@ void Sweep::evict(const std::vector<int>& arrays, std::vector<ArrayId>& evicted)
 }
 
 int64_t Sweep::room(size_t t) const {
-  int64_t room = problem_.payload_limit_bytes;
-  if (problem_.limit_bytes != INT64_MAX) {
-    room = std::min(room, problem_.limit_bytes - problem_.fixed_bytes - tide(t));
-  }
+  const int64_t room = room_bytes(problem_, t);
   return room == INT64_MAX ? room : room - problem_.prefetch_bytes;
 }
 
@@ -232,6 +229,12 @@ std::set<int> Sweep::survivors() const {
 }
 
 }  // namespace
+
+int64_t room_bytes(const PlanProblem& problem, size_t moment) {
+  if (problem.limit_bytes == INT64_MAX) return problem.payload_limit_bytes;
+  const int64_t tide = std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
+  return std::min(problem.payload_limit_bytes, problem.limit_bytes - problem.fixed_bytes - tide);
+}
 
 Plan make_plan(const PlanProblem& problem) {
   // A step starts with what the step before left; the second sweep has reached that steady state.

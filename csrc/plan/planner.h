@@ -15,6 +15,7 @@
 // Nothing here is shared; any thread may call it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -57,5 +58,8 @@ struct Plan {
 };
 
 Plan make_plan(const PlanProblem& problem);
+
+// What planned payloads may take at a moment, prefetches included; INT64_MAX when nothing limits them.
+int64_t room_bytes(const PlanProblem& problem, size_t moment);
 
 }  // namespace patrickstar

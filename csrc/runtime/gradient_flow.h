@@ -57,6 +57,8 @@ class GradientFlow {
   // kGradSum when micro-batches were accumulated, else kGrad.
   ArrayKind source(ChunkId chunk) const;
   bool pending() const { return num_backwards_ > 0; }
+  // The last complete step had several micro-batches, and the next is expected to.
+  bool accumulates() const { return accumulates_; }
 
  private:
   struct ChunkProgress {

@@ -30,6 +30,9 @@ class OptimizerStep {
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale);
 
+  // Whether the chunk's updates on the host start ahead of the step, from step to step.
+  bool updates_early(ChunkId chunk) const { return speculation_.commits() || speculation_.succeeds(chunk); }
+
   void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
   int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
   void set_step_count(ParamId param, int64_t count);

@@ -51,6 +51,8 @@ class Residency {
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   PlanProblem plan_problem(const Timeline& last) const;
+  // Whether transfers take time that compute can hide, and memory may be given to that.
+  bool prefetches_far() const { return options_.partition == Partition::kTide && device_budget().prefetches_far; }
 
   // Where the chunk's optimizer states are kept.
   Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }

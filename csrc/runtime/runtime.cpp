@@ -43,22 +43,6 @@ ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& 
   return residency;
 }
 
-bool same_structure(const Timeline& a, const Timeline& b) {
-  return std::equal(
-      a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
-        return x.phase == y.phase && x.acquired == y.acquired &&
-               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
-                          [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
-      });
-}
-
-bool tide_rose(const Timeline& before, const Timeline& now) {
-  for (size_t t = 0; t < now.moments.size(); ++t) {
-    if (now.moments[t].tide_peak_bytes > before.moments[t].tide_peak_bytes) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
@@ -78,13 +62,15 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
                                interleaved_nodes_)),
       store_(std::move(layout), std::move(param_names)),
       tracer_(*backend_, store_, slots_),
+      traces_(tracer_),
       transfer_(*backend_, store_, tracer_, delays_),
       pager_(std::make_unique<Pager>(core())),
       tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
       gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
       step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_, options.speculation, options.streaming)),
       values_(std::make_unique<ChunkValues>(core(), *pager_)),
-      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options, store_.layout()))) {
+      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options, store_.layout()))),
+      planner_(std::make_unique<StepPlanner>(core(), *pager_, *residency_, *step_, *gradients_, traces_)) {
   const int64_t working_set = working_set_bytes(store_.layout(), module_params);
   PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
            options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
@@ -157,13 +143,13 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   values_->read(param, kind, values);
 }
 
-void Runtime::adopt_timeline(Timeline timeline) {
+void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
   const Entry entry(*this);
   PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");
   recorder_.set_last(std::move(timeline));
   residency_->place_in_margin(recorder_.last());
   residency_->limit_payloads(recorder_.last());
-  make_next_plan({});
+  planner_->adopt(std::move(times));
 }
 
 void Runtime::release_chunk(ChunkId chunk) {
@@ -185,6 +171,7 @@ void Runtime::begin_forward(Tracking tracking) {
     backend_->take_tide_peak();
     pager_->restart_replay();
     arena_.prepare_ahead();  // the moments' memory, beside the first step
+    planner_->begin_step();
     tracer_.begin_step();
   }
 }
@@ -321,7 +308,7 @@ void Runtime::clear_gradient(ParamId param) {
 
 void Runtime::forget_plan() {
   const Entry entry(*this);
-  pager_->set_plan({}, {});
+  planner_->forget_plan();
 }
 
 bool Runtime::has_gradient(ParamId param) {
@@ -336,12 +323,12 @@ bool Runtime::gradients_pending() {
 
 void Runtime::start_trace() {
   const Entry entry(*this);
-  tracer_.arm();
+  traces_.ask(TraceReader::kUser);
 }
 
 std::optional<StepTrace> Runtime::take_trace() {
   const Entry entry(*this);
-  return tracer_.take();
+  return traces_.take(TraceReader::kUser);
 }
 
 void Runtime::forget_running_step() {
@@ -367,15 +354,9 @@ void Runtime::finish_step(StepOutcome outcome) {
     backend_->set_limit_policy(LimitPolicy::kEnforce);
     step_->choose_speculation();
   }
-  residency_->limit_payloads(recorder_.last());
-  make_next_plan(previous);
   tracer_.end_step(recorder_.last(), outcome);
-}
-
-void Runtime::make_next_plan(const Timeline& previous) {
-  const Timeline& last = recorder_.last();
-  if (!pager_->plan().moments.empty() && same_structure(previous, last) && !tide_rose(previous, last)) return;
-  pager_->set_plan(make_plan(residency_->plan_problem(last)), NextUse(last, store_.num_arrays()));
+  residency_->limit_payloads(recorder_.last());
+  planner_->end_step(previous);
 }
 
 int Runtime::num_device_state_chunks() const {

@@ -24,7 +24,8 @@
 #include "runtime/optimizer_step.h"
 #include "runtime/pager.h"
 #include "runtime/residency.h"
-#include "trace/step_tracer.h"
+#include "runtime/step_planner.h"
+#include "trace/trace_requests.h"
 
 namespace patrickstar {
 
@@ -56,9 +57,10 @@ class Runtime {
   // compute value. What is read goes to host memory.
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
-  // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says. The first step then
-  // replays a plan; where it departs from it, it fetches on demand as any step does.
-  void adopt_timeline(Timeline timeline);
+  // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
+  // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
+  // does.
+  void adopt_timeline(Timeline timeline, std::optional<StepTimes> times);
   // Forgets all arrays of a chunk (a model that leaves its engine).
   void release_chunk(ChunkId chunk);
   // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError:
@@ -116,7 +118,10 @@ class Runtime {
   const Timeline& last_timeline() const { return recorder_.last(); }
   const Plan& plan() const { return pager_->plan(); }
   // What a plan for the last timeline has to solve.
-  PlanProblem plan_problem() const { return residency_->plan_problem(recorder_.last()); }
+  PlanProblem plan_problem() const { return planner_->problem(); }
+  // What a step takes, and what the next one is predicted to take; none before a step was measured.
+  const std::optional<StepTimes>& step_times() const { return planner_->times(); }
+  const std::optional<SimulatedStep>& predicted_step() const { return planner_->predicted(); }
   int num_device_state_chunks() const;
   int64_t payload_bytes() const { return slots_.used_bytes(); }
   void reset_report();
@@ -135,7 +140,6 @@ class Runtime {
   void check_least_limit(const char* when);
   void finish_step(StepOutcome outcome);
   void forget_running_step();
-  void make_next_plan(const Timeline& previous);
 
   RuntimeOptions options_;
   std::recursive_timed_mutex mutex_;
@@ -151,6 +155,7 @@ class Runtime {
   HostArena arena_;
   ChunkStore store_;
   StepTracer tracer_;
+  TraceRequests traces_;
   TransferEngine transfer_;
   Recorder recorder_;
   Counters counters_;
@@ -160,6 +165,7 @@ class Runtime {
   std::unique_ptr<OptimizerStep> step_;
   std::unique_ptr<ChunkValues> values_;
   std::unique_ptr<Residency> residency_;
+  std::unique_ptr<StepPlanner> planner_;
   bool warmed_up_ = false;
 };
 

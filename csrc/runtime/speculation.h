@@ -60,7 +60,11 @@ class Speculation {
   // the host.
   bool must_choose() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_ && chosen_.empty(); }
   void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
-  bool wants(ChunkId chunk) const { return active_ && !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
+  bool wants(ChunkId chunk) const { return active_ && chooses(chunk); }
+  // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
+  bool succeeds(ChunkId chunk) const {
+    return mode_ == SpeculationMode::kOn && !paused_for_memory_ && failures_ == 0 && chooses(chunk);
+  }
 
   // Memory for a chunk's new values: false when there is none, or not yet.
   bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
@@ -82,6 +86,7 @@ class Speculation {
     NewStates states;
     std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
   };
+  bool chooses(ChunkId chunk) const { return !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
   void free_completed();
   void free(const NewStates& states);
 

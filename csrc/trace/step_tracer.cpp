@@ -89,6 +89,7 @@ void StepTracer::do_begin_moment(Phase phase, const std::vector<ArrayId>& acquir
   OpenMoment moment;
   moment.moment.phase = phase;
   moment.moment.acquired = acquired;
+  moment.launched = TraceClock::now();
   moment.begin = backend_.mark(Queue::kCompute);
   moment.begin_sample = moment.settled_sample = samples_.size();
   moments_.push_back(std::move(moment));
@@ -147,6 +148,7 @@ void StepTracer::resolve_moments(StepTrace& trace) {
     const OpenMoment& open = moments_[t];
     const bool last = t + 1 == moments_.size();
     TracedMoment moment = open.moment;
+    moment.launched_seconds = seconds_at(open.launched);
     moment.begin_seconds = seconds_at(open.begin);
     const double end = last ? trace.optimizer_begin_seconds : seconds_at(moments_[t + 1].begin);
     moment.seconds = end - moment.begin_seconds;

@@ -60,6 +60,7 @@ struct MemorySample {
 struct TracedMoment {
   Phase phase = Phase::kForward;
   std::vector<ArrayId> acquired;
+  double launched_seconds = 0;  // when the calling thread got there, which runs ahead of the device
   double begin_seconds = 0;
   double seconds = 0;           // until the next moment, or the optimizer's step
   double stalled_seconds = 0;   // of these
@@ -92,6 +93,8 @@ class StepTracer final : public Tracer {
   void end_step(const Timeline& timeline, StepOutcome outcome);
   // The step was given up: the next one is traced instead.
   void abandon();
+  // The traced step is over and not taken yet.
+  bool is_complete() const { return stage_ == Stage::kComplete; }
   // The traced step, once; nothing before it is over. Waits for what it started.
   std::optional<StepTrace> take();
 
@@ -122,6 +125,7 @@ class StepTracer final : public Tracer {
   };
   struct OpenMoment {
     TracedMoment moment;
+    TraceClock::time_point launched = {};
     Mark begin;
     size_t begin_sample = 0;    // the first after it began
     size_t settled_sample = 0;  // the first after its arrays were there

@@ -9,8 +9,9 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.config import Speculation
 from patrickstar.planning.machines import Machine
-from patrickstar.planning.step_plan import Plan, make_step_plan
-from patrickstar.planning.timeline import itemsize, make_timeline
+from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
+from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
 
 # As csrc/runtime: what PyTorch's allocator needs to round and to fragment (runtime.cpp), what states may take of the
@@ -19,72 +20,6 @@ from patrickstar.planning.uses import StepUses
 _CUDA_SLACK = 0.04
 _INITIAL_DEVICE_SHARE = 0.9
 _RESERVED_GRADIENTS = 4
-
-_WHAT_HELPS = {
-    "compute": "a faster GPU; transfers and updates are hidden",
-    "upload": "more device memory or a larger batch (more work per uploaded byte)",
-    "download": "more device memory or a larger batch (more work per downloaded byte)",
-    "host_adam": "more device memory (states on the GPU), more or faster cores, or a larger batch",
-    "memory": "more device memory, or smaller chunks: fetches wait for memory that is still in use",
-    "host_update": "more host memory (updates start in backward) or more device memory",
-    "launch": "a larger batch: the step is too short for its synchronisation",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """A step in the steady state."""
-
-    seconds: float
-    """Of the step."""
-    compute_seconds: float
-    """Forward and backward on the GPU, when nothing waits."""
-    device_adam_seconds: float
-    """Updates on the GPU."""
-    upload_seconds: float
-    """The upload queue is busy."""
-    download_seconds: float
-    """The download queue is busy."""
-    host_adam_seconds: float
-    """The host updates."""
-    stall_seconds: dict[str, float]
-    """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``."""
-    uploaded_bytes: int
-    """Per step."""
-    downloaded_bytes: int
-    """Per step."""
-    peak_bytes: int
-    """Of the device."""
-
-    @property
-    def roofline(self) -> dict[str, float]:
-        """Seconds that each resource is busy: no step is shorter than the longest."""
-        return {
-            "compute": self.compute_seconds + self.device_adam_seconds,
-            "upload": self.upload_seconds,
-            "download": self.download_seconds,
-            "host_adam": self.host_adam_seconds,
-        }
-
-    @property
-    def bound(self) -> str:
-        """What bounds the step: the longest of the roofline, or where none fills 90 % of the step, what the GPU waits
-        for most.
-        """
-        name = max(self.roofline, key=lambda key: self.roofline[key])
-        if self.roofline[name] >= 0.9 * self.seconds:
-            return name
-        return max(self.stall_seconds, key=lambda key: self.stall_seconds[key])
-
-    @property
-    def what_helps(self) -> str:
-        """What would make the step shorter."""
-        return _WHAT_HELPS[self.bound]
-
-    def roofline_line(self) -> str:
-        """The roofline in one line."""
-        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in self.roofline.items())
-        return f"roofline: {parts}; {self.bound.replace('_', ' ')} bounds the step of {self.seconds:.3f} s"
 
 
 def predict(
@@ -106,15 +41,6 @@ def predict(
     Raises:
         ValueError: sizes do not agree or a rate is not positive.
     """
-    limit = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
-    updates = []
-    for index, chunk in enumerate(plan.chunks):
-        if not chunk.trainable:
-            updates.append(_C.UpdateAt.NEVER)
-        elif chunk.states_on_device:
-            updates.append(_C.UpdateAt.DEVICE_AFTER_NORM)
-        else:
-            updates.append(_C.UpdateAt.HOST_AT_RETIRE if index < limit else _C.UpdateAt.HOST_AFTER_NORM)
     problem = plan.problem
     step = _C.simulate(
         plan.timeline,
@@ -122,7 +48,7 @@ def predict(
         plan.as_core(),
         rates,
         compute_seconds=list(compute_seconds),
-        updates=updates,
+        updates=_updates(plan.chunks, num_speculated_chunks),
         numels=[chunk.numel for chunk in plan.chunks],
         **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes")},
     )
@@ -196,29 +122,79 @@ def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: S
         )
     on_device = _place(layout, all_on_host, largest_grad, budget, setting)
     timed = make_timeline(uses, layout, on_device)
-    plan = make_step_plan(layout, timed.moments, on_device, _C.pose_problem(layout, timed.moments, on_device, budget))
+    host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
+    room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
+    planned = planned_chunks(layout, on_device)
+    first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
+        setting.speculation, _first_without_room(planned, homes, room)
+    )
+    plan, clipped_plan = (
+        _choose_plan(layout, timed, on_device, budget, machine.rates(), num_early) for num_early in (first_late, 0)
+    )
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
             f"cpu-mem is {setting.host_bytes} bytes, which leaves so many optimizer states to the GPU that a step "
             f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest_grad}, or gpu-mem"
         )
-    host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
-    room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
-    first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
-        setting.speculation, _first_without_room(plan, homes, room)
-    )
     return Case(
         chunk_numel=layout.chunk_numel,
         plan=plan,
         num_device_state_chunks=sum(on_device),
-        num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in plan.chunks[:first_late]),
+        num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in planned[:first_late]),
         host_bytes=host_bytes,
         least_device_bytes=least,
         least_host_bytes=sum(homes) + largest_grad,
         waste_bytes=timed.waste_bytes,
-        step=predict(plan, timed.seconds, machine.rates(), num_speculated_chunks=first_late),
-        clipped_step=predict(plan, timed.seconds, machine.rates(), num_speculated_chunks=0),
+        step=plan.prediction,
+        clipped_step=clipped_plan.prediction,
     )
+
+
+def _choose_plan(
+    layout: _C.Layout,
+    timed: TimedTimeline,
+    on_device: Sequence[bool],
+    budget: _C.DeviceBudget,
+    rates: _C.Rates,
+    num_early: int,
+) -> Plan:
+    """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h), with ``num_early``
+    chunks, from the first on, updated during backward.
+    """
+    problem = _C.pose_problem(layout, timed.moments, on_device, budget)
+    chunks = planned_chunks(layout, on_device)
+    updates = _updates(chunks, num_early)
+    choice = _C.choose_plan(
+        timed.moments,
+        rates=rates,
+        compute_seconds=timed.seconds,
+        updates=updates,
+        numels=[chunk.numel for chunk in chunks],
+        **problem,
+    )
+    return plan_of(
+        layout,
+        timed.moments,
+        on_device,
+        {**problem, "prefetch_bytes": choice["prefetch_bytes"]},
+        choice["plan"],
+        StepTimes.of_core({"rates": rates, "compute_seconds": timed.seconds, "updates": updates}),
+        Prediction(**choice["predicted"]),
+    )
+
+
+def _updates(chunks: Sequence[PlannedChunk], num_early: int | None) -> list[_C.UpdateAt]:
+    """By chunk; those from the first on whose states are on the host are updated during backward. None: all."""
+    limit = len(chunks) if num_early is None else num_early
+    updates = []
+    for index, chunk in enumerate(chunks):
+        if not chunk.trainable:
+            updates.append(_C.UpdateAt.NEVER)
+        elif chunk.states_on_device:
+            updates.append(_C.UpdateAt.DEVICE_AFTER_NORM)
+        else:
+            updates.append(_C.UpdateAt.HOST_AT_RETIRE if index < limit else _C.UpdateAt.HOST_AFTER_NORM)
+    return updates
 
 
 def _place(
@@ -235,15 +211,15 @@ def _place(
     return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
 
 
-def _first_without_room(plan: Plan, homes: Sequence[int], room: int) -> int:
+def _first_without_room(chunks: Sequence[PlannedChunk], homes: Sequence[int], room: int) -> int:
     """The first chunk whose new values find no host memory: those before it are updated during backward
     (csrc/runtime/speculation.cpp).
     """
-    for index, (chunk, home) in enumerate(zip(plan.chunks, homes, strict=True)):
+    for index, (chunk, home) in enumerate(zip(chunks, homes, strict=True)):
         room -= home if chunk.trainable and not chunk.states_on_device else 0
         if room < 0:
             return index
-    return len(plan.chunks)
+    return len(chunks)
 
 
 def _grad_bytes(chunk: Mapping) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar import _C
+from patrickstar.planning.predicted_step import Prediction, StepTimes
 
-VERSION = 1
+VERSION = 2
 _FORMAT = "patrickstar.plan"
 _GIB = 2**30
 
@@ -47,6 +48,10 @@ class Plan:
     """Per step."""
     least_limit_bytes: int
     """The smallest limit under which every moment fits."""
+    times: StepTimes | None = None
+    """What it was chosen by; None: by its moments alone, since no step was measured."""
+    prediction: Prediction | None = None
+    """The step that it is predicted to give by these times."""
 
     @property
     def tide_peak_bytes(self) -> int:
@@ -110,6 +115,7 @@ class Plan:
         if version != VERSION:
             raise ValueError(f"{path} is a plan of version {version}, this PatrickStar reads {VERSION}; write it again")
         try:
+            times, prediction = fields.pop("times"), fields.pop("prediction")
             plan = cls(
                 chunks=tuple(PlannedChunk(**chunk) for chunk in fields.pop("chunks")),
                 timeline=[_core_moment(moment) for moment in fields.pop("timeline")],
@@ -118,9 +124,12 @@ class Plan:
                     **fields["problem"],
                     "costs": {_core(cost): tuple(cost[2:]) for cost in fields.pop("problem")["costs"]},
                 },
+                times=None if times is None else StepTimes(**times),
+                prediction=None if prediction is None else Prediction(**prediction),
                 **fields,
             )
             plan._check_chunks()
+            plan._check_times()
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"{path} is a damaged plan: {type(error).__name__} {error}; write it again") from error
         return plan
@@ -131,6 +140,14 @@ class Plan:
                 if not 0 <= chunk < len(self.chunks):
                     raise IndexError(f"a moment uses chunk {chunk} of {len(self.chunks)}")
 
+    def _check_times(self) -> None:
+        if self.times is None:
+            return
+        self.times.as_core()
+        given = (len(self.times.compute_seconds), len(self.times.updates))
+        if given != (len(self.timeline), len(self.chunks)):
+            raise IndexError(f"times of {given[0]} moments and {given[1]} chunks")
+
     def __str__(self) -> str:
         """A table: one line per run of moments that move nothing, one per moment that moves something."""
         resident = sum(chunk.states_on_device for chunk in self.chunks)
@@ -139,6 +156,7 @@ class Plan:
             f"({resident} with optimizer states on the device)",
             f"per step {self.uploaded_bytes / _GIB:.3f} GiB up, {self.downloaded_bytes / _GIB:.3f} GiB down; "
             f"tide up to {self.tide_peak_bytes / _GIB:.3f} GiB; fits from {self.least_limit_bytes / _GIB:.3f} GiB on",
+            *([self.prediction.roofline_line()] if self.prediction is not None else []),
             f"{'moment':>8}  {'phase':8}  {'tide MiB':>9}  uses | evicts | fetches | prefetches",
         ]
         for index, (moment, step) in enumerate(zip(self.timeline, self.steps, strict=True)):
@@ -155,33 +173,35 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_step_plan(
-    layout: _C.Layout, timeline: list[dict[str, Any]], states_on_device: Sequence[bool], problem: dict[str, Any]
-) -> Plan:
-    """Solves ``problem`` (from ``_C.pose_problem``) for ``timeline``."""
-    return plan_of(layout, timeline, states_on_device, problem, _C.make_plan(timeline, **problem))
-
-
 def plan_of(
     layout: _C.Layout,
     timeline: list[dict[str, Any]],
     states_on_device: Sequence[bool],
     problem: dict[str, Any],
     plan: Mapping[str, Any],
+    times: StepTimes | None = None,
+    prediction: Prediction | None = None,
 ) -> Plan:
     """The object for a plan that the core gave."""
-    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     return Plan(
-        chunks=tuple(
-            PlannedChunk(chunk["numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
-            for chunk, on_device in zip(chunks, states_on_device, strict=True)
-        ),
+        chunks=planned_chunks(layout, states_on_device),
         timeline=timeline,
         steps=plan["moments"],
         problem=problem,
         uploaded_bytes=plan["uploaded_bytes"],
         downloaded_bytes=plan["downloaded_bytes"],
         least_limit_bytes=plan["least_limit_bytes"],
+        times=times,
+        prediction=prediction,
+    )
+
+
+def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple[PlannedChunk, ...]:
+    """What a plan says of the chunks of ``layout``."""
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    return tuple(
+        PlannedChunk(chunk["numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
+        for chunk, on_device in zip(chunks, states_on_device, strict=True)
     )
 
 

@@ -1,0 +1,143 @@
+#include "runtime/step_planner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+#include "runtime/step_measurement.h"
+
+namespace patrickstar {
+
+namespace {
+
+// The first makes optimizer states, the second what updates ahead of the step need.
+constexpr int64_t kWarmupSteps = 2;
+
+bool same_structure(const Timeline& a, const Timeline& b) {
+  return std::equal(
+      a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
+        return x.phase == y.phase && x.acquired == y.acquired &&
+               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
+                          [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
+      });
+}
+
+bool tide_rose(const Timeline& before, const Timeline& now) {
+  for (size_t t = 0; t < now.moments.size(); ++t) {
+    if (now.moments[t].tide_peak_bytes > before.moments[t].tide_peak_bytes) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+StepPlanner::StepPlanner(Core core, Pager& pager, const Residency& residency, const OptimizerStep& optimizer,
+                         const GradientFlow& gradients, TraceRequests& traces)
+    : core_(core),
+      pager_(pager),
+      residency_(residency),
+      optimizer_(optimizer),
+      gradients_(gradients),
+      traces_(traces) {}
+
+void StepPlanner::begin_step() {
+  if (stage_ != Stage::kUnmeasured || num_steps_ < kWarmupSteps || !alike_) return;
+  if (!residency_.prefetches_far() || core_.arena.is_preparing()) return;
+  traces_.ask(TraceReader::kPlanner);
+  stage_ = Stage::kAsked;
+}
+
+void StepPlanner::end_step(const Timeline& previous) {
+  ++num_steps_;
+  const bool alike = same_structure(previous, core_.recorder.last());
+  alike_ = alike;
+  const bool measured = measure(alike);
+  if (!alike) {
+    times_.reset();
+    if (stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
+  }
+  if (measured || needs_plan(previous, alike)) make_next_plan();
+}
+
+bool StepPlanner::needs_plan(const Timeline& previous, bool alike) const {
+  if (pager_.plan().moments.empty() || !alike || tide_rose(previous, core_.recorder.last())) return true;
+  return times_ && times_->shape.updates != updates();
+}
+
+bool StepPlanner::measure(bool alike) {
+  if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) {
+    stage_ = Stage::kTraced;
+    return false;
+  }
+  if (stage_ != Stage::kTraced) return false;
+  stage_ = Stage::kUnmeasured;
+  const std::optional<StepTrace> trace = traces_.take(TraceReader::kPlanner);
+  if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return false;
+  times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
+  stage_ = Stage::kMeasured;
+  return true;
+}
+
+void StepPlanner::adopt(std::optional<StepTimes> times) {
+  if (times && residency_.prefetches_far()) {
+    std::vector<UpdateAt> now = updates();
+    std::vector<UpdateAt>& then = times->shape.updates;
+    PS_CHECK(now.size() == then.size(), ArgumentError, "the plan has updates of ", then.size(), " chunks, the layout ",
+             now.size(), " chunks; make the plan again");
+    // Where the states are is known; whether updates start ahead of the step was seen by the plan's run alone.
+    for (size_t chunk = 0; chunk < now.size(); ++chunk) {
+      if (now[chunk] != UpdateAt::kHostAfterNorm || then[chunk] != UpdateAt::kHostAtRetire) then[chunk] = now[chunk];
+    }
+    times_ = std::move(times);
+  }
+  make_next_plan();
+}
+
+void StepPlanner::forget_plan() {
+  pager_.set_plan({}, {});
+  predicted_.reset();
+}
+
+PlanProblem StepPlanner::problem() const {
+  PlanProblem problem = residency_.plan_problem(core_.recorder.last());
+  if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
+  return problem;
+}
+
+std::vector<UpdateAt> StepPlanner::updates() const {
+  std::vector<UpdateAt> result;
+  const Layout& layout = core_.store.layout();
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (!layout.chunk(chunk).trainable) {
+      result.push_back(UpdateAt::kNever);
+    } else if (core_.store.array({chunk, ArrayKind::kMaster}).on_device) {
+      result.push_back(UpdateAt::kDeviceAfterNorm);
+    } else {
+      const bool early = optimizer_.updates_early(chunk) && !gradients_.accumulates();
+      result.push_back(early ? UpdateAt::kHostAtRetire : UpdateAt::kHostAfterNorm);
+    }
+  }
+  return result;
+}
+
+void StepPlanner::make_next_plan() {
+  const Timeline& last = core_.recorder.last();
+  const PlanProblem untimed = residency_.plan_problem(last);
+  predicted_.reset();
+  Plan plan;
+  if (times_) {
+    StepShape& shape = times_->shape;
+    if (num_steps_ > 0) shape.updates = updates();
+    shape.numels.clear();
+    for (const ChunkSpec& chunk : core_.store.layout().chunks()) shape.numels.push_back(chunk.numel);
+    PlanChoice choice = choose_plan(untimed, times_->rates, shape);
+    plan = std::move(choice.plan);
+    prefetch_bytes_ = choice.prefetch_bytes;
+    predicted_ = choice.predicted;
+  } else {
+    plan = make_plan(untimed);
+  }
+  pager_.set_plan(std::move(plan), NextUse(last, core_.store.num_arrays()));
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,84 @@
+// The step planner makes the plan of the next step: by moments alone at first, with time once a step was measured.
+//
+// [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
+// asking: the first from the third on that begins while no host memory is being prepared, after two that went alike. One
+// step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans are
+// chosen by their predicted steps (plan/plan_choice.h). Times belong to the sequence of moments: they stay while steps go
+// alike, whatever the tide; a step that goes otherwise has the planner forget them, follow the rule for the room of
+// prefetches (placement.h), and measure again. A model that goes otherwise in every step is never measured.
+//
+//   planner.begin_step();                 // before the tracer's
+//   planner.end_step(previous_timeline);  // after the tracer's, and after the recorder's
+//
+// Owned by Runtime, guarded by its lock. What it decides changes no number.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "plan/plan_choice.h"
+#include "runtime/optimizer_step.h"
+#include "runtime/pager.h"
+#include "runtime/residency.h"
+#include "trace/trace_requests.h"
+
+namespace patrickstar {
+
+// What a step's measurement gave, and what the simulator takes beside a plan.
+struct StepTimes {
+  Rates rates;
+  StepShape shape;
+};
+
+class StepPlanner {
+ public:
+  StepPlanner(Core core, Pager& pager, const Residency& residency, const OptimizerStep& optimizer,
+              const GradientFlow& gradients, TraceRequests& traces);
+
+  // A training step begins.
+  void begin_step();
+  // It is over, recorded and its trace complete; the step before it went as `previous` says.
+  void end_step(const Timeline& previous);
+  // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times, if
+  // there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the timeline.
+  void adopt(std::optional<StepTimes> times);
+  // The next step fetches on demand.
+  void forget_plan();
+
+  // What the present plan solves, for the last timeline.
+  PlanProblem problem() const;
+  // None before a step was measured, or where nobody gave any.
+  const std::optional<StepTimes>& times() const { return times_; }
+  const std::optional<SimulatedStep>& predicted() const { return predicted_; }
+
+ private:
+  enum class Stage : uint8_t {
+    kUnmeasured,
+    kAsked,   // for a trace of the next step that begins
+    kTraced,  // in the step before this one
+    kMeasured,
+  };
+
+  bool needs_plan(const Timeline& previous, bool alike) const;
+  // True when the traced step has become times.
+  bool measure(bool alike);
+  // As things are.
+  std::vector<UpdateAt> updates() const;
+  void make_next_plan();
+
+  Core core_;
+  Pager& pager_;
+  const Residency& residency_;
+  const OptimizerStep& optimizer_;
+  const GradientFlow& gradients_;
+  TraceRequests& traces_;
+  Stage stage_ = Stage::kUnmeasured;
+  int64_t num_steps_ = 0;
+  bool alike_ = false;  // the last two steps
+  std::optional<StepTimes> times_;
+  std::optional<SimulatedStep> predicted_;  // of the present plan
+  int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen
+};
+
+}  // namespace patrickstar

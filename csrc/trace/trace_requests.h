@@ -1,0 +1,52 @@
+// Whom a traced step is for. Two readers share the one tracer: each asks for a step and takes its trace, and both may
+// have the same one.
+//
+//   requests.ask(TraceReader::kPlanner);   // then a step goes by
+//   std::optional<StepTrace> trace = requests.take(TraceReader::kPlanner);
+//
+// The user gets the next step that begins after asking, as if there were nobody else: where the planner's step is under
+// way then, that one is given up, and the planner gets the user's. Guarded by the runtime's lock.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "trace/step_tracer.h"
+
+namespace patrickstar {
+
+enum class TraceReader : uint8_t {
+  kUser,
+  kPlanner,
+};
+
+class TraceRequests {
+ public:
+  explicit TraceRequests(StepTracer& tracer) : tracer_(tracer) {}
+
+  // The next training step that begins is traced for `reader`, who gives up a trace that it has not taken. Waits for what
+  // a traced step started, if the other reader has not taken that yet.
+  void ask(TraceReader reader);
+  // The step that was asked for is over.
+  bool is_ready(TraceReader reader) const;
+  // Its trace, once; nothing before it is over. Waits for what the step started.
+  std::optional<StepTrace> take(TraceReader reader);
+
+ private:
+  struct Request {
+    bool open = false;               // asked for, and still in the tracer
+    std::optional<StepTrace> trace;  // out of the tracer, not taken yet
+  };
+
+  Request& request(TraceReader reader) { return requests_[static_cast<size_t>(reader)]; }
+  const Request& request(TraceReader reader) const { return requests_[static_cast<size_t>(reader)]; }
+  // Hands the tracer's complete step to those who asked for it.
+  void collect();
+
+  StepTracer& tracer_;
+  std::array<Request, 2> requests_;
+};
+
+}  // namespace patrickstar

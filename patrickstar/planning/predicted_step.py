@@ -1,0 +1,114 @@
+"""What the simulator says of a step (csrc/plan/simulator.h), and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from patrickstar import _C
+
+_RATES = (
+    "upload_gbps",
+    "download_gbps",
+    "transfer_latency_seconds",
+    "host_adam_params_per_second",
+    "device_adam_params_per_second",
+    "synchronize_seconds",
+    "launch_ahead_seconds",
+)
+_WHAT_HELPS = {
+    "compute": "a faster GPU; transfers and updates are hidden",
+    "upload": "more device memory or a larger batch (more work per uploaded byte)",
+    "download": "more device memory or a larger batch (more work per downloaded byte)",
+    "host_adam": "more device memory (states on the GPU), more or faster cores, or a larger batch",
+    "memory": "more device memory, or smaller chunks: fetches wait for memory that is still in use",
+    "host_update": "more host memory (updates start in backward) or more device memory",
+    "launch": "a larger batch: the step is too short for its synchronisation",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step in the steady state."""
+
+    seconds: float
+    """Of the step."""
+    compute_seconds: float
+    """Forward and backward on the GPU, when nothing waits."""
+    device_adam_seconds: float
+    """Updates on the GPU."""
+    upload_seconds: float
+    """The upload queue is busy."""
+    download_seconds: float
+    """The download queue is busy."""
+    host_adam_seconds: float
+    """The host updates."""
+    stall_seconds: dict[str, float]
+    """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``."""
+    uploaded_bytes: int
+    """Per step."""
+    downloaded_bytes: int
+    """Per step."""
+    peak_bytes: int
+    """Of the device."""
+
+    @property
+    def roofline(self) -> dict[str, float]:
+        """Seconds that each resource is busy: no step is shorter than the longest."""
+        return {
+            "compute": self.compute_seconds + self.device_adam_seconds,
+            "upload": self.upload_seconds,
+            "download": self.download_seconds,
+            "host_adam": self.host_adam_seconds,
+        }
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step: the longest of the roofline, or where none fills 90 % of the step, what the GPU waits
+        for most.
+        """
+        name = max(self.roofline, key=lambda key: self.roofline[key])
+        if self.roofline[name] >= 0.9 * self.seconds:
+            return name
+        return max(self.stall_seconds, key=lambda key: self.stall_seconds[key])
+
+    @property
+    def what_helps(self) -> str:
+        """What would make the step shorter."""
+        return _WHAT_HELPS[self.bound]
+
+    def roofline_line(self) -> str:
+        """The roofline in one line."""
+        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in self.roofline.items())
+        return f"roofline: {parts}; {self.bound.replace('_', ' ')} bounds the step of {self.seconds:.3f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """What the simulator takes beside a plan: measured by an engine (csrc/runtime/step_planner.h) or estimated."""
+
+    rates: dict[str, float]
+    """The fields of ``_C.Rates``. What a step did not show is so high that it does not matter."""
+    compute_seconds: list[float]
+    """By moment: the device's work until the next one, without waiting."""
+    updates: list[str]
+    """By chunk, where and when it is updated: names of ``_C.UpdateAt``."""
+
+    @classmethod
+    def of_core(cls, times: Mapping[str, Any]) -> StepTimes:
+        """What ``_C.Runtime.step_times`` gave."""
+        rates = {name: getattr(times["rates"], name) for name in _RATES}
+        return cls(rates, list(times["compute_seconds"]), [update.name for update in times["updates"]])
+
+    def as_core(self) -> dict[str, Any]:
+        """What ``_C.Runtime.adopt_timeline`` takes.
+
+        Raises:
+            KeyError: a rate or an update is not known.
+        """
+        rates = _C.Rates()
+        for name in _RATES:
+            setattr(rates, name, float(self.rates[name]))
+        updates = [_C.UpdateAt.__members__[name] for name in self.updates]
+        return {"rates": rates, "compute_seconds": self.compute_seconds, "updates": updates}

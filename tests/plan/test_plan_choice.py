@@ -1,0 +1,174 @@
+"""The choice of a plan with time: against brute force, and where the answer is obvious."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import _C
+from tests.plan.test_simulator import (
+    AT_RETIRE,
+    BACKWARD,
+    FAST,
+    FORWARD,
+    GB,
+    GRAD,
+    NEVER,
+    PARAM,
+    READ,
+    RETIRE,
+    WRITE,
+    costs_of,
+    draw_rates,
+    moment,
+    rates_of,
+    steps,
+)
+
+
+def arguments_of(moments, seconds, limit, update=NEVER):
+    """What make_plan, simulate and choose_plan share, and what only the latter two take."""
+    count = 1 + max(chunk for m in moments for chunk, *_ in m["accesses"])
+    limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB)}
+    shape = {"compute_seconds": seconds, "updates": [update] * count, "numels": [GB] * count}
+    return costs_of(count), limits, shape
+
+
+def choose(moments, rates, *, seconds, limit, update=NEVER, prefetch=0):
+    costs, limits, shape = arguments_of(moments, seconds, limit, update)
+    return _C.choose_plan(moments, costs, rates, **shape, **limits, prefetch_bytes=int(prefetch * GB))
+
+
+def with_room(moments, rates, room_bytes, *, seconds, limit, update=NEVER, prefetch=0):
+    """The plan for a given room, and its step."""
+    costs, limits, shape = arguments_of(moments, seconds, limit, update)
+    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=room_bytes)
+    return plan, _C.simulate(moments, costs, plan, rates, **shape, **limits)
+
+
+def rooms(problem):
+    """All that the choice may try: none, powers of two of a chunk, all spare room, what the problem says."""
+    spare = 2 * len({chunk for m in problem["moments"] for chunk, *_ in m["accesses"]})
+    if problem["limit"] != math.inf:
+        needs = [len({(c, k) for c, k, mode in m["accesses"] if mode != RETIRE}) for m in problem["moments"]]
+        spare = problem["limit"] - max(needs)
+    powers = [2**i for i in range(10) if 2**i < spare]
+    return sorted({0, problem["prefetch"], *powers, max(spare, 0)})
+
+
+def cautious(drawn):
+    slower = {name: drawn[name] / 1.5 for name in ("upload", "download", "adam")}
+    return {**drawn, **slower}
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), st.data(), st.sampled_from([AT_RETIRE, NEVER]))
+def test_against_brute_force(problem, data, update):
+    """The least step on a machine whose transfers and updates take half as long again; among those within 0.5 % of it
+    the fewest bytes, then the least room. What is predicted is the machine's own step.
+    """
+    drawn = draw_rates(data)
+    rates, slower = rates_of(**drawn), rates_of(**cautious(drawn))
+    tried = [
+        (room, *with_room(**problem, rates=slower, room_bytes=room * GB, update=update)) for room in rooms(problem)
+    ]
+    least = min(step["seconds"] for _, _, step in tried)
+    short = [entry for entry in tried if entry[2]["seconds"] <= least * 1.005]
+    room, plan, _ = min(short, key=lambda e: (e[1]["uploaded_bytes"] + e[1]["downloaded_bytes"], e[0]))
+    choice = choose(**problem, rates=rates, update=update)
+    step = with_room(**problem, rates=rates, room_bytes=room * GB, update=update)[1]
+    assert choice == {"plan": plan, "prefetch_bytes": room * GB, "predicted": step}
+
+
+def burst(count):
+    """One long moment, then one short one for each of ``count`` other chunks."""
+    return [moment(FORWARD, (i, PARAM, READ)) for i in range(count + 1)]
+
+
+def test_an_instant_link_needs_no_room():
+    choice = choose(burst(4), rates_of(), seconds=[1.0] * 5, limit=5)
+    assert choice["prefetch_bytes"] == 0
+    assert choice["predicted"]["seconds"] == pytest.approx(5, rel=1e-6)
+
+
+def test_enough_room_to_hide_a_burst_and_no_more():
+    """Four chunks of a second's upload each are needed at once after four seconds of compute: they are fetched beside
+    these. The first chunk of the step has nothing to hide behind.
+    """
+    problem = {"seconds": [4.0] + [0.01] * 4, "limit": 20}
+    choice = choose(burst(4), rates_of(upload=1), **problem)
+    assert choice["prefetch_bytes"] == 4 * GB
+    assert choice["predicted"]["seconds"] == pytest.approx(1 + 4 + 0.04)
+    assert with_room(burst(4), rates_of(upload=1), 0, **problem)[1]["seconds"] == pytest.approx(1 + 4 + 3 * 1 + 0.01)
+    fetched_ahead = choice["plan"]["moments"][0]["prefetch"]
+    assert fetched_ahead == [(i, PARAM) for i in range(1, 5)]
+
+
+def rounds(count, repeats):
+    """Each chunk is read once per round."""
+    return [moment(FORWARD, (i, PARAM, READ)) for _ in range(repeats) for i in range(count)]
+
+
+def test_a_link_slower_than_compute_gets_the_fewest_bytes():
+    """Six chunks in turn, five in memory: what is kept need not come again. Here each byte costs more than its compute,
+    so no byte is moved for the sake of starting early.
+    """
+    problem = {"seconds": [0.1] * 30, "limit": 5}
+    choice = choose(rounds(6, 5), rates_of(upload=1), **problem)
+    tried = [with_room(rounds(6, 5), rates_of(upload=1), room * GB, **problem)[0] for room in range(5)]
+    assert choice["plan"]["uploaded_bytes"] == min(plan["uploaded_bytes"] for plan in tried)
+    assert choice["plan"]["uploaded_bytes"] < tried[4]["uploaded_bytes"]
+
+
+def test_room_that_the_link_pays_for():
+    """The same with a burst: every chunk of the second half is needed within no time. More bytes, a shorter step."""
+    moments = [moment(FORWARD, (0, PARAM, READ)), *[moment(FORWARD, (i, PARAM, READ)) for i in range(1, 7)]] * 2
+    problem = {"seconds": ([6.0] + [0.01] * 6) * 2, "limit": 6}
+    choice = choose(moments, rates_of(upload=1), **problem)
+    kept, step = with_room(moments, rates_of(upload=1), 0, **problem)
+    assert choice["prefetch_bytes"] > 0
+    assert choice["plan"]["uploaded_bytes"] > kept["uploaded_bytes"]
+    assert choice["predicted"]["seconds"] < step["seconds"]
+
+
+def test_the_untimed_room_is_tried():
+    """A room between two powers of two, where it is best: three chunks, which the spare room of four contains."""
+    problem = {"seconds": [4.5] + [0.01] * 3, "limit": 9}
+    choice = choose(burst(3), rates_of(upload=1), **problem, prefetch=3)
+    assert choice["prefetch_bytes"] == 3 * GB
+    assert choose(burst(3), rates_of(upload=1), **problem)["prefetch_bytes"] == 4 * GB
+
+
+def test_without_a_limit():
+    """Nothing has to leave, so room costs no bytes: each chunk goes up once, as early as it helps."""
+    choice = choose(burst(4), rates_of(upload=1), seconds=[4.0] + [0.01] * 4, limit=math.inf)
+    assert choice["plan"]["uploaded_bytes"] == 5 * GB
+    assert choice["prefetch_bytes"] == 4 * GB
+    assert choice["predicted"]["seconds"] == pytest.approx(1 + 4 + 0.04)
+
+
+def test_a_large_step():
+    """64 chunks, 900 moments, recomputation: it must cost a step nothing to speak of (printed; 100 ms at most)."""
+    chunks, uses = 64, 300
+    order = [i * chunks // uses for i in range(uses)]
+    moments = [moment(FORWARD, (c, PARAM, READ)) for c in order]
+    for place, c in enumerate(reversed(order)):
+        moments.append(moment(BACKWARD, (c, PARAM, READ)))
+        leaves = [(c, GRAD, RETIRE)] if c not in order[: uses - place - 1] else []
+        moments.append(moment(BACKWARD, (c, PARAM, READ), (c, GRAD, WRITE), *leaves))
+    problem = {"seconds": [0.1] * len(moments), "limit": 24, "update": AT_RETIRE}
+    begin = time.perf_counter()
+    choice = choose(moments, rates_of(upload=5, download=5, adam=2), **problem, prefetch=8)
+    print(f"chosen in {time.perf_counter() - begin:.3f} s: {choice['prefetch_bytes'] / GB:.0f} chunks of room")
+    assert len(choice["plan"]["moments"]) == 900
+    untimed = with_room(moments, rates_of(upload=5, download=5, adam=2), 8 * GB, **problem)[1]
+    assert choice["predicted"]["seconds"] <= untimed["seconds"]
+
+
+def test_a_rate_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="not positive: upload 0"):
+        choose(burst(1), rates_of(upload=0, download=FAST), seconds=[1.0] * 2, limit=2)

@@ -1,0 +1,325 @@
+"""The planner with time in an engine: one step is measured, the plan is chosen by it, and no number depends on it."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from patrickstar import _C
+from patrickstar.plan import Plan, predict
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, Case, gpt2, token_batch
+from tests.training import assert_same, least_device_memory, make_config, train
+
+STEPS = 6
+MEASURED = 2  # the third step
+PLANNED = MEASURED + 2  # the first step that can replay the chosen plan
+LAYERS = Case(lambda: gpt2(hidden=64, layers=6), token_batch)
+
+
+def linked(gbps=0.2, latency_us=0.0, speculation="never", **config):
+    """States on the host and a link of so many GB/s, so that a step's transfers show."""
+    result = make_config("bf16", **{"default_chunk_size": 16 * 1024, **config})
+    result["optimizer"] |= {"speculation": speculation}
+    result["optimizer"]["params"]["use_hybrid_adam"] = False
+    return {**result, "delays": {"link_gbps": gbps, "link_latency_us": latency_us}}
+
+
+@pytest.fixture(scope="module")
+def budget():
+    """Twice the least: room to choose."""
+    return 2 * least_device_memory(LAYERS, make_config("bf16", default_chunk_size=16 * 1024))
+
+
+def plans_of(case, config, steps=STEPS, before_step=None, **kwargs):
+    """Trains; the run, and the plan after each step."""
+    plans = []
+
+    def look(engine, step):
+        if step > 0:
+            plans.append(engine.plan())
+        if before_step is not None:
+            before_step(engine, step)
+
+    return train(case, config, steps=steps + 1, before_step=look, **kwargs), plans
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "shared", "mixture_of_experts", "t5", "frozen"])
+def test_no_number_depends_on_it(name):
+    """With a simulated link and the plan chosen by measured times, as without either, in three budgets."""
+    case = MODELS[name]
+    expected = train(case, make_config("bf16"), steps=STEPS)
+    least = least_device_memory(case, make_config("bf16", default_chunk_size=4096), steps=STEPS)
+    for device_memory in (least, 3 * least // 2, 4 * least):
+        run = train(case, linked(1.0, default_chunk_size=4096, device_memory=device_memory), steps=STEPS)
+        assert_same(run, expected)
+        predicted = [report["predicted_step_seconds"] for report in run.chunk_reports]
+        assert predicted[: PLANNED - 1] == [None] * (PLANNED - 1)
+        if name != "mixture_of_experts":  # whose steps differ
+            assert all(seconds > 0 for seconds in predicted[PLANNED - 1 :])
+            assert run.report["device_peak_bytes"] <= device_memory
+
+
+@pytest.mark.parametrize(("speculation", "accumulate"), [("always", 1), ("always", 2), ("commit", 1)])
+def test_no_number_depends_on_it_with_updates_in_backward(budget, speculation, accumulate):
+    expected = train(LAYERS, make_config("bf16"), steps=STEPS, accumulate=accumulate)
+    config = linked(device_memory=budget, speculation=speculation)
+    run, plans = plans_of(LAYERS, config, steps=STEPS - 1, accumulate=accumulate)
+    assert_same(run, expected)
+    early = accumulate == 1
+    assert set(plans[-1].times.updates) == {"HOST_AT_RETIRE" if early else "HOST_AFTER_NORM"}
+
+
+def test_clipping_that_always_acts_is_planned_for(budget):
+    """Speculation fails in every step: updates count as starting when the norm is known."""
+    config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
+    run, plans = plans_of(LAYERS, config)
+    assert set(plans[-1].times.updates) == {"HOST_AFTER_NORM"}
+    assert_same(run, train(LAYERS, make_config("bf16", gradient_clipping=1e-3), steps=STEPS + 1))
+
+
+def reference_times(trace):
+    """Rates and times as the documentation defines them, from the trace that a user gets."""
+    spans = trace["spans"]
+
+    def gbps(track):
+        moved = [(s["num_bytes"], s["seconds"]) for s in spans if s["track"] == track]
+        largest = max(num_bytes for num_bytes, _ in moved)
+        return statistics.median_high(n / s / 1e9 for n, s in moved if 2 * n >= largest)
+
+    adam = [s for s in spans if s["track"] == _C.Track.HOST_ADAM and s["owner"] == _C.SpanOwner.THIS_STEP]
+    optimizer = trace["optimizer_begin_seconds"]
+    kept = (_C.StallCause.NORM, _C.StallCause.HOST_WORK)
+    stalls = [s for s in spans if s["track"] == _C.Track.STALL and s["cause"] not in kept]
+    tail = trace["seconds"] - optimizer - sum(s["seconds"] for s in stalls if s["begin_seconds"] >= optimizer)
+    compute = []
+    for moment in trace["moments"]:
+        end = moment["begin_seconds"] + moment["seconds"]
+        waits = (s["seconds"] for s in stalls if moment["begin_seconds"] <= s["begin_seconds"] < min(end, optimizer))
+        compute.append(moment["seconds"] - sum(waits))
+    rates = {
+        "upload_gbps": gbps(_C.Track.UPLOAD),
+        "download_gbps": gbps(_C.Track.DOWNLOAD),
+        "transfer_latency_seconds": 0.0,
+        "host_adam_params_per_second": sum(s["numel"] for s in adam) / sum(s["seconds"] for s in adam),
+        "device_adam_params_per_second": 1e18,  # none was seen
+        "synchronize_seconds": tail + trace["moments"][0]["begin_seconds"],
+        "launch_ahead_seconds": max(max(m["begin_seconds"] - m["launched_seconds"], 0) for m in trace["moments"]),
+    }
+    return rates, compute
+
+
+@pytest.mark.parametrize("asked_in", [MEASURED, MEASURED - 1, "backward before"])
+def test_the_user_and_the_planner_may_have_the_same_step(budget, asked_in):
+    """Asked for before the measured step, or in the backward of the one before it (as config["profile"] does)."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
+    generator = torch.Generator().manual_seed(1)
+    runtime = engine._session.runtime
+    traces = []
+    with engine:
+        for step in range(STEPS):
+            if step == asked_in:
+                runtime.start_trace()
+            loss = engine(**token_batch(generator))["loss"]
+            if asked_in == "backward before" and step == MEASURED - 1:
+                runtime.start_trace()
+            engine.backward(loss)
+            optimizer.step()
+            traces.append(runtime.take_trace())
+        plan = engine.plan()
+    asked = MEASURED if asked_in == "backward before" else asked_in
+    assert [index for index, trace in enumerate(traces) if trace is not None] == [asked]
+    if asked == MEASURED:
+        rates, compute = reference_times(traces[asked])
+        assert plan.times.rates == pytest.approx(rates, rel=1e-9, abs=1e-9)
+        assert plan.times.compute_seconds == pytest.approx(compute, abs=1e-9)
+        print({name: f"{rate:.4g}" for name, rate in plan.times.rates.items()})
+    assert plan.prediction is not None
+
+
+def test_the_user_goes_first(budget):
+    """Asked for in the measured step's backward, the next step is traced: the measurement moves there, too."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
+    generator = torch.Generator().manual_seed(1)
+    runtime = engine._session.runtime
+    traces, predicted = [], []
+    with engine:
+        for step in range(STEPS + 1):
+            loss = engine(**token_batch(generator))["loss"]
+            if step == MEASURED:
+                runtime.start_trace()
+            engine.backward(loss)
+            optimizer.step()
+            traces.append(runtime.take_trace())
+            predicted.append(engine.report()["predicted_step_seconds"])
+        rates, _ = reference_times(traces[MEASURED + 1])
+        assert engine.plan().times.rates == pytest.approx(rates, rel=1e-9, abs=1e-9)
+    assert [trace is not None for trace in traces] == [step == MEASURED + 1 for step in range(STEPS + 1)]
+    assert [value is not None for value in predicted] == [step >= MEASURED + 2 for step in range(STEPS + 1)]
+
+
+def test_a_later_profile_is_complete(budget, tmp_path):
+    config = linked(device_memory=budget, profile={"step": MEASURED + 2, "output": str(tmp_path)})
+    run = train(LAYERS, config, steps=STEPS)
+    assert (tmp_path / f"step{MEASURED + 2}.txt").exists()
+    assert run.report["predicted_step_seconds"] > 0
+
+
+@pytest.fixture(scope="module")
+def chosen(budget):
+    """A plan that an engine chose, what it was chosen from, and the problem that the rule without times poses."""
+    found = {}
+
+    def look(engine, step):
+        if step == STEPS:
+            found.update(plan=engine.plan(), layout=engine._session.layout, report=engine.report())
+
+    train(LAYERS, linked(0.02, device_memory=budget), steps=STEPS + 1, before_step=look)
+    plan = found["plan"]
+    limits = _C.DeviceBudget()
+    limits.limit_bytes, limits.follows_tide, limits.prefetches_far = budget, True, True
+    on_device = [chunk.states_on_device for chunk in plan.chunks]
+    rule = _C.pose_problem(found["layout"], plan.timeline, on_device, limits)
+    assert rule["prefetch_bytes"] > 0
+    assert found["report"]["predicted_step_seconds"] == plan.prediction.seconds
+    assert found["report"]["planned_uploaded_bytes"] == plan.uploaded_bytes
+    return plan, rule, [chunk.numel for chunk in plan.chunks]
+
+
+def simulated(plan, rule, planned, times, numels):
+    """The step of ``planned``, as ``_C.make_plan`` gives it."""
+    limits = {key: value for key, value in rule.items() if key not in ("costs", "prefetch_bytes")}
+    return _C.simulate(plan.timeline, rule["costs"], planned, **times, numels=numels, **limits)
+
+
+def test_the_plan_is_the_choice_by_the_measured_times(chosen):
+    """Of the very problem that the rule without times poses, and predicted no slower than the rule's plan."""
+    plan, rule, numels = chosen
+    times = plan.times.as_core()
+    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)
+    assert plan.problem == {**rule, "prefetch_bytes": choice["prefetch_bytes"]}
+    assert plan.as_core() == choice["plan"]
+    assert choice["predicted"]["seconds"] == plan.prediction.seconds
+    by_rule = simulated(plan, rule, _C.make_plan(plan.timeline, **rule), times, numels)
+    print(f"{plan.prediction.roofline_line()}; by the rule {by_rule['seconds']:.4f} s")
+    assert plan.prediction.seconds <= by_rule["seconds"] * 1.005
+
+
+@pytest.mark.parametrize("gbps", [1e-6, 1e6])
+def test_no_more_bytes_than_the_rule_where_they_do_not_pay(chosen, gbps):
+    """On a link so slow that bytes are all that counts, and on one that takes no time."""
+    plan, rule, numels = chosen
+    times = plan.times.as_core()
+    times["rates"].upload_gbps = times["rates"].download_gbps = gbps
+    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)["plan"]
+    by_rule = _C.make_plan(plan.timeline, **rule)
+    moved, moved_by_rule = (p["uploaded_bytes"] + p["downloaded_bytes"] for p in (choice, by_rule))
+    print(f"{gbps} GB/s: {moved} bytes, by the rule {moved_by_rule}")
+    assert moved < moved_by_rule
+    chosen_step, rule_step = (simulated(plan, rule, p, times, numels)["seconds"] for p in (choice, by_rule))
+    assert chosen_step <= rule_step * 1.005
+
+
+def test_predictions_come_in_the_order_of_the_links(budget, chosen):
+    """A link a hundred times slower: measured so, and for the same moments the step that follows from it is longer."""
+    plan, rule, numels = chosen
+    steps = []
+    for gbps in (1.0, 0.01):
+        times = plans_of(LAYERS, linked(gbps, device_memory=budget), steps=PLANNED)[1][-1].times.as_core()
+        rates = times["rates"]
+        assert rates.upload_gbps <= gbps  # the link's own rates are upper bounds
+        assert rates.download_gbps <= gbps
+        times["compute_seconds"] = plan.times.compute_seconds
+        step = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)["predicted"]
+        print(f"{gbps} GB/s, measured {rates.upload_gbps:.3f}: {step['seconds']:.4f} s")
+        steps.append((rates.upload_gbps, step["upload_seconds"], step["seconds"]))
+    fast, slow = steps
+    assert slow[0] < fast[0]
+    assert slow[1] > fast[1]
+    assert slow[2] > fast[2] * 0.995  # choices within the tolerance of the simulator
+
+
+def test_a_plan_keeps_its_times(budget, tmp_path):
+    """Printed, saved, and adopted: a new engine's first step replays what was chosen, before it measures itself."""
+    config = linked(device_memory=budget)
+    run, plans = plans_of(LAYERS, config)
+    assert plans[MEASURED].times is None
+    assert "bounds the step" not in str(plans[MEASURED])
+    plan = plans[-1]
+    assert f"{plan.prediction.bound.replace('_', ' ')} bounds the step of {plan.prediction.seconds:.3f} s" in str(plan)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    first = {}
+
+    def look(engine, step):
+        if step == 0:
+            first.update(plan=engine.plan(), report=engine.report())
+
+    replayed = train(LAYERS, {**config, "plan": str(path)}, steps=STEPS + 1, before_step=look)
+    assert first["plan"] == plan
+    assert first["report"]["predicted_step_seconds"] == plan.prediction.seconds
+    assert_same(replayed, run)
+    rates = plan.times.as_core()["rates"]
+    assert predict(plan, plan.times.compute_seconds, rates, num_speculated_chunks=0) == plan.prediction
+
+
+def test_times_of_other_moments_are_refused(budget, tmp_path):
+    _run, plans = plans_of(LAYERS, linked(device_memory=budget), steps=PLANNED)
+    path = tmp_path / "plan.json"
+    plans[-1].times.compute_seconds.pop()
+    plans[-1].save(path)
+    with pytest.raises(ValueError, match="damaged plan"):
+        Plan.load(path)
+
+
+def test_another_sequence_is_measured_anew(budget):
+    """Two micro-batches from the sixth step on: times are forgotten, the rule holds, the new sequence is measured."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(LAYERS.build, 0, linked(device_memory=budget))
+    generator = torch.Generator().manual_seed(1)
+    lengths, losses = [], []
+    with engine:
+        for step in range(11):
+            for _ in range(1 if step < 5 else 2):
+                loss = engine(**token_batch(generator))["loss"]
+                engine.backward(loss)
+                losses.append(loss.item())
+            optimizer.step()
+            times = engine.plan().times
+            lengths.append(len(times.compute_seconds) if times is not None else 0)
+            assert (engine.report()["predicted_step_seconds"] is None) == (times is None)
+            assert not times or lengths[-1] == len(engine.plan().timeline)
+    print(lengths)
+    assert lengths[:3] == [0] * 3
+    assert lengths[3] == lengths[4] > 0
+    assert lengths[5] == 0
+    assert lengths[10] > lengths[4]
+
+
+@pytest.mark.parametrize("without", ["delays", "tide"])
+def test_nothing_is_measured_where_time_decides_nothing(budget, without):
+    """Fetches of the simulated device take no time without delays; a static partition is what the user asked for."""
+    config = linked(device_memory=budget)
+    if without == "delays":
+        del config["delays"]
+    else:
+        config["client"] = {"mem_tracer": {"with_static_partition": True}}
+        config["device_memory"] = 64 * budget
+    run, plans = plans_of(LAYERS, config)
+    assert run.report["predicted_step_seconds"] is None
+    assert all(plan.times is None and plan.prediction is None for plan in plans)
+
+
+def test_without_a_limit():
+    """Nothing has to leave the device within a step; each chunk goes up once."""
+    run, plans = plans_of(LAYERS, linked())
+    assert plans[-1].prediction is not None
+    assert plans[-1].uploaded_bytes == sum(
+        cost[0] for (_, kind), cost in plans[-1].problem["costs"].items() if kind == _C.ArrayKind.PARAM
+    )
+    assert_same(run, train(LAYERS, make_config("bf16"), steps=STEPS + 1))
