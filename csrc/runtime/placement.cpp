@@ -12,8 +12,8 @@ namespace {
 // Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
 constexpr int64_t kPrefetchedChunks = 16;
 // Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
-constexpr double kBoundaryShare = 1.0 / 3;
-constexpr int kBoundaryChunks = 2;
+constexpr double kBoundaryShare = 0.45;
+constexpr int kBoundaryChunks = 3;
 constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
