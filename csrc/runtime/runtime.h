@@ -23,6 +23,7 @@
 #include "runtime/optimizer_step.h"
 #include "runtime/pager.h"
 #include "runtime/residency.h"
+#include "runtime/use_listener.h"
 #include "trace/step_tracer.h"
 
 namespace patrickstar {
@@ -38,11 +39,11 @@ struct RuntimeOptions : ResidencyOptions {
   SpeculationMode speculation = SpeculationMode::kOff;
 };
 
-class Runtime {
+class Runtime final : public UseListener {
  public:
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
           const RuntimeOptions& options);
-  ~Runtime();
+  ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
@@ -67,15 +68,15 @@ class Runtime {
   // Forward.
   void begin_forward(Tracking tracking);
   void end_forward();
-  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
-  void close_scope();
-  Tick tick();
-  Tick touch(const std::vector<ParamId>& params);
+  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;
+  void close_scope() override;
+  Tick tick() override;
+  Tick touch(const std::vector<ParamId>& params) override;
 
   // Backward.
   // With the options and the factor on gradients that the step after it is expected to get (none: not known).
   void begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
-  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
+  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
   void fold_gradient(ParamId param, const void* data);
   void end_backward();
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
