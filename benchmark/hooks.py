@@ -26,19 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=200)
 
 
-def _least_seconds(repetitions: int, *runs: Callable[[], float]) -> list[float]:
-    """The least of what each returns, in turn."""
-    return [min(values) for values in zip(*([run() for run in runs] for _ in range(repetitions)), strict=True)]
-
-
-def _timed(run: Callable[[], object]) -> float:
+def _timed_step(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
     begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    loss = forward()
+    between = time.perf_counter()
+    backward(loss)
+    return between - begin, time.perf_counter() - between
+
+
+def _least(steps: list[tuple[float, float]]) -> tuple[float, float]:
+    return min(forward for forward, _ in steps), min(backward for _, backward in steps)
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Times forward alone, and forward with backward."""
+    """Times forward and backward of whole steps."""
     torch.set_num_threads(1)
 
     def build() -> nn.Module:
@@ -54,28 +56,21 @@ def run(args: argparse.Namespace) -> dict:
             engine.backward(engine(device_data).sum())
             optimizer.step()
 
-        def plain_step() -> float:
+        plain_steps, engine_steps = [], []
+        for _ in range(args.repetitions):
             plain.zero_grad()
-            return _timed(lambda: plain(device_data).sum().backward())
-
-        def engine_step() -> float:
-            seconds = _timed(lambda: engine.backward(engine(device_data).sum()))
+            plain_steps.append(_timed_step(lambda: plain(device_data).sum(), lambda loss: loss.backward()))
+            engine_steps.append(_timed_step(lambda: engine(device_data).sum(), engine.backward))
             optimizer.step()
-            return seconds
-
-        forward = _least_seconds(
-            args.repetitions, lambda: _timed(lambda: plain(device_data)), lambda: _timed(lambda: engine(device_data))
-        )
-        step = _least_seconds(args.repetitions, plain_step, engine_step)
-    forward_us = (forward[1] - forward[0]) / args.modules * 1e6
-    step_us = (step[1] - step[0]) / args.modules * 1e6
+    plain_us, engine_us = ([s / args.modules * 1e6 for s in _least(steps)] for steps in (plain_steps, engine_steps))
+    forward_us, backward_us = (mine - theirs for mine, theirs in zip(engine_us, plain_us, strict=True))
     return {
         "case": "hooks",
         "modules": args.modules,
-        "plain_forward_us": forward[0] / args.modules * 1e6,
+        "plain_forward_us": plain_us[0],
         "forward_overhead_us": forward_us,
-        "backward_overhead_us": step_us - forward_us,
-        "overhead_per_call_us": step_us / 2,
+        "backward_overhead_us": backward_us,
+        "overhead_per_call_us": (forward_us + backward_us) / 2,
         "goal_us": GOAL_MICROSECONDS,
         **provenance(),
     }

@@ -58,7 +58,9 @@ class ParamHandle:
     original_device: torch.device
     """The device the user's module had it on."""
     observer: Observer
-    """Who is told about uses."""
+    """Who is told about uses, and reads and writes values."""
+    uses: _C.UseObserver
+    """The observer's."""
 
 
 def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
@@ -129,41 +131,23 @@ def _is_chunked(value: Any) -> bool:
     return isinstance(value, (ChunkedParameter, ChunkedView))
 
 
-def _collect(values: Iterable[Any], handles: list[ParamHandle]) -> None:
-    for value in values:
-        if isinstance(value, (ChunkedParameter, ChunkedView)):
-            handles.append(value._patrickstar)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, handles)
+@functools.lru_cache(maxsize=4096)
+def _way_of(func: Callable[..., Any]) -> _C.Way:
+    """What ``func`` does with a parameter's memory; see csrc/bind/torch_function.h."""
+    if func in _METADATA:
+        return _C.Way.LOOK
+    if func in _ALIASING:
+        return _C.Way.ALIAS
+    if _may_write(func):
+        return _C.Way.MAY_WRITE
+    return _C.Way.READ_ONCE if func in _NO_VALUE_IN_BACKWARD else _C.Way.READ
 
 
-def _torch_function(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """``__torch_function__``. It runs for every operation on a parameter, so it makes few calls of its own."""
+def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out what writes a parameter; ``NotImplemented`` when ``func`` writes none."""
     with _DisableTorchFunction():
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            return func(*args, **kwargs)
-        handles: list[ParamHandle] = []
-        for value in args:
-            kind = type(value)
-            if kind is ChunkedParameter or kind is ChunkedView:
-                handles.append(value._patrickstar)
-            elif kind is not torch.Tensor:
-                _collect((value,), handles)
-        if kwargs:
-            _collect(kwargs.values(), handles)
-        if not handles:
-            return func(*args, **kwargs)
-        if "out" in kwargs or _may_write(func):
-            target = _in_place_target(func, args, kwargs)
-            if target is not None:
-                return _write_through(target, func, args, kwargs)
-        observer = handles[0].observer
-        ids = [handle.id for handle in handles]
-        tick = observer.before_use(ids)
-        result = func(*args, **kwargs)
-        observer.after_use(ids, tick, result, needs_value_in_backward=func not in _NO_VALUE_IN_BACKWARD)
-        return _as_view(result, func, handles)
+        target = _in_place_target(func, args, kwargs)
+        return NotImplemented if target is None else _write_through(target, func, args, kwargs)
 
 
 def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) -> Any:
@@ -186,7 +170,6 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
     return result
 
 
-@functools.lru_cache(maxsize=4096)
 def _may_write(func: Callable[..., Any]) -> bool:
     """Whether ``func`` writes its first argument, by its name."""
     name = getattr(func, "__name__", "")
@@ -235,7 +218,7 @@ def _write_through(target: Any, func: Callable[..., Any], args: tuple[Any, ...],
             other = value._patrickstar
             return other.observer.read_values(other, _C.ArrayKind.MASTER).to(target.device)
         if isinstance(value, ChunkedView):
-            value._patrickstar.observer.before_use([value._patrickstar.id])
+            value._patrickstar.uses.touch([value._patrickstar.id])
         return type(value)(replaced(item) for item in value) if isinstance(value, (list, tuple)) else value
 
     with torch.no_grad():
@@ -256,8 +239,6 @@ class ChunkedParameter(nn.Parameter):
     """A parameter whose memory is in a chunk. Made by changing the class of the user's parameter, never constructed."""
 
     _patrickstar: ParamHandle
-
-    __torch_function__ = classmethod(_torch_function)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -312,8 +293,6 @@ class ChunkedView(torch.Tensor):
 
     _patrickstar: ParamHandle
 
-    __torch_function__ = classmethod(_torch_function)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary tensor."""
         return memo.setdefault(id(self), self.detach().clone().as_subclass(torch.Tensor))
@@ -321,6 +300,12 @@ class ChunkedView(torch.Tensor):
     def __reduce_ex__(self, protocol: int) -> Any:
         """Pickles as an ordinary tensor."""
         return self.detach().clone().as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_torch_function = _C.torch_function(
+    types=(ChunkedParameter, ChunkedView), way_of=_way_of, write=_write, as_view=_as_view
+)
+ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_function
 
 
 def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:

@@ -273,6 +273,7 @@ def _adopt(
         original_dtype=data.dtype,
         original_device=spec.original_device,
         observer=observer,
+        uses=observer.uses,
     )
     observer.write_values(handle, _C.ArrayKind.MASTER, data)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import gc
 import logging
 import math
@@ -108,21 +107,17 @@ class Session:
         self._buffers = list(module.buffers())
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)
-        # Weak: the garbage collector does not see what a tensor's hooks refer to, and would never free a dropped
-        # engine.
-        fold = weakref.WeakMethod(self._fold)
+        trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
+        self._gradient_hooks = [_gradient_hook(param, self.runtime) for param in trainable]
         self._handles = [
-            spec.param.register_post_accumulate_grad_hook(functools.partial(_call_weak, fold))
-            for spec in self._plan.chunked
-            if spec.param.requires_grad
+            param.register_post_accumulate_grad_hook(hook)
+            for param, hook in zip(trainable, self._gradient_hooks, strict=True)
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
         if saved is not None:
             self.runtime.adopt_timeline(saved.timeline, saved.times.as_core() if saved.times is not None else None)
-        self._in_backward = False
         self._num_pressure_evictions = 0
-        self._got_gradient: set[int] = {spec.param._patrickstar.id for spec in self._frozen}
 
     def _choose_layout(self, device_bytes: int) -> ChunkSize:
         """Sets the layout, for a device budget of so many bytes."""
@@ -192,7 +187,7 @@ class Session:
             yield
             self.runtime.end_forward()
         except BaseException:
-            self.observer.forget_scopes()
+            self.observer.uses.forget_scopes()
             self.runtime.abort_forward()
             raise
         if training:
@@ -206,18 +201,15 @@ class Session:
         if self._profiler is not None:
             self._profiler.begin_backward()
         self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
-        self._in_backward = True
         try:
             (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
             self.runtime.end_backward()
         except BaseException as error:
             committed = self.runtime.num_committed
-            self.observer.forget_scopes()
+            self.observer.uses.forget_scopes()
             self.runtime.abort_backward()
             _explain(error, committed)
             raise
-        finally:
-            self._in_backward = False
         self.stage = Stage.BACKWARDED
 
     def _check_loss(self, loss: Any) -> None:
@@ -238,22 +230,6 @@ class Session:
                 "the loss does not require grad: it was computed without the model, under torch.no_grad(), or all "
                 "parameters are frozen"
             )
-
-    def _fold(self, param: nn.Parameter) -> None:
-        """Post-accumulate hook: moves a gradient into its chunk."""
-        handle = param._patrickstar
-        grad = folded_gradient(param)
-        if not self._in_backward:
-            raise _C.StateError(
-                "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and "
-                "gathered"
-            )
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if grad.stride() != handle.stride:
-            grad = torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-        self.runtime.fold_gradient(handle.id, grad.data_ptr())
-        self._got_gradient.add(handle.id)
 
     # The step.
 
@@ -285,7 +261,9 @@ class Session:
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         self.managed.zero_grad()
-        self._hooks.finish_learning(self._got_gradient)
+        if self._hooks.is_learning:
+            got_gradient = {hook.param for hook in self._gradient_hooks if hook.has_folded}
+            self._hooks.finish_learning(got_gradient | {spec.param._patrickstar.id for spec in self._frozen})
         self.stage = Stage.IDLE
         self._log_pressure()
         if self._profiler is not None:
@@ -408,10 +386,18 @@ def _first(error: BaseException) -> str:
     return str(error).split(". ")[0].split("; ")[0]
 
 
-def _call_weak(method: weakref.WeakMethod, param: nn.Parameter) -> None:
-    target = method()
-    if target is not None:
-        target(param)
+def _gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:
+    handle = param._patrickstar
+    return _C.GradientHook(
+        runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
+    )
+
+
+def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """The gradient with the parameter's strides."""
+    handle = param._patrickstar
+    grad = grad.to_dense() if grad.is_sparse else grad
+    return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _check_no_open_engine() -> None:

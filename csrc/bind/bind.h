@@ -26,7 +26,9 @@ void register_simulator(pybind11::module_& module);
 void register_collective(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
+void register_observer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
+void register_gradient_hook(pybind11::module_& module);
 
 // The planner's types as Python lists and dicts, there and back.
 pybind11::list describe_timeline(const Timeline& timeline);

@@ -13,5 +13,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_collective(module);
   bind::register_memory(module);
   bind::register_trace(module);
+  bind::register_observer(module);
   bind::register_runtime(module);
+  bind::register_gradient_hook(module);
 }

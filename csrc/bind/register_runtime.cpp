@@ -46,9 +46,6 @@ void register_options(py::module_& module) {
   py::enum_<Tracking>(module, "Tracking")
       .value("TRAINING", Tracking::kTraining)
       .value("UNTRACKED", Tracking::kUntracked);
-  py::enum_<HoldUntil>(module, "HoldUntil")
-      .value("SCOPE_END", HoldUntil::kScopeEnd)
-      .value("NEXT_EVENT", HoldUntil::kNextEvent);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
@@ -130,7 +127,7 @@ py::dict report(Runtime& self) {
   result["num_device_state_chunks"] = self.num_device_state_chunks();
   result["planned_uploaded_bytes"] = self.plan().uploaded_bytes;
   result["planned_downloaded_bytes"] = self.plan().downloaded_bytes;
-  result["predicted_step_seconds"] = self.predicted_step() ? py::cast(self.predicted_step()->seconds) : py::none();
+  result["predicted_step_seconds"] = self.predicted_step() ? self.predicted_step()->seconds : 0.0;  // 0: no step was measured
   return result;
 }
 
@@ -177,7 +174,7 @@ void register_runtime(py::module_& module) {
   module.def(
       "working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
       "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
-  py::class_<Runtime>(module, "Runtime", "The core's façade (runtime/runtime.h).")
+  py::class_<Runtime, UseListener>(module, "Runtime", "The core's façade (runtime/runtime.h).")
       .def(py::init<Layout, std::vector<std::string>, std::vector<std::vector<ParamId>>, const RuntimeOptions&>(),
            py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"), ReleaseGil())
       .def("bind_storage",
@@ -202,13 +199,8 @@ void register_runtime(py::module_& module) {
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
       .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
       .def("end_forward", &Runtime::end_forward, ReleaseGil())
-      .def("open_scope", &Runtime::open_scope, ReleaseGil())
-      .def("close_scope", &Runtime::close_scope, ReleaseGil())
-      .def("tick", &Runtime::tick)
-      .def("touch", &Runtime::touch, ReleaseGil())
       .def("begin_backward", &Runtime::begin_backward, py::arg("expected_groups") = std::vector<GroupOptions>{},
            py::arg("expected_grad_scale") = 1.0, ReleaseGil())
-      .def("enter_backward", &Runtime::enter_backward, ReleaseGil())
       .def(
           "fold_gradient",
           [](Runtime& self, ParamId param, uintptr_t data) {

@@ -46,6 +46,7 @@ GradientFlow::~GradientFlow() {
 }
 
 void GradientFlow::begin_backward() {
+  in_backward_ = true;
   if (num_backwards_ > 0) {
     accumulates_ = true;
     add_to_sums();
@@ -61,6 +62,8 @@ void GradientFlow::fold(ParamId param, const void* data) {
   const Placement place = core_.store.layout().placement(param);
   const ChunkSpec& chunk = core_.store.layout().chunk(place.chunk);
   const ArrayId grad{place.chunk, ArrayKind::kGrad};
+  PS_CHECK(in_backward_, StateError,
+           "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered");
   PS_CHECK(chunk.trainable, StateError, core_.store.param_name(param),
            " was frozen when the engine was built and now gets a gradient; build the engine with it trainable and "
            "set requires_grad to False afterwards instead");
@@ -110,6 +113,7 @@ void GradientFlow::announce_change(ChunkId chunk) {
 }
 
 void GradientFlow::end_backward() {
+  in_backward_ = false;
   const Layout& layout = core_.store.layout();
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (!layout.chunk(chunk).trainable || !core_.store.array({chunk, ArrayKind::kGrad}).exists()) continue;
@@ -125,6 +129,7 @@ void GradientFlow::end_backward() {
 }
 
 void GradientFlow::abort_backward() {
+  in_backward_ = false;
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
     announce_change(chunk);
     pager_.discard({chunk, ArrayKind::kGrad});

@@ -91,7 +91,8 @@ class GradientFlow {
   Slot device_partials_;                  // the same layout on the device; empty on the simulated device
   std::function<void(ChunkId)> retired_listener_;
   std::function<void(ChunkId)> change_listener_;
-  int num_backwards_ = 0;     // since the last clear()
+  int num_backwards_ = 0;  // since the last clear()
+  bool in_backward_ = false;
   bool accumulates_ = false;  // the step before had several micro-batches
 };
 

@@ -25,6 +25,7 @@
 #include "runtime/pager.h"
 #include "runtime/residency.h"
 #include "runtime/step_planner.h"
+#include "runtime/use_listener.h"
 #include "trace/trace_requests.h"
 
 namespace patrickstar {
@@ -41,11 +42,11 @@ struct RuntimeOptions : ResidencyOptions {
   StreamingMode streaming = StreamingMode::kOff;
 };
 
-class Runtime {
+class Runtime final : public UseListener {
  public:
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
           const RuntimeOptions& options);
-  ~Runtime();
+  ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
@@ -71,15 +72,15 @@ class Runtime {
   // Forward.
   void begin_forward(Tracking tracking);
   void end_forward();
-  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
-  void close_scope();
-  Tick tick();
-  Tick touch(const std::vector<ParamId>& params);
+  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;
+  void close_scope() override;
+  Tick tick() override;
+  Tick touch(const std::vector<ParamId>& params) override;
 
   // Backward.
   // With the options and the factor on gradients that the step after it is expected to get (none: not known).
   void begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
-  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params);
+  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
   void fold_gradient(ParamId param, const void* data);
   void end_backward();
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.

@@ -85,10 +85,11 @@ class StepUses:
     """Of the tide: buffers and parameters that stay with PyTorch."""
 
 
-class UseRecorder:
+class UseRecorder(_C.UseListener):
     """Stands in for the core's façade where the observer calls it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.uses: list[Use] = []
         self._clock = 0
 
@@ -297,6 +298,7 @@ def _adopt(param: nn.Parameter, index: int, name: str, dtype: torch.dtype, obser
         original_dtype=original,
         original_device=param.device,
         observer=observer,
+        uses=observer.uses,
     )
     param.__class__ = ChunkedParameter
     param._patrickstar = handle

@@ -1,0 +1,12 @@
+// An attribute's name as a Python string, interned once: attr("name") makes and hashes a string at every call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace patrickstar::bind {
+
+inline pybind11::object interned(const char* name) {
+  return pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name));
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,135 @@
+#include "bind/use_observer.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+// A pre-hook of an autograd node.
+class BackwardEntry {
+ public:
+  BackwardEntry(py::object keeper, UseListener& listener, Use use)
+      : keeper_(std::move(keeper)), listener_(listener), use_(std::move(use)) {}
+
+  void operator()(const py::handle& /*gradient*/) const {
+    const py::gil_scoped_release release;
+    listener_.enter_backward(use_.begin, use_.end, use_.params);
+  }
+
+ private:
+  py::object keeper_;  // of the listener
+  UseListener& listener_;
+  Use use_;
+};
+
+// What a call of Python's C API gave.
+py::object checked(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+}  // namespace
+
+py::object call_without_torch_function(const py::object& impl, py::handle func, py::handle types, py::handle args,
+                                       py::handle kwargs) {
+  PyObject* arguments[] = {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()};
+  return checked(PyObject_Vectorcall(impl.ptr(), arguments, kwargs.is_none() ? 3 : 4, nullptr));
+}
+
+UseObserver::UseObserver(py::object listener, py::object find_nodes)
+    : listener_(std::move(listener)), listens_(listener_.cast<UseListener&>()), find_nodes_(std::move(find_nodes)) {
+  const py::module_ torch = py::module_::import("torch");
+  call_plainly_ = torch.attr("_C").attr("_disabled_torch_function_impl");
+  tensor_type_ = torch.attr("Tensor");
+  scratch_ = torch.attr("empty")(0, py::arg("device") = "cpu", py::arg("requires_grad") = true);
+}
+
+void UseObserver::open_scope(const void* caller, const std::vector<ParamId>& params, HoldUntil until) {
+  Tick begin;
+  {
+    const py::gil_scoped_release release;
+    begin = listens_.open_scope(params, until);
+  }
+  scopes_.open({caller,
+                begin,
+                c10::GradMode::is_enabled(),
+                until == HoldUntil::kScopeEnd ? params : std::vector<ParamId>{},
+                {}});
+}
+
+std::optional<Scope> UseObserver::close_scope(const void* caller, py::handle output) {
+  std::optional<Scope> scope = scopes_.close(caller);
+  if (!scope) return scope;
+  if (!scope->uncovered.empty() && scope->grad_enabled && c10::GradMode::is_enabled())
+    acquire_before(output, {scope->begin, listens_.tick(), scope->uncovered});
+  const py::gil_scoped_release release;
+  listens_.close_scope();
+  return scope;
+}
+
+void UseObserver::touch(const std::vector<ParamId>& params) {
+  const py::gil_scoped_release release;
+  listens_.touch(params);
+}
+
+py::object UseObserver::observe(const std::vector<ParamId>& params, BackwardNeed need, py::handle func,
+                                py::handle types, py::handle args, py::handle kwargs) {
+  Tick tick;
+  {
+    const py::gil_scoped_release release;
+    tick = listens_.touch(params);
+  }
+  py::object result = call_without_torch_function(call_plainly_, func, types, args, kwargs);
+  if (scopes_.note_use(params) && need == BackwardNeed::kValue) acquire_before(result, {tick, tick, params});
+  return result;
+}
+
+void UseObserver::acquire_before(py::handle result, Use use) {
+  const bool is_tensor = Py_TYPE(result.ptr()) == reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
+  const py::object nodes = is_tensor ? result.attr(grad_fn_) : find_nodes_(result);
+  if (nodes.is_none()) return;
+  py::dict hooks;
+  hooks[hook_key_] = py::cast(BackwardEntry(listener_, listens_, std::move(use)));
+  scratch_.attr(backward_hooks_) = hooks;
+  if (is_tensor) {
+    checked(PyObject_CallMethodOneArg(nodes.ptr(), register_hook_dict_.ptr(), scratch_.ptr()));
+  } else {
+    for (const py::handle& node : nodes) node.attr(register_hook_dict_)(scratch_);
+  }
+}
+
+ModuleHook::ModuleHook(std::shared_ptr<UseObserver> observer, std::vector<ParamId> params, HoldUntil until)
+    : observer_(std::move(observer)), params_(std::move(params)), until_(until) {}
+
+void ModuleHook::before_forward() {
+  if (observer_) observer_->open_scope(this, params_, until_);
+}
+
+void ModuleHook::after_forward(py::handle output) {
+  if (!observer_) return;
+  const std::optional<Scope> scope = observer_->close_scope(this, output);
+  if (!scope || stage_ == Stage::kLearned) return;
+  std::vector<ParamId> all;
+  std::set_union(touched_.begin(), touched_.end(), scope->touched.begin(), scope->touched.end(),
+                 std::back_inserter(all));
+  touched_ = std::move(all);
+}
+
+void ModuleHook::finish_learning(std::vector<ParamId> params) {
+  params_ = std::move(params);
+  stage_ = Stage::kLearned;
+}
+
+void register_backward_entry(py::module_& module) {
+  py::class_<BackwardEntry>(module, "BackwardEntry", "A pre-hook of an autograd node (bind/use_observer.h).")
+      .def("__call__", &BackwardEntry::operator());
+}
+
+}  // namespace patrickstar::bind
