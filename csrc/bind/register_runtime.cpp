@@ -127,7 +127,8 @@ py::dict report(Runtime& self) {
   result["num_device_state_chunks"] = self.num_device_state_chunks();
   result["planned_uploaded_bytes"] = self.plan().uploaded_bytes;
   result["planned_downloaded_bytes"] = self.plan().downloaded_bytes;
-  result["predicted_step_seconds"] = self.predicted_step() ? self.predicted_step()->seconds : 0.0;  // 0: no step was measured
+  result["predicted_step_seconds"] =
+      self.predicted_step() ? self.predicted_step()->seconds : 0.0;  // 0: no step was measured
   return result;
 }
 
