@@ -19,7 +19,7 @@ constexpr int kMaxReleases = 3;
 constexpr double kLeastBacklogSeconds = 0.1;
 // [Note: shared host memory] Both executors read and write the states in host memory, so one slows the other. The device
 // takes part only as long as both together are faster, by so much, than the host's threads alone were.
-constexpr double kLeastGain = 1.3;
+constexpr double kLeastGain = 1.5;
 // On a smaller device its memory is better used otherwise.
 constexpr int64_t kLeastDeviceBytes = int64_t{1} << 30;
 
