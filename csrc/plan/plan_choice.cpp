@@ -60,6 +60,7 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
 
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape) {
   const Rates slower_rates = cautious(rates);
+  const int64_t usual_room = problem.prefetch_bytes;
   std::vector<PlanChoice> choices;
   for (int64_t room : prefetch_candidates(problem)) {
     problem.prefetch_bytes = room;
@@ -69,10 +70,12 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
   }
   double least = choices.front().predicted.seconds;
   for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
-  // Too slow ones last, then by bytes, then by room.
-  const auto rank = [least](const PlanChoice& choice) {
+  // Too slow ones last; of the others the problem's own room, since nothing is gained by another one; then by bytes, then
+  // by room.
+  const auto rank = [least, usual = usual_room](const PlanChoice& choice) {
     const bool slower = choice.predicted.seconds > least * (1 + kPredictionTolerance);
-    return std::make_tuple(slower, choice.plan.uploaded_bytes + choice.plan.downloaded_bytes, choice.prefetch_bytes);
+    return std::make_tuple(slower, choice.prefetch_bytes != usual,
+                           choice.plan.uploaded_bytes + choice.plan.downloaded_bytes, choice.prefetch_bytes);
   };
   PlanChoice best = std::move(*std::min_element(
       choices.begin(), choices.end(), [&rank](const PlanChoice& a, const PlanChoice& b) { return rank(a) < rank(b); }));

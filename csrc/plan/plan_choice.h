@@ -2,8 +2,9 @@
 //
 // Room for prefetches lets transfers start earlier and keeps less on the device, so more is moved: whether that pays
 // depends on the link, on updates, and on how long each moment computes. So plans for several rooms are made and played
-// on the simulator. The least predicted step wins; among those as short as it, the plan that moves the fewest bytes,
-// then the one that needs the least room: transfers start as early as memory allows and no earlier than useful.
+// on the simulator. The least predicted step wins; among those as short as it, the problem's own room if it is one of
+// them, else the plan that moves the fewest bytes, then the one that needs the least room: transfers start as early as
+// memory allows and no earlier than useful.
 //
 //   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and times of moments
 //   choice.plan, choice.predicted.seconds

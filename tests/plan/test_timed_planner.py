@@ -219,7 +219,7 @@ def test_no_more_bytes_than_the_rule_where_they_do_not_pay(chosen, gbps):
     by_rule = _C.make_plan(plan.timeline, **rule)
     moved, moved_by_rule = (p["uploaded_bytes"] + p["downloaded_bytes"] for p in (choice, by_rule))
     print(f"{gbps} GB/s: {moved} bytes, by the rule {moved_by_rule}")
-    assert moved < moved_by_rule
+    assert moved <= moved_by_rule
     chosen_step, rule_step = (simulated(plan, rule, p, times, numels)["seconds"] for p in (choice, by_rule))
     assert chosen_step <= rule_step * 1.005
 
