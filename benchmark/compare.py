@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--streaming",
         choices=[member.value for member in Streaming],
-        default=Streaming.AUTO.value,
+        default=Streaming.NEVER.value,
         help="PatrickStar's optimizer.streaming",
     )
     parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "patrickstar" / "config.py"
 
-DEFAULT_CHOICES = {"OptimizerType": '"Adam"', "Speculation": '"auto"', "Streaming": '"auto"', "HostAffinity": '"auto"'}
+DEFAULT_CHOICES = {"OptimizerType": '"Adam"', "Speculation": '"auto"', "Streaming": '"never"', "HostAffinity": '"auto"'}
 
 HEADER = """# Configuration
 
