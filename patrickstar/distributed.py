@@ -145,7 +145,7 @@ def open_ranks(
         context = _make_context(0, 1, local_rank, device_type, lambda: [_host()])
         groups = RankGroups(context, (0,), timeout_seconds)
         groups.control = _C.collective.make_single_control()
-        groups.gather = groups.scatter = _C.collective.make_single_communicator()
+        groups.gather = groups.scatter = _single_communicator(context.device)
         return groups
     store = own_connection(dist.distributed_c10d._get_default_store(), timeout_seconds)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -280,6 +280,12 @@ def _make_context(rank: int, world_size: int, local_rank: int | None, device_typ
 
 
 # Making the groups.
+
+
+def _single_communicator(device: torch.device) -> _C.collective.Communicator:
+    if device.type == "cuda" and _C.build_info()["cuda"] is not None:
+        return _C.collective.make_cuda_single_communicator(device.index)
+    return _C.collective.make_single_communicator()
 
 
 def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:

@@ -83,7 +83,11 @@ void register_groups(py::module_& module) {
 }
 
 #ifdef PATRICKSTAR_WITH_CUDA
-void register_nccl(py::module_& module) {
+void register_cuda_groups(py::module_& module) {
+  module.def(
+      "make_cuda_single_communicator",
+      [](int device) { return std::shared_ptr<Communicator>(make_cuda_single_communicator(device)); },
+      py::arg("device"));
   module.def("nccl_version", &nccl_version);
   module.def("make_nccl_id", [] { return py::bytes(make_nccl_id()); });
   module.def(
@@ -120,7 +124,7 @@ void register_collective(py::module_& module) {
       },
       py::arg("shards"), py::arg("num_ranks"), py::arg("out"), py::arg("dtype"), py::arg("numel"), ReleaseGil());
 #ifdef PATRICKSTAR_WITH_CUDA
-  register_nccl(collective);
+  register_cuda_groups(collective);
 #endif
 }
 

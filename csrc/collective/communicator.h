@@ -55,7 +55,7 @@ class ControlGroup {
   virtual void abort() = 0;
 };
 
-// One rank, no messages.
+// One rank, no messages, on host memory.
 std::unique_ptr<Communicator> make_single_communicator();
 std::unique_ptr<ControlGroup> make_single_control();
 
@@ -65,6 +65,8 @@ std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_na
 std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds);
 
 #ifdef PATRICKSTAR_WITH_CUDA
+// One rank, no messages, on the memory of `device`.
+std::unique_ptr<Communicator> make_cuda_single_communicator(int device);
 // An opaque id that one rank makes and all ranks of the group get (through torch's store).
 std::string make_nccl_id();
 // "2.28.9"
