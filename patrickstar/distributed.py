@@ -121,8 +121,8 @@ class RankGroups:
         if error is None:
             self.close()
             return
-        if self._watch is not None:
-            self._watch.notice.post(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
+        if self._watch is not None and self._watch.failure is None:
+            self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
         self._take_down()
 
 

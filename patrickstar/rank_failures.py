@@ -4,6 +4,9 @@
 posts a notice in torch's store before it leaves, the first notice stays, and errors of all ranks quote it. A rank that
 cannot post (killed, or stuck) is named by the rank that misses it: at once where its connections break, else by the
 rank before it, which watches its heartbeat, within the timeout.
+
+[Note: the store's server] Without torchrun's agent the store ends with rank 0's process. So a rank that stops lingers
+until the others' watches have had time to read why.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class DisagreementError(_C.StateError):
 _CLOSED = "closed"
 _BEAT_SECONDS = 0.5
 _GRACE_SECONDS = 2.0  # for the notice of a rank whose connections broke before it could post
+_LINGER_SECONDS = 3 * _BEAT_SECONDS  # [Note: the store's server] for the other ranks' watches to read the notice
 _STORE_ERRORS = (RuntimeError, OSError)
 
 
@@ -107,6 +111,12 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
 
+    def announce(self, text: str) -> str:
+        """Posts a failure of this rank, or of one it misses; returns the notice that stands when others know it."""
+        first = self.failure or self.notice.post(text)
+        time.sleep(_LINGER_SECONDS)
+        return first
+
     def stop(self) -> None:
         """Ends the thread; the rank before this one no longer expects a heartbeat."""
         if self._finished.is_set():
@@ -176,13 +186,13 @@ def failing_together(watch: FailureWatch, rank: int, phase: str):
         seen = watch.failure
         lost = isinstance(error, _C.RankFailure)
         if lost and seen is None:
-            seen = watch.notice.wait(_GRACE_SECONDS)
+            watch.notice.wait(_GRACE_SECONDS)
         own = f"rank {rank}: {first_line(error) if lost else f'{type(error).__name__}: {first_line(error)}'} ({phase})"
-        first = seen or watch.notice.post(own)
+        first = watch.announce(own)
         if not lost and seen is None:
             raise
         reason = first_line(error) if first == own else first
         raise _C.RankFailure(f"rank {rank} stops in {phase}, because a rank has failed: {reason}") from error
     except BaseException as error:  # an interrupt, sys.exit
-        watch.notice.post(f"rank {rank}: {type(error).__name__} ({phase})")
+        watch.announce(f"rank {rank}: {type(error).__name__} ({phase})")
         raise
