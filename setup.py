@@ -49,6 +49,8 @@ def make_extension(torch):
     sources = recipe.sources(ROOT, with_cuda=with_cuda)
     # In the flags, so that another PyTorch at the same place recompiles everything.
     macros = [("PATRICKSTAR_TORCH_VERSION", f'"{torch.__version__}"')]
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        macros.append(recipe.C10D_MACRO)
     compile_args = {"cxx": recipe.CXX_FLAGS}
     include_dirs, library_dirs, link_args = [str(ROOT / "csrc")], [], list(recipe.LINK_FLAGS)
     if with_cuda:

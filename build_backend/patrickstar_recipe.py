@@ -21,6 +21,7 @@ CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", 
 # defaults, named here because results must equal the CPU's to the last bit).
 NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]
 CUDA_MACRO = ("PATRICKSTAR_WITH_CUDA", "1")
+C10D_MACRO = ("PATRICKSTAR_WITH_C10D", "1")  # where PyTorch has torch.distributed with gloo
 LINK_FLAGS = ["-s"]  # without the symbol table: a third of the size, and nothing here is debugged from a wheel
 
 # With no GPU in sight (CI, a build for others) and no PyTorch to ask.

@@ -18,6 +18,9 @@ class MemoryBudgetError(RuntimeError):
 class SystemError(RuntimeError):
     """The operating system, the CUDA driver or NCCL refused."""
 
+class RankFailure(RuntimeError):
+    """Another rank of a group died, left by an exception, or did not take part in time."""
+
 class _Enum:
     __members__: ClassVar[dict[str, Any]]
     def __init__(self, value: int) -> None: ...
@@ -708,21 +711,67 @@ class optim:
     @staticmethod
     def cuda_sum_squares(x: int, dtype: DType, numel: int, partials: int, stream: int) -> None: ...
 
-class nccl:
-    """NCCL collectives on whole chunks (a submodule; only in a module with the CUDA part)."""
-
-    @staticmethod
-    def version() -> str: ...
-    @staticmethod
-    def make_id() -> bytes: ...
+class collective:
+    """Groups of ranks and their collectives on whole chunks (a submodule; csrc/collective)."""
 
     class Communicator:
-        """A group of ranks."""
+        """A group of ranks: flat collectives in place, called by all ranks in the same order, by one thread at a time.
 
-        def __init__(self, id: bytes, *, rank: int, size: int, device: int) -> None: ...
+        CUDA: enqueued on PyTorch's current stream, return at once. CPU: return when done.
+        """
+
         @property
         def rank(self) -> int: ...
         @property
         def size(self) -> int: ...
-        def all_gather(self, shard: int, whole: int, shard_numel: int, dtype: DType, stream: int, /) -> None: ...
-        def reduce_scatter(self, whole: int, shard: int, shard_numel: int, dtype: DType, stream: int, /) -> None: ...
+        def all_gather(self, whole: int, shard_bytes: int) -> None:
+            """Shard r of ``whole`` comes from rank r. Raises RankFailure."""
+
+        def reduce_scatter_mean(self, whole: int, shard: int, scratch: int, shard_numel: int, dtype: DType) -> None:
+            """Own shard of the mean over ranks into ``shard``; ``scratch`` is as large as ``whole``."""
+
+        def abort(self) -> None:
+            """Stops what is running, for failures; any thread."""
+
+        def check(self) -> None:
+            """Raises RankFailure when the communicator has failed; any thread."""
+
+        def oldest_pending_seconds(self) -> float:
+            """For how long the oldest unfinished collective has been enqueued or running; any thread."""
+
+    class ControlGroup:
+        """Small values over the hosts, for agreement between ranks; blocking."""
+
+        @property
+        def rank(self) -> int: ...
+        @property
+        def size(self) -> int: ...
+        def exchange(self, mine: bytes) -> list[bytes]:
+            """Everybody's value by rank, of any lengths. Raises RankFailure."""
+
+        def abort(self) -> None:
+            """Stops what is running, for failures; any thread."""
+
+    @staticmethod
+    def make_single_communicator() -> collective.Communicator: ...
+    @staticmethod
+    def make_single_control() -> collective.ControlGroup: ...
+    @staticmethod
+    def make_c10d_communicator(group_name: str) -> collective.Communicator: ...
+    @staticmethod
+    def make_c10d_control(group_name: str, timeout_seconds: float) -> collective.ControlGroup: ...
+    @staticmethod
+    def mean_of_ranks(shards: int, num_ranks: int, out: int, dtype: DType, numel: int) -> None:
+        """The mean of ``num_ranks`` ranges of ``numel`` elements that lie end to end, in float32, in their order."""
+
+    # Only in a module with the CUDA part.
+    @staticmethod
+    def make_cuda_single_communicator(device: int) -> collective.Communicator: ...
+    @staticmethod
+    def nccl_version() -> str: ...
+    @staticmethod
+    def make_nccl_id() -> bytes: ...
+    @staticmethod
+    def make_nccl_communicator(id: bytes, *, rank: int, size: int, device: int) -> collective.Communicator: ...
+    @staticmethod
+    def cuda_mean_of_ranks(shards: int, num_ranks: int, out: int, dtype: DType, numel: int, stream: int) -> None: ...

@@ -14,15 +14,16 @@ with contextlib.suppress(ImportError, OSError):
     import torch  # noqa: F401  (the extension needs PyTorch's libraries loaded)
 
 if TYPE_CHECKING:
-    from patrickstar._C import MemoryBudgetError, StateError
+    from patrickstar._C import MemoryBudgetError, RankFailure, StateError
     from patrickstar.preprocess import torch_scope
     from patrickstar.runtime import initialize_engine
 
 __version__ = "0.5.0"
-__all__ = ["MemoryBudgetError", "StateError", "initialize_engine", "torch_scope"]
+__all__ = ["MemoryBudgetError", "RankFailure", "StateError", "initialize_engine", "torch_scope"]
 
 _HOMES = {
     "MemoryBudgetError": "patrickstar._C",
+    "RankFailure": "patrickstar._C",
     "StateError": "patrickstar._C",
     "torch_scope": "patrickstar.preprocess",
     "initialize_engine": "patrickstar.runtime",

@@ -100,7 +100,7 @@ def _torch() -> Section:
 def _extension() -> Section:
     core = importlib.import_module("patrickstar._C")
     info = core.build_info()
-    loaded = core.nccl.version() if info["nccl"] else None
+    loaded = core.collective.nccl_version() if info["nccl"] else None
     return {"file": core.__file__, "built_with": info, "nccl_loaded": loaded}
 
 

@@ -11,7 +11,7 @@ import patrickstar
 from patrickstar import _C
 
 STUB = Path(patrickstar.__file__).with_name("_C.pyi")
-CUDA_ONLY = re.compile(r"nccl(\.|$)|optim\.cuda_")
+CUDA_ONLY = re.compile(r"collective\.(make_)?(nccl|cuda)_|optim\.cuda_")
 DUNDERS = {"__init__", "__enter__", "__exit__"}
 
 

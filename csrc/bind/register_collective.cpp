@@ -1,41 +1,131 @@
-#include "bind/bind.h"
+#include <pybind11/stl.h>
 
-#ifdef PATRICKSTAR_WITH_CUDA
+#include <string>
+
+#include "bind/bind.h"
 #include "collective/communicator.h"
+#include "collective/rank_mean.h"
+#include "common/check.h"
+#ifdef PATRICKSTAR_WITH_CUDA
+#include "collective/cuda_rank_mean.h"
+#endif
 
 namespace py = pybind11;
 
 namespace patrickstar::bind {
 
-void register_collective(py::module_& module) {
-  py::module_ nccl = module.def_submodule("nccl", "NCCL collectives on whole chunks.");
-  nccl.def("version", &nccl_version);
-  nccl.def("make_id", [] { return py::bytes(make_nccl_id()); });
-  py::class_<Communicator>(nccl, "Communicator")
-      .def(py::init([](const py::bytes& id, int rank, int size, int device) {
-             const std::string bytes = id;
-             const py::gil_scoped_release release;
-             return make_nccl_communicator(bytes, rank, size, device);
-           }),
-           py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"))
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using Address = uintptr_t;
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+void check_mean(int num_ranks, int64_t numel) {
+  PS_CHECK(num_ranks > 0 && numel >= 0, ArgumentError, "num_ranks is ", num_ranks, " and numel ", numel,
+           ", they must be at least 1 and 0; pass the size of the group and of one shard");
+}
+
+void register_communicator(py::module_& module) {
+  py::class_<Communicator, std::shared_ptr<Communicator>>(
+      module, "Communicator", "A group of ranks and its collectives on whole chunks (collective/communicator.h).")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def(
           "all_gather",
-          [](Communicator& self, uintptr_t shard, uintptr_t whole, int64_t shard_numel, DType dtype, uintptr_t stream) {
-            self.all_gather(reinterpret_cast<const void*>(shard), reinterpret_cast<void*>(whole), shard_numel, dtype,
+          [](Communicator& self, Address whole, int64_t shard_bytes) { self.all_gather(pointer(whole), shard_bytes); },
+          py::arg("whole"), py::arg("shard_bytes"), ReleaseGil())
+      .def(
+          "reduce_scatter_mean",
+          [](Communicator& self, Address whole, Address shard, Address scratch, int64_t shard_numel, DType dtype) {
+            self.reduce_scatter_mean(pointer(whole), pointer(shard), pointer(scratch), shard_numel, dtype);
+          },
+          py::arg("whole"), py::arg("shard"), py::arg("scratch"), py::arg("shard_numel"), py::arg("dtype"),
+          ReleaseGil())
+      .def("abort", &Communicator::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
+      .def("check", &Communicator::check, "Raises RankFailure when the communicator has failed.", ReleaseGil())
+      .def("oldest_pending_seconds", &Communicator::oldest_pending_seconds, ReleaseGil());
+  py::class_<ControlGroup, std::shared_ptr<ControlGroup>>(module, "ControlGroup",
+                                                          "Small values over the hosts, for agreement between ranks.")
+      .def_property_readonly("rank", &ControlGroup::rank)
+      .def_property_readonly("size", &ControlGroup::size)
+      .def(
+          "exchange",
+          [](ControlGroup& self, const py::bytes& mine) {
+            const std::string value = mine;
+            std::vector<std::string> values;
+            {
+              const py::gil_scoped_release release;
+              values = self.exchange(value);
+            }
+            py::list result;
+            for (const std::string& item : values) result.append(py::bytes(item));
+            return result;
+          },
+          py::arg("mine"), "Everybody's value by rank. Raises RankFailure.")
+      .def("abort", &ControlGroup::abort, "Stops what is running, for failures; any thread.", ReleaseGil());
+}
+
+void register_groups(py::module_& module) {
+  // shared_ptr: the runtime keeps what Python has made.
+  module.def("make_single_communicator", [] { return std::shared_ptr<Communicator>(make_single_communicator()); });
+  module.def("make_single_control", [] { return std::shared_ptr<ControlGroup>(make_single_control()); });
+  module.def(
+      "make_c10d_communicator",
+      [](const std::string& group_name) { return std::shared_ptr<Communicator>(make_c10d_communicator(group_name)); },
+      py::arg("group_name"), ReleaseGil());
+  module.def(
+      "make_c10d_control",
+      [](const std::string& group_name, double timeout_seconds) {
+        return std::shared_ptr<ControlGroup>(make_c10d_control(group_name, timeout_seconds));
+      },
+      py::arg("group_name"), py::arg("timeout_seconds"), ReleaseGil());
+}
+
+#ifdef PATRICKSTAR_WITH_CUDA
+void register_cuda_groups(py::module_& module) {
+  module.def(
+      "make_cuda_single_communicator",
+      [](int device) { return std::shared_ptr<Communicator>(make_cuda_single_communicator(device)); },
+      py::arg("device"));
+  module.def("nccl_version", &nccl_version);
+  module.def("make_nccl_id", [] { return py::bytes(make_nccl_id()); });
+  module.def(
+      "make_nccl_communicator",
+      [](const py::bytes& id, int rank, int size, int device) {
+        const std::string bytes = id;
+        const py::gil_scoped_release release;
+        return std::shared_ptr<Communicator>(make_nccl_communicator(bytes, rank, size, device));
+      },
+      py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"));
+  module.def(
+      "cuda_mean_of_ranks",
+      [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel, Address stream) {
+        check_mean(num_ranks, numel);
+        cuda::mean_of_ranks(pointer(shards), num_ranks, pointer(out), dtype, numel,
                             reinterpret_cast<cudaStream_t>(stream));
-          })
-      .def("reduce_scatter", [](Communicator& self, uintptr_t whole, uintptr_t shard, int64_t shard_numel, DType dtype,
-                                uintptr_t stream) {
-        self.reduce_scatter(reinterpret_cast<const void*>(whole), reinterpret_cast<void*>(shard), shard_numel, dtype,
-                            reinterpret_cast<cudaStream_t>(stream));
-      });
+      },
+      py::arg("shards"), py::arg("num_ranks"), py::arg("out"), py::arg("dtype"), py::arg("numel"), py::arg("stream"),
+      ReleaseGil());
+}
+#endif
+
+}  // namespace
+
+void register_collective(py::module_& module) {
+  py::module_ collective = module.def_submodule("collective", "Groups of ranks and their collectives.");
+  register_communicator(collective);
+  register_groups(collective);
+  collective.def(
+      "mean_of_ranks",
+      [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel) {
+        check_mean(num_ranks, numel);
+        mean_of_ranks(pointer(shards), num_ranks, pointer(out), dtype, numel);
+      },
+      py::arg("shards"), py::arg("num_ranks"), py::arg("out"), py::arg("dtype"), py::arg("numel"), ReleaseGil());
+#ifdef PATRICKSTAR_WITH_CUDA
+  register_cuda_groups(collective);
+#endif
 }
 
 }  // namespace patrickstar::bind
-#else
-namespace patrickstar::bind {
-void register_collective(pybind11::module_&) {}
-}  // namespace patrickstar::bind
-#endif

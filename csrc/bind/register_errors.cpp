@@ -10,6 +10,7 @@ void register_errors(py::module_& module) {
   py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
   py::register_exception<MemoryBudgetError>(module, "MemoryBudgetError", PyExc_RuntimeError);
   py::register_exception<SystemError>(module, "SystemError", PyExc_RuntimeError);
+  py::register_exception<RankFailure>(module, "RankFailure", PyExc_RuntimeError);
 }
 
 }  // namespace patrickstar::bind

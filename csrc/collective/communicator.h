@@ -1,14 +1,24 @@
 // A communicator: a group of ranks and the flat collectives on whole chunks that run within it.
 //
-// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All
-// ranks of the group must call the same collectives in the same order. Calls enqueue on `stream` and return.
+// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All ranks
+// of the group call the same collectives with the same sizes in the same order, each from one thread at a time. Two
+// communicators never wait for each other, and may be used from two threads, or on two streams, at once.
+//
+// [Note: order of ranks] The mean over ranks is, for each element, ((x0 + x1) + x2 ...) * (1 / size) in binary32, rounded
+// once to the element's type. So its bits depend neither on where shards are cut, nor on the network, nor on the backend.
+//
+// [Note: failure of a rank] A collective that another rank does not complete throws RankFailure, which names that rank as
+// far as this one can know it; the communicator is of no more use then. On CUDA nothing is thrown by the collective
+// itself: check() and oldest_pending_seconds() tell a watching thread, which calls abort().
+//
+//   communicator->all_gather(slot, shard_bytes);
+//   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -19,18 +29,50 @@ class Communicator {
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // whole[r * shard_numel ...] = shard of rank r; `shard` may lie in its place within `whole`.
-  virtual void all_gather(const void* shard, void* whole, int64_t shard_numel, DType dtype, cudaStream_t stream) = 0;
-  // shard = sum over ranks of whole[rank * shard_numel ...]; `shard` may lie in its place within `whole`.
-  virtual void reduce_scatter(const void* whole, void* shard, int64_t shard_numel, DType dtype,
-                              cudaStream_t stream) = 0;
+  // In place: shard r of `whole` (shard_bytes each, in the order of ranks) comes from rank r. CUDA: enqueued on PyTorch's
+  // current stream, returns at once. CPU: returns when done.
+  virtual void all_gather(void* whole, int64_t shard_bytes) = 0;
+  // Own shard of the elementwise mean over ranks ([Note: order of ranks]) into `shard`, which may lie in its place in
+  // `whole`. `scratch` has room for `size` shards and is overwritten; `whole` is not needed afterwards.
+  virtual void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) = 0;
+  // Any thread. Stops what is running: calls of other threads throw RankFailure, device work ends. For failures.
+  virtual void abort() = 0;
+  // Any thread. Throws RankFailure when the communicator has failed.
+  virtual void check() = 0;
+  // Any thread. For how long the oldest collective that is not finished has been enqueued or running; 0 without one.
+  virtual double oldest_pending_seconds() = 0;
 };
 
+// Small values over the hosts, for agreement between ranks: blocking, on the CPU for both backends.
+class ControlGroup {
+ public:
+  virtual ~ControlGroup() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Everybody's value by rank; values may have any lengths. Throws RankFailure.
+  virtual std::vector<std::string> exchange(const std::string& mine) = 0;
+  // As Communicator's.
+  virtual void abort() = 0;
+};
+
+// One rank, no messages, on host memory.
+std::unique_ptr<Communicator> make_single_communicator();
+std::unique_ptr<ControlGroup> make_single_control();
+
+// A gloo group of torch.distributed, by its group_name; the group's own timeout is the collectives'. Throws
+// ArgumentError for a group that is unknown or has nothing for the CPU.
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name);
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds);
+
+#ifdef PATRICKSTAR_WITH_CUDA
+// One rank, no messages, on the memory of `device`.
+std::unique_ptr<Communicator> make_cuda_single_communicator(int device);
 // An opaque id that one rank makes and all ranks of the group get (through torch's store).
 std::string make_nccl_id();
 // "2.28.9"
 std::string nccl_version();
 // Blocks until all `size` ranks have called it with the same id. Throws SystemError.
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device);
+#endif
 
 }  // namespace patrickstar

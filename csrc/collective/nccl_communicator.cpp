@@ -1,64 +1,231 @@
+// Groups on CUDA: NCCL, on PyTorch's current stream.
+//
+// The mean over ranks is not NCCL's reduction: shards travel as they are, and one kernel adds them up in the order of
+// ranks ([Note: order of ranks]). That is as many bytes over the links as a reduce-scatter.
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <deque>
+#include <mutex>
+#include <vector>
 
 #include "collective/communicator.h"
+#include "collective/cuda_rank_mean.h"
 #include "common/check.h"
 
 namespace patrickstar {
 
 namespace {
 
-void check(ncclResult_t result, const char* call) {
-  PS_CHECK(result == ncclSuccess, SystemError, call, " failed: ", ncclGetErrorString(result));
+using Clock = std::chrono::steady_clock;
+
+// How long abort() lets another thread finish enqueuing. NCCL's host code can itself wait for a dead rank, and nothing
+// but the abort ends that wait.
+constexpr std::chrono::seconds kEnqueueGrace{1};
+
+void check_cuda(cudaError_t error, const char* call) {
+  PS_CHECK(error == cudaSuccess, SystemError, call, " failed: ", cudaGetErrorString(error));
 }
 
-ncclDataType_t native(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return ncclBfloat16;
-    case DType::kFloat16:
-      return ncclFloat16;
-    case DType::kFloat32:
-      break;
-  }
-  return ncclFloat32;
-}
-
-class NcclCommunicator final : public Communicator {
+// The collectives that are on their way, oldest first. Any thread.
+class PendingCollectives {
  public:
-  NcclCommunicator(const ncclUniqueId& id, int rank, int size) : rank_(rank), size_(size) {
-    check(ncclCommInitRank(&comm_, size, id, rank), "ncclCommInitRank");
+  ~PendingCollectives() {
+    for (const Entry& entry : entries_) cudaEventDestroy(entry.finished);
+    for (cudaEvent_t event : free_) cudaEventDestroy(event);
   }
-  ~NcclCommunicator() override { ncclCommDestroy(comm_); }
 
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  void all_gather(const void* shard, void* whole, int64_t shard_numel, DType dtype, cudaStream_t stream) override {
-    check(ncclAllGather(shard, whole, static_cast<size_t>(shard_numel), native(dtype), comm_, stream), "ncclAllGather");
+  void add(cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_finished();
+    cudaEvent_t event = nullptr;
+    if (free_.empty()) {
+      check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    } else {
+      event = free_.back();
+      free_.pop_back();
+    }
+    entries_.push_back({event, Clock::now()});
+    check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
   }
-  void reduce_scatter(const void* whole, void* shard, int64_t shard_numel, DType dtype, cudaStream_t stream) override {
-    check(ncclReduceScatter(whole, shard, static_cast<size_t>(shard_numel), native(dtype), ncclSum, comm_, stream),
-          "ncclReduceScatter");
+
+  double oldest_seconds() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_finished();
+    return entries_.empty() ? 0.0 : std::chrono::duration<double>(Clock::now() - entries_.front().enqueued).count();
   }
 
  private:
-  ncclComm_t comm_ = nullptr;
+  struct Entry {
+    cudaEvent_t finished;
+    Clock::time_point enqueued;
+  };
+
+  void drop_finished() {
+    while (!entries_.empty()) {
+      if (cudaEventQuery(entries_.front().finished) == cudaErrorNotReady) {
+        cudaGetLastError();  // the next launch of this thread would take it for its own
+        return;
+      }
+      free_.push_back(entries_.front().finished);
+      entries_.pop_front();
+    }
+  }
+
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+  std::vector<cudaEvent_t> free_;
+};
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(const ncclUniqueId& id, int rank, int size, int device)
+      : device_(static_cast<c10::DeviceIndex>(device)), rank_(rank), size_(size) {
+    const c10::cuda::CUDAGuard guard(device_);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    const ncclResult_t result = ncclCommInitRankConfig(&comm_, size, id, rank, &config);
+    PS_CHECK(result == ncclSuccess, SystemError, "NCCL could not connect rank ", rank, " of ", size,
+             " on cuda:", device, ": ", ncclGetErrorString(result), " (", ncclGetLastError(nullptr),
+             "); NCCL_DEBUG=INFO says more");
+  }
+
+  // Whoever destroys it has waited for its work, or no longer wants it: ncclCommDestroy would wait for a dead rank.
+  ~NcclCommunicator() override {
+    if (comm_ == nullptr) return;
+    const c10::cuda::CUDAGuard guard(device_);
+    ncclResult_t failure = ncclSuccess;
+    ncclCommGetAsyncError(comm_, &failure);
+    if (failure == ncclSuccess && pending_.oldest_seconds() == 0.0) {
+      ncclCommDestroy(comm_);
+    } else {
+      ncclCommAbort(comm_);
+    }
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void all_gather(void* whole, int64_t shard_bytes) override {
+    if (size_ == 1 || shard_bytes == 0) return;
+    enqueue("all_gather", [&](cudaStream_t stream) {
+      const char* own = static_cast<char*>(whole) + rank_ * shard_bytes;
+      check_call(ncclAllGather(own, whole, static_cast<size_t>(shard_bytes), ncclInt8, comm_, stream), "ncclAllGather");
+    });
+  }
+
+  void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) override {
+    const int64_t shard_bytes = shard_numel * element_size(dtype);
+    if (shard_bytes == 0) return;
+    enqueue("reduce_scatter_mean", [&](cudaStream_t stream) {
+      if (size_ == 1) {
+        if (shard != whole) copy(whole, shard, shard_bytes, stream);
+        return;
+      }
+      const auto place = [&](void* base, int r) { return static_cast<char*>(base) + r * shard_bytes; };
+      swap_shards([&](int r) { return place(whole, r); }, [&](int r) { return place(scratch, r); }, shard_bytes,
+                  stream);
+      copy(place(whole, rank_), place(scratch, rank_), shard_bytes, stream);
+      cuda::mean_of_ranks(scratch, size_, shard, dtype, shard_numel, stream);
+    });
+  }
+
+  void abort() override {
+    if (aborted_.exchange(true)) return;
+    const std::unique_lock<std::timed_mutex> lock(mutex_, kEnqueueGrace);
+    const c10::cuda::CUDAGuard guard(device_);
+    ncclCommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+  void check() override {
+    const std::unique_lock<std::timed_mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) check_unlocked("a collective");  // else another thread enqueues, and checks
+  }
+
+  double oldest_pending_seconds() override { return pending_.oldest_seconds(); }
+
+ private:
+  template <class Calls>
+  void enqueue(const char* what, const Calls& calls) {
+    const std::lock_guard<std::timed_mutex> lock(mutex_);
+    check_unlocked(what);
+    const c10::cuda::CUDAGuard guard(device_);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    calls(stream);
+    pending_.add(stream);
+  }
+
+  // Sends mine(r) to and receives theirs(r) from every other rank, all at once.
+  template <class Mine, class Theirs>
+  void swap_shards(const Mine& mine, const Theirs& theirs, int64_t num_bytes, cudaStream_t stream) {
+    const auto count = static_cast<size_t>(num_bytes);
+    check_call(ncclGroupStart(), "ncclGroupStart");
+    ncclResult_t first = ncclSuccess;
+    for (int step = 1; step < size_ && first == ncclSuccess; ++step) {
+      const int to = (rank_ + step) % size_;
+      const int from = (rank_ + size_ - step) % size_;
+      first = ncclSend(mine(to), count, ncclInt8, to, comm_, stream);
+      if (first == ncclSuccess) first = ncclRecv(theirs(from), count, ncclInt8, from, comm_, stream);
+    }
+    const ncclResult_t ended =
+        ncclGroupEnd();  // also after an error, or this thread's later calls would join the group
+    check_call(first, "ncclSend or ncclRecv");
+    check_call(ended, "ncclGroupEnd");
+  }
+
+  void copy(const void* from, void* to, int64_t num_bytes, cudaStream_t stream) {
+    check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDeviceToDevice, stream),
+               "cudaMemcpyAsync");
+  }
+
+  void check_unlocked(const char* what) {
+    PS_CHECK(!aborted_, RankFailure, "the group of rank ", rank_, " of ", size_, " on cuda:", device_index(),
+             " was aborted before ", what);
+    ncclResult_t result = ncclSuccess;
+    check_call(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
+    PS_CHECK(result == ncclSuccess || result == ncclInProgress, RankFailure, "a collective of rank ", rank_, " of ",
+             size_, " on cuda:", device_index(), " failed: ", ncclGetErrorString(result), " (", ncclGetLastError(comm_),
+             ")");
+  }
+  void check_call(ncclResult_t result, const char* call) const {
+    if (result == ncclSuccess) return;
+    const std::string message = detail::join(call, " failed on rank ", rank_, " of ", size_,
+                                             " on cuda:", device_index(), ": ", ncclGetErrorString(result));
+    // What a broken connection looks like; everything else is this rank's own fault.
+    const bool other = result == ncclRemoteError || result == ncclSystemError || aborted_;
+    if (other) throw RankFailure(message);
+    throw SystemError(message);
+  }
+  int device_index() const { return static_cast<int>(device_); }
+
+  c10::DeviceIndex device_;
   int rank_;
   int size_;
+  std::atomic<bool> aborted_{false};
+  std::timed_mutex mutex_;  // held while something is enqueued
+  ncclComm_t comm_ = nullptr;
+  PendingCollectives pending_;
 };
 
 }  // namespace
 
 std::string make_nccl_id() {
   ncclUniqueId id;
-  check(ncclGetUniqueId(&id), "ncclGetUniqueId");
+  const ncclResult_t result = ncclGetUniqueId(&id);
+  PS_CHECK(result == ncclSuccess, SystemError, "ncclGetUniqueId failed: ", ncclGetErrorString(result));
   return {id.internal, sizeof(id.internal)};
 }
 
 std::string nccl_version() {
   int version = 0;
-  check(ncclGetVersion(&version), "ncclGetVersion");
+  const ncclResult_t result = ncclGetVersion(&version);
+  PS_CHECK(result == ncclSuccess, SystemError, "ncclGetVersion failed: ", ncclGetErrorString(result));
   return detail::join(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
@@ -66,10 +233,9 @@ std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int 
   ncclUniqueId unique_id;
   PS_CHECK(id.size() == sizeof(unique_id.internal), ArgumentError, "an NCCL id has ", sizeof(unique_id.internal),
            " bytes, got ", id.size(), "; pass what make_nccl_id() returned");
+  PS_CHECK(0 <= rank && rank < size, ArgumentError, "rank is ", rank, " of ", size, ", it must be from 0 to size - 1");
   std::memcpy(unique_id.internal, id.data(), id.size());
-  const cudaError_t error = cudaSetDevice(device);
-  PS_CHECK(error == cudaSuccess, SystemError, "cudaSetDevice(", device, ") failed: ", cudaGetErrorString(error));
-  return std::make_unique<NcclCommunicator>(unique_id, rank, size);
+  return std::make_unique<NcclCommunicator>(unique_id, rank, size, device);
 }
 
 }  // namespace patrickstar

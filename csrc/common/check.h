@@ -33,6 +33,11 @@ class SystemError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Another rank of a group died, left by an exception, or did not take part in time. Python: RuntimeError.
+class RankFailure : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 namespace detail {
 template <typename... Parts>
 std::string join(const Parts&... parts) {

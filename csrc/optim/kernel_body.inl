@@ -30,50 +30,8 @@
 // take turns at tiles of 4 to 64 Ki elements instead of halves: no better. Non-temporal stores: 5 % better for a
 // 16-bit parameter that has a buffer of its own; 15 to 20 % worse in place for the three float arrays.
 
-template <DType kType>
-struct Tag {
-  static constexpr DType value = kType;
-};
-
-// Calls body(Tag<dtype>()).
-template <class Body>
-inline void with_dtype(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return body(Tag<DType::kFloat32>());
-    case DType::kBFloat16:
-      return body(Tag<DType::kBFloat16>());
-    case DType::kFloat16:
-      return body(Tag<DType::kFloat16>());
-  }
-}
-
-// Runs body() with IEEE defaults: the caller's rounding mode and flushing of denormals
-// (torch.set_flush_denormal) stay out of the results. The loops in it are not inlined, so no arithmetic can move
-// across; and no destructor restores the mode, because that would make this file emit exception tables.
-template <class Body>
-inline void with_ieee_arithmetic(const Body& body) {
-#if defined(__x86_64__)
-  const unsigned saved = _mm_getcsr();
-  _mm_setcsr(0x1f80);
-  body();
-  _mm_setcsr(saved);
-#else
-  body();
-#endif
-}
-
 #define PS_LOOP __attribute__((noinline)) void
 #define PS_STEP inline __attribute__((always_inline)) void
-
-template <DType kType>
-struct Storage {
-  using Element = uint16_t;
-};
-template <>
-struct Storage<DType::kFloat32> {
-  using Element = float;
-};
 
 template <class V, DType kType>
 inline __attribute__((always_inline)) typename V::Float load(const void* base, int64_t i) {

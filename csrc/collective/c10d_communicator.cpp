@@ -1,0 +1,261 @@
+// Groups on the CPU: pairwise messages of a torch.distributed group (gloo), all of them in flight at once.
+//
+// This is the one file that needs PyTorch above c10 ([Note: the one torch file]): Python's groups are reached by name,
+// because a pybind11 type of PyTorch's cannot cross into an extension that has another pybind11.
+//
+// Why messages and not gloo's own collectives: they need no second copy of the chunk, they can be aborted, and what
+// fails is a message from or to one rank, so an error can name it. Messages of different groups have connections of
+// their own and cannot mix; within a group the tag counts the collectives.
+#include "collective/communicator.h"
+#include "common/check.h"
+
+#ifdef PATRICKSTAR_WITH_C10D
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "collective/rank_mean.h"
+
+namespace patrickstar {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+c10::intrusive_ptr<c10d::Backend> cpu_backend(const std::string& group_name) {
+  try {
+    return c10d::resolve_process_group(group_name)->getBackend(c10::DeviceType::CPU);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    throw ArgumentError(detail::join("torch.distributed has no group \"", group_name, "\" for the CPU (",
+                                     text.substr(0, text.find('\n')),
+                                     "); pass the group_name of one made with backend=\"gloo\""));
+  }
+}
+
+// "...gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This may ..." without the rest.
+std::string reason_of(const std::exception& error) {
+  std::string text = error.what();
+  text = text.substr(0, text.find('\n'));
+  const size_t place = text.find(".cc:");
+  const size_t start = place == std::string::npos ? place : text.find("] ", place);
+  if (start != std::string::npos) text = text.substr(start + 2);
+  return text.substr(0, text.find(". "));
+}
+
+// One round of messages between all ranks of a group. One thread at a time; abort() from any.
+class PeerMessages {
+ public:
+  PeerMessages(const std::string& group_name, Milliseconds timeout)
+      : backend_(cpu_backend(group_name)), group_name_(group_name), timeout_(timeout) {}
+
+  int rank() const { return backend_->getRank(); }
+  int size() const { return backend_->getSize(); }
+
+  // Sends mine(peer) to and receives theirs(peer) from every other rank; both give a std::pair of address and number of
+  // bytes, and ranks agree on each message's length. `what` is for errors.
+  template <class Mine, class Theirs>
+  void exchange(const char* what, const Mine& mine, const Theirs& theirs) {
+    const auto started = Clock::now();
+    begin(what, started);
+    std::vector<Message> messages;
+    // Own rank first, then upwards: ranks do not all send to the same one at the same time.
+    for (int step = 1; step < size(); ++step)
+      post(messages, what, (rank() + step) % size(), theirs, &PeerMessages::recv);
+    for (int step = 1; step < size(); ++step) post(messages, what, (rank() + step) % size(), mine, &PeerMessages::send);
+    for (Message& message : messages) finish(message, what, started);
+    end();
+  }
+
+  void abort() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_.empty()) failure_ = "the group was aborted on this rank";
+    for (const auto& work : running_) work->abort();
+  }
+  void check() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_.empty()) throw RankFailure(failure_);
+  }
+  double running_seconds() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_running_ ? std::chrono::duration<double>(Clock::now() - started_).count() : 0.0;
+  }
+
+ private:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  struct Message {
+    Work work;
+    int peer;
+  };
+
+  void begin(const char* what, Clock::time_point now) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    PS_CHECK(!is_running_, StateError, "group ", group_name_, " is in a collective already and another thread began ",
+             what, "; a communicator serves one thread at a time");
+    if (!failure_.empty()) throw RankFailure(failure_);
+    is_running_ = true;
+    started_ = now;
+    tag_ = (tag_ + 1) & 0x3fffffff;
+  }
+  void end() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    running_.clear();
+    is_running_ = false;
+  }
+  [[noreturn]] void fail(const char* what, int peer, const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_.empty()) {
+      failure_ = detail::join("rank ", peer, " of ", size(), " failed rank ", rank(), " in ", what, ": ", why);
+    }
+    running_.clear();
+    is_running_ = false;
+    throw RankFailure(failure_);
+  }
+
+  Work send(std::vector<at::Tensor>& bytes, int peer) { return backend_->send(bytes, peer, tag_); }
+  Work recv(std::vector<at::Tensor>& bytes, int peer) { return backend_->recv(bytes, peer, tag_); }
+
+  template <class Buffer>
+  void post(std::vector<Message>& messages, const char* what, int peer, const Buffer& buffer,
+            Work (PeerMessages::*start)(std::vector<at::Tensor>&, int)) {
+    const auto [address, num_bytes] = buffer(peer);
+    if (num_bytes == 0) return;
+    try {
+      std::vector<at::Tensor> bytes = {at::from_blob(address, {num_bytes}, at::kByte)};
+      messages.push_back({(this->*start)(bytes, peer), peer});
+    } catch (const std::exception& error) {
+      fail(what, peer, reason_of(error));
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    running_.push_back(messages.back().work);
+    if (!failure_.empty()) messages.back().work->abort();
+  }
+
+  void finish(Message& message, const char* what, Clock::time_point started) {
+    bool completed = false;
+    try {
+      completed = message.work->wait(remaining(started));
+    } catch (const std::exception& error) {
+      const bool late = std::string(error.what()).find("Timed out") != std::string::npos;
+      const auto seconds = std::chrono::duration<double>(Clock::now() - started).count();
+      fail(what, message.peer, late ? detail::join("it did not take part within ", seconds, " s") : reason_of(error));
+    }
+    if (!completed) fail(what, message.peer, "aborted");
+  }
+  Milliseconds remaining(Clock::time_point started) const {
+    if (timeout_ == kNoTimeout) return kNoTimeout;
+    const auto passed = std::chrono::duration_cast<Milliseconds>(Clock::now() - started);
+    return std::max(timeout_ - passed, Milliseconds(1));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::string group_name_;
+  Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own for each message
+  int tag_ = 0;
+  std::mutex mutex_;  // guards the rest
+  std::vector<Work> running_;
+  Clock::time_point started_;
+  bool is_running_ = false;
+  std::string failure_;
+};
+
+class C10dCommunicator final : public Communicator {
+ public:
+  explicit C10dCommunicator(const std::string& group_name) : messages_(group_name, kNoTimeout) {}
+
+  int rank() const override { return messages_.rank(); }
+  int size() const override { return messages_.size(); }
+
+  void all_gather(void* whole, int64_t shard_bytes) override {
+    const auto shard = [&](int r) { return std::pair(static_cast<char*>(whole) + r * shard_bytes, shard_bytes); };
+    messages_.exchange("all_gather", [&](int) { return shard(rank()); }, shard);
+  }
+
+  void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) override {
+    const int64_t shard_bytes = shard_numel * element_size(dtype);
+    const auto place = [&](void* base, int r) { return static_cast<char*>(base) + r * shard_bytes; };
+    messages_.exchange(
+        "reduce_scatter_mean", [&](int r) { return std::pair(place(whole, r), shard_bytes); },
+        [&](int r) { return std::pair(place(scratch, r), shard_bytes); });
+    std::memcpy(place(scratch, rank()), place(whole, rank()), static_cast<size_t>(shard_bytes));
+    mean_of_ranks(scratch, size(), shard, dtype, shard_numel);
+  }
+
+  void abort() override { messages_.abort(); }
+  void check() override { messages_.check(); }
+  double oldest_pending_seconds() override { return messages_.running_seconds(); }
+
+ private:
+  PeerMessages messages_;
+};
+
+class C10dControl final : public ControlGroup {
+ public:
+  C10dControl(const std::string& group_name, Milliseconds timeout) : messages_(group_name, timeout) {}
+
+  int rank() const override { return messages_.rank(); }
+  int size() const override { return messages_.size(); }
+
+  std::vector<std::string> exchange(const std::string& mine) override {
+    std::vector<int64_t> lengths(static_cast<size_t>(size()), static_cast<int64_t>(mine.size()));
+    int64_t own_length = lengths[0];
+    const auto num_bytes = static_cast<int64_t>(sizeof(int64_t));
+    messages_.exchange(
+        "exchange", [&](int) { return std::pair(&own_length, num_bytes); },
+        [&](int r) { return std::pair(&lengths[static_cast<size_t>(r)], num_bytes); });
+    std::vector<std::string> values(lengths.size());
+    for (size_t r = 0; r < values.size(); ++r) values[r].resize(static_cast<size_t>(lengths[r]));
+    std::string& own = values[static_cast<size_t>(rank())] = mine;
+    messages_.exchange(
+        "exchange", [&](int) { return std::pair(own.data(), own_length); },
+        [&](int r) { return std::pair(values[static_cast<size_t>(r)].data(), lengths[static_cast<size_t>(r)]); });
+    return values;
+  }
+  void abort() override { messages_.abort(); }
+
+ private:
+  PeerMessages messages_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name) {
+  return std::make_unique<C10dCommunicator>(group_name);
+}
+
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds) {
+  PS_CHECK(timeout_seconds > 0, ArgumentError, "timeout_seconds is ", timeout_seconds, ", it must be above 0");
+  const auto timeout = std::chrono::duration<double>(timeout_seconds);
+  return std::make_unique<C10dControl>(group_name, std::chrono::ceil<Milliseconds>(timeout));
+}
+
+}  // namespace patrickstar
+
+#else
+
+namespace patrickstar {
+
+namespace {
+
+[[noreturn]] void refuse() {
+  throw StateError(
+      "this PyTorch has no torch.distributed with gloo, so there are no groups of ranks on the CPU; install one that "
+      "has, "
+      "and build PatrickStar again");
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string&) { refuse(); }
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string&, double) { refuse(); }
+
+}  // namespace patrickstar
+
+#endif

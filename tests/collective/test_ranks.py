@@ -1,0 +1,197 @@
+"""Which rank a process is and which groups it gets: alone, by the environment, in a torch.distributed that is there."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from patrickstar import _C
+from patrickstar.distributed import DistributedContext, open_ranks
+from tests.distributed import ROOT, free_port, run_ranks
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("world_size", [None, "1"])
+def test_alone(no_ranks, monkeypatch, world_size):
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with open_ranks() as ranks:
+        assert ranks.context == DistributedContext()
+        assert not dist.is_initialized()
+        assert ranks.control.exchange(b"mine") == [b"mine"]
+        whole = torch.arange(6.0)
+        shard, scratch = torch.empty(6), torch.empty(6)
+        ranks.gather.all_gather(whole.data_ptr(), 24)
+        ranks.scatter.reduce_scatter_mean(whole.data_ptr(), shard.data_ptr(), scratch.data_ptr(), 6, _C.DType.FLOAT32)
+        assert torch.equal(whole, torch.arange(6.0)) and torch.equal(shard, whole)
+        ranks.check_agreement("anything", "is agreed on")
+        with pytest.raises(ZeroDivisionError), ranks.guard("a phase"):
+            raise ZeroDivisionError
+
+
+def test_the_device_is_that_of_the_local_rank(no_ranks, monkeypatch):
+    assert open_ranks(device_type="cuda").context.device == torch.device("cuda", 0)
+    assert open_ranks(device_type="cuda", local_rank=2).context.device == torch.device("cuda", 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    context = open_ranks(device_type="cuda").context
+    assert (context.local_rank, context.device) == (3, torch.device("cuda", 3))
+
+
+def test_an_incomplete_environment_is_refused(no_ranks, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(_C.StateError, match="WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT not set; start .* torchrun"):
+        open_ranks()
+    with pytest.raises(ValueError, match="timeout_seconds is 0"):
+        open_ranks(timeout_seconds=0)
+
+
+def context_by_environment(local_rank):
+    with open_ranks(timeout_seconds=60, local_rank=local_rank) as ranks:
+        assert dist.is_initialized()
+        context = ranks.context
+    assert not dist.is_initialized()
+    return context
+
+
+def test_the_environment_of_torchrun():
+    for rank, context in enumerate(run_ranks(2, context_by_environment, None)):
+        assert context == DistributedContext(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+
+
+def test_local_ranks_are_found_out_where_the_environment_has_none():
+    unset = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    contexts = run_ranks(2, context_by_environment, None, environment=lambda rank: unset)
+    assert [(context.local_rank, context.local_world_size) for context in contexts] == [(0, 2), (1, 2)]
+    contexts = run_ranks(2, context_by_environment, 5, environment=lambda rank: unset)
+    assert [(context.local_rank, context.local_world_size) for context in contexts] == [(5, 2), (5, 2)]
+
+
+def use_the_users_world():
+    dist.init_process_group("gloo")
+    gathered = []
+    for _ in range(2):  # one after the other, as two engines would
+        with open_ranks(timeout_seconds=60) as ranks:
+            gathered.append(ranks.control.exchange(str(ranks.context.rank).encode()))
+    total = torch.ones(1)
+    dist.all_reduce(total)  # still the user's
+    dist.destroy_process_group()
+    return gathered, total.item()
+
+
+def test_an_initialised_torch_distributed_is_used_and_left():
+    assert run_ranks(2, use_the_users_world) == [([[b"0", b"1"]] * 2, 2.0)] * 2
+
+
+def use_groups_of_some():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    members = [0, 2] if rank in (0, 2) else [1, 3]
+    with open_ranks(timeout_seconds=60, ranks=members) as some, open_ranks(timeout_seconds=60) as everybody:
+        assert (some.gather.rank, some.gather.size, some.members) == (members.index(rank), 2, tuple(members))
+        assert some.context.world_size == 4
+        whole = torch.zeros(2)
+        whole[some.gather.rank] = rank
+        some.gather.all_gather(whole.data_ptr(), 4)
+        if rank == 0:
+            with pytest.raises(ValueError, match="rank 0 is not one of ranks"):
+                open_ranks(ranks=[1, 2])
+        return whole.tolist(), len(everybody.control.exchange(b""))
+
+
+def test_a_group_need_not_be_the_world():
+    assert run_ranks(4, use_groups_of_some) == [([0.0, 2.0], 4), ([1.0, 3.0], 4)] * 2
+
+
+SCRIPT = """
+import dataclasses, json, sys
+from patrickstar.distributed import open_ranks
+with open_ranks(timeout_seconds=60) as ranks:
+    values = [value.decode() for value in ranks.control.exchange(str(ranks.context.rank).encode())]
+    context = ranks.context
+print("RESULT " + json.dumps([context.rank, context.local_rank, context.world_size, values]), flush=True)
+"""
+
+
+def test_torchrun(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(text) for text in re.findall(r"RESULT (\[.*?\]\])", done.stdout)]
+    assert sorted(results) == [[0, 0, 2, ["0", "1"]], [1, 1, 2, ["0", "1"]]]
+
+
+def gather_across_nodes():
+    with open_ranks(timeout_seconds=60) as ranks:
+        whole = torch.zeros(ranks.gather.size * 100_000)
+        own = whole.view(ranks.gather.size, -1)[ranks.gather.rank]
+        own.fill_(ranks.gather.rank + 1)
+        ranks.gather.all_gather(whole.data_ptr(), 400_000)
+        whole.mul_(ranks.gather.rank + 1)
+        scratch = torch.empty_like(whole)
+        arguments = (whole.data_ptr(), own.data_ptr(), scratch.data_ptr(), 100_000, _C.DType.FLOAT32)
+        ranks.scatter.reduce_scatter_mean(*arguments)
+        return ranks.context, whole.view(ranks.gather.size, -1).mean(1).tolist()
+
+
+@contextlib.contextmanager
+def two_nodes():
+    """Prefixes and environment of two ranks on nodes of their own: network namespaces with names, joined by a cable.
+
+    Where this process may not make them, one machine with an address that is not the usual one.
+    """
+    names = [f"ps{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*arguments):
+        return subprocess.run(["ip", *arguments], capture_output=True, text=True).returncode == 0
+
+    try:
+        made = all(ip("netns", "add", name) for name in names)
+        made = made and ip(
+            "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]
+        )
+        for index, name in enumerate(names if made else ()):
+            made = made and ip("-n", name, "addr", "add", f"10.213.77.{index + 1}/24", "dev", name)
+            made = made and ip("-n", name, "link", "set", name, "up") and ip("-n", name, "link", "set", "lo", "up")
+        if made:
+            rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
+            prefixes = [["ip", "netns", "exec", name, *rename, name] for name in names]
+            yield prefixes, "10.213.77.1", names
+        else:
+            yield [[], []], "127.0.0.2", ["lo", "lo"]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_two_nodes():
+    with two_nodes() as (prefixes, address, interfaces):
+        print(f"store at {address}, interfaces {interfaces}")
+        common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+        results = run_ranks(
+            2,
+            gather_across_nodes,
+            prefixes=prefixes,
+            environment=lambda rank: common | {"GLOO_SOCKET_IFNAME": interfaces[rank]},
+        )
+    num_nodes = len(set(interfaces))
+    for rank, (context, means) in enumerate(results):
+        assert context.local_rank == (0 if num_nodes == 2 else rank)
+        assert context.local_world_size == 2 // num_nodes
+        assert means == [[1.5, 2.0], [2.0, 3.0]][rank]  # own shard: the mean over ranks; the other's: as gathered

@@ -1,0 +1,145 @@
+"""Processes that are ranks of one run, for tests: `run_ranks(2, function, argument)`.
+
+Each rank is a Python process with the environment of torchrun, one thread and torch's store on a free port of this
+machine. `function` must be importable (of a module's top level); it and its arguments and results are pickled.
+"""
+
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_FAILURE_GRACE_SECONDS = 5.0  # after the first failure, for the others to fail on their own
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a rank ended."""
+
+    returncode: int | None
+    """None: killed here, because it did not end in time."""
+    value: object
+    """What the function returned."""
+    error: str
+    """ "ValueError: text" of what it raised, or nothing."""
+    output: str
+    """Standard output and error, with the traceback."""
+    seconds: float
+
+
+class RanksFailedError(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def run_ranks(num_ranks, function, *args, timeout_seconds=120, **options):
+    """What `function(*args)` returns on each rank. Raises RanksFailedError with the output of the first that failed."""
+    outcomes = rank_outcomes(
+        num_ranks, function, *args, timeout_seconds=timeout_seconds, stop_after_failure=True, **options
+    )
+    failed = [(outcome.seconds, rank) for rank, outcome in enumerate(outcomes) if outcome.returncode != 0]
+    if failed:
+        raised = [(seconds, rank) for seconds, rank in failed if outcomes[rank].returncode is not None]
+        rank = min(raised or failed)[1]
+        how = "did not end" if outcomes[rank].returncode is None else f"ended with {outcomes[rank].returncode}"
+        raise RanksFailedError(f"rank {rank} of {num_ranks} {how}:\n{outcomes[rank].output}")
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    num_ranks,
+    function,
+    *args,
+    timeout_seconds=120,
+    stop_after_failure=False,
+    prefixes=None,
+    environment=None,
+    absent=(),
+):
+    """How each rank ended; no process is left behind.
+
+    `prefixes[rank]` goes before a rank's command (["ip", "netns", "exec", name]), `environment(rank)` over its
+    environment, in which None unsets a variable; ranks in `absent` are never started.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "task").write_bytes(pickle.dumps((function, args)))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+        common |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        processes = {}
+        for rank in set(range(num_ranks)) - set(absent):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
+            variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
+            command = [*(prefixes[rank] if prefixes else ()), sys.executable, "-m", "tests.distributed", folder]
+            with Path(folder, f"output-{rank}").open("wb") as output:
+                processes[rank] = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=variables,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        ended = _wait(processes, timeout_seconds, stop_after_failure)
+        return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
+
+
+def free_port():
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(processes, timeout_seconds, stop_after_failure):
+    """{rank: (return code or None, seconds)}."""
+    started = time.monotonic()
+    deadline = started + timeout_seconds
+    ended = {}
+    try:
+        while len(ended) < len(processes) and time.monotonic() < deadline:
+            for rank, process in processes.items():
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = (process.returncode, time.monotonic() - started)
+                    if process.returncode != 0 and stop_after_failure:
+                        deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_SECONDS)
+            time.sleep(0.02)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return {rank: ended.get(rank, (None, time.monotonic() - started)) for rank in processes}
+
+
+def _outcome(folder, rank, returncode, seconds):
+    result, output = folder / f"result-{rank}", folder / f"output-{rank}"
+    value, error = pickle.loads(result.read_bytes()) if result.exists() else (None, "")
+    text = output.read_text(errors="replace") if output.exists() else ""
+    return Outcome(returncode, value, error, text, seconds)
+
+
+def _run_rank(folder):
+    import torch
+
+    torch.set_num_threads(1)
+    function, args = pickle.loads(Path(folder, "task").read_bytes())
+    value, error = None, ""
+    try:
+        value = function(*args)
+    except BaseException as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {raised}"
+    result = Path(folder, f"result-{os.environ['RANK']}")
+    result.write_bytes(pickle.dumps((value, error)))
+    sys.exit(1 if error else 0)
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1])
