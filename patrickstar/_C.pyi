@@ -46,6 +46,8 @@ class ArrayKind(_Enum):
     PARAM: ClassVar[ArrayKind]
     GRAD: ClassVar[ArrayKind]
     GRAD_SUM: ClassVar[ArrayKind]
+    PARAM_SHARD: ClassVar[ArrayKind]
+    GRAD_SHARD: ClassVar[ArrayKind]
     MASTER: ClassVar[ArrayKind]
     MOMENTUM: ClassVar[ArrayKind]
     VARIANCE: ClassVar[ArrayKind]
@@ -375,7 +377,14 @@ class Layout:
     """Which chunk and offset each parameter has."""
 
     @staticmethod
-    def pack(numels: Sequence[int], dtypes: Sequence[DType], trainable: Sequence[bool], chunk_numel: int) -> Layout: ...
+    def pack(
+        numels: Sequence[int],
+        dtypes: Sequence[DType],
+        trainable: Sequence[bool],
+        chunk_numel: int,
+        num_ranks: int = 1,
+        rank: int = 0,
+    ) -> Layout: ...
     @property
     def num_chunks(self) -> int: ...
     @property
@@ -383,8 +392,11 @@ class Layout:
     def placement(self, param: int, /) -> tuple[int, int]:
         """(chunk, offset in elements)."""
 
+    def shard_of(self, param: int, /) -> tuple[int, int, int]:
+        """The part in this rank's shard: (first element of the parameter, number of elements, offset in the shard)."""
+
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``dtype``, ``trainable``, ``params``."""
+        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``."""
 
 class DelayOptions:
     """A simulated link, and random delays."""
@@ -528,6 +540,16 @@ class GradientHook:
     @property
     def has_folded(self) -> bool: ...
 
+@final
+class Collectives:
+    """What ranks do together (runtime/collectives.h)."""
+
+    def __init__(
+        self, gather: collective.Communicator, scatter: collective.Communicator, control: collective.ControlGroup
+    ) -> None: ...
+    @property
+    def num_ranks(self) -> int: ...
+
 class Runtime(UseListener):
     """The core's façade (csrc/runtime/runtime.h says what each call does and in which order they come)."""
 
@@ -537,6 +559,7 @@ class Runtime(UseListener):
         param_names: Sequence[str],
         module_params: Sequence[Sequence[int]],
         options: RuntimeOptions,
+        collectives: Collectives | None = None,
     ) -> None: ...
     def bind_storage(self, chunk: int, storage: int, /) -> None: ...
     def seal_storage(self, chunk: int, /) -> None: ...

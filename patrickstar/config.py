@@ -266,6 +266,8 @@ class Config:
     profile: ProfileConfig | None = dataclasses.field(default_factory=profile_of_environment)
     """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
     """
+    rank_timeout_seconds: float = 600.0
+    """How long a rank waits for another one before it gives up with an error (with several ranks)."""
     delays: DelaysConfig = dataclasses.field(default_factory=DelaysConfig)
     """A simulated link and random delays."""
     host_threads: HostThreadsConfig = dataclasses.field(default_factory=HostThreadsConfig)
@@ -472,6 +474,8 @@ def _check_values(config: Config) -> None:
         )
     if config.fp16 is not None and config.bf16 is not None:
         raise ValueError("fp16.enabled and bf16.enabled are both True; enable one")
+    if not config.rank_timeout_seconds > 0:
+        raise ValueError(f"rank_timeout_seconds is {config.rank_timeout_seconds}; it must be more than 0")
     if config.default_chunk_size < 1024:
         raise ValueError(
             f"default_chunk_size is {config.default_chunk_size} elements; give at least 1024 (64 * 1024 * 1024 is "

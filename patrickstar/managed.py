@@ -57,6 +57,11 @@ class ManagedParams:
         if any(group["params"] for group in mine):
             self._optimizer = cls([_torch_options(group) for group in mine])
 
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """Those whose gradients are the mean over ranks."""
+        return [managed.param for managed in self.params if managed.all_reduced]
+
     def sum_of_squares(self) -> float:
         """Sum of the squares of their gradients, in float64, in parameter order."""
         total = 0.0

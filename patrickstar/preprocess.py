@@ -59,6 +59,8 @@ class ManagedParam:
     param: nn.Parameter
     on_host: bool
     """Kept in host memory (use_cpu_embedding)."""
+    all_reduced: bool = True
+    """Whether its gradient is the mean over ranks (``torch_scope(do_allreduce)``)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,9 +111,9 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
 def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedding: bool) -> ParamPlan:
     """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes."""
     scoped = {
-        module._parameters[name]
+        module._parameters[name]: do_allreduce
         for module, names in _scoped_modules(module)
-        for name in names
+        for name, do_allreduce in names.items()
         if name in module._parameters
     }
     on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
@@ -125,7 +127,8 @@ def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedd
             and param.layout == torch.strided
         )
         if param in scoped or param in on_host or not plain:
-            managed.append(ManagedParam(name=name, param=param, on_host=param in on_host))
+            all_reduced = scoped.get(param, True)
+            managed.append(ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced))
         else:
             dtype = torch.float32 if param in keep_float32 else compute_dtype
             chunked.append(ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device))
@@ -197,13 +200,15 @@ def choose_chunk_size(plan: ParamPlan, module: nn.Module, default_numel: int, de
     return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
 
 
-def make_layout(plan: ParamPlan, chunk_numel: int) -> _C.Layout:
-    """Packs the chunked parameters in registration order."""
+def make_layout(plan: ParamPlan, chunk_numel: int, num_ranks: int = 1, rank: int = 0) -> _C.Layout:
+    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards."""
     return _C.Layout.pack(
         numels=[spec.param.numel() for spec in plan.chunked],
         dtypes=[DTYPES[spec.compute_dtype] for spec in plan.chunked],
         trainable=[spec.param.requires_grad for spec in plan.chunked],
         chunk_numel=chunk_numel,
+        num_ranks=num_ranks,
+        rank=rank,
     )
 
 

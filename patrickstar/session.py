@@ -22,6 +22,7 @@ from patrickstar import _C
 from patrickstar.allocator import ExpandableSegments
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
 from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.distributed import RankGroups
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
@@ -41,6 +42,7 @@ from patrickstar.preprocess import (
     release_params,
 )
 from patrickstar.profiling import StepProfiler
+from patrickstar.rank_sync import BufferSync, check_same_run, common_budgets, mean_over_ranks
 from patrickstar.runtime_options import make_runtime_options
 
 logger = logging.getLogger("patrickstar")
@@ -79,11 +81,12 @@ class Session:
         StateError: another engine is open in this process.
     """
 
-    def __init__(self, module: nn.Module, config: Config, device: torch.device, deferred: DeferredInit | None = None):
+    def __init__(self, module: nn.Module, config: Config, ranks: RankGroups, deferred: DeferredInit | None = None):
         _check_no_open_engine()
         self.module = module
         self.config = config
-        self.device = device
+        self.ranks = ranks
+        self.device = device = ranks.context.device
         self.scaler = make_loss_scaler(config)
         self.outcome = StepOutcome()
         self.stage = Stage.IDLE
@@ -92,7 +95,8 @@ class Session:
         """The options that the next step is expected to use (none: not known)."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
-        budgets = make_budgets(config, device)
+        check_same_run(ranks, config, self._plan)
+        budgets = common_budgets(ranks, make_budgets(config, device))
         size = self._choose_layout(budgets.device_bytes)
         saved = self._load_plan()
         self._segments = ExpandableSegments(device, budgets.device_bytes)
@@ -105,6 +109,7 @@ class Session:
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
         self._buffers = list(module.buffers())
+        self._buffer_sync = BufferSync(ranks, module)
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)
         trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
@@ -130,7 +135,7 @@ class Session:
                 default_numel,
                 device_bytes,
             )
-        self.layout = make_layout(self._plan, size.numel)
+        self.layout = make_layout(self._plan, size.numel, len(self.ranks.members), self.ranks.control.rank)
         return size
 
     def _make_runtime(self, budgets: Budgets, size: ChunkSize) -> _C.Runtime:
@@ -138,7 +143,11 @@ class Session:
         options = make_runtime_options(self.config, self.device, budgets, self._segments.rounding_bytes)
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         runtime = _C.Runtime(
-            self.layout, [spec.name for spec in self._plan.chunked], _owned_params(self.module, self._plan), options
+            self.layout,
+            [spec.name for spec in self._plan.chunked],
+            _owned_params(self.module, self._plan),
+            options,
+            _C.Collectives(self.ranks.gather, self.ranks.scatter, self.ranks.control),
         )
         _open_runtime = weakref.ref(runtime)
         return runtime
@@ -158,6 +167,9 @@ class Session:
     def forward(self, call: Callable[[], Any]) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out."""
         self._check_open()
+        if len(self.ranks.members) > 1:  # the other ranks would not run theirs again
+            with self.ranks.guard("forward"), self._forward():
+                return call()
         attempt = ForwardAttempt(self._buffers, self.device)
         for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
             try:
@@ -182,6 +194,8 @@ class Session:
                     "it trainable and set requires_grad to False afterwards"
                 )
         training = self.module.training and torch.is_grad_enabled()
+        if training:
+            self._buffer_sync.run()
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
         try:
             yield
@@ -202,8 +216,9 @@ class Session:
             self._profiler.begin_backward()
         self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
         try:
-            (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
-            self.runtime.end_backward()
+            with self.ranks.guard("backward"):
+                (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
+                self.runtime.end_backward()
         except BaseException as error:
             committed = self.runtime.num_committed
             self.observer.uses.forget_scopes()
@@ -236,6 +251,11 @@ class Session:
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
         self._check_open()
+        with self.ranks.guard("step"):
+            self._step(param_groups, options)
+
+    def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+        mean_over_ranks(self.ranks, self.managed.shared)
         managed_squares = self.managed.sum_of_squares()
         if not self.runtime.gradients_pending():
             return
@@ -360,6 +380,7 @@ class Session:
         release_params(self._plan, self.layout, self.runtime)
         self.runtime.close()
         self._segments.close()
+        self.ranks.close()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -3,6 +3,8 @@
 //   kCompute   where the model runs. On CUDA the current stream; on the CPU the calling thread itself.
 //   kUpload    host to device copies, in order
 //   kDownload  device to host copies, in order
+//   kGather    collectives of values, in order (runtime/collectives.h)
+//   kScatter   collectives of gradients, in order
 //   kState*    three more for optimizer states that are updated on the device and stay on the host, so that neither
 //              parameters nor gradients queue up behind them (runtime/streamed_updates.h)
 //
@@ -24,8 +26,8 @@
 
 namespace patrickstar {
 
-enum class Queue { kCompute, kUpload, kDownload, kStateUpload, kStateUpdate, kStateDownload };
-constexpr int kNumQueues = 6;
+enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter, kStateUpload, kStateUpdate, kStateDownload };
+constexpr int kNumQueues = 8;
 
 // What to do when the tide and the payloads in use exceed the limit.
 enum class LimitPolicy {

@@ -17,20 +17,27 @@ void register_layout(py::module_& module) {
       .def_static(
           "pack",
           [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
-             int64_t chunk_numel) {
+             int64_t chunk_numel, int num_ranks, int rank) {
             std::vector<ParamSpec> params;
             for (size_t i = 0; i < numels.size(); ++i) params.push_back({numels[i], dtypes.at(i), trainable.at(i)});
-            return Layout::pack(params, chunk_numel);
+            return Layout::pack(params, chunk_numel, {num_ranks, rank});
           },
-          py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"))
+          py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"), py::arg("num_ranks") = 1,
+          py::arg("rank") = 0)
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
       .def("placement", [](const Layout& self,
                            ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
+      .def("shard_of",
+           [](const Layout& self, ParamId id) {
+             const ParamShard shard = self.shard_of(id);
+             return py::make_tuple(shard.begin, shard.numel, shard.offset);
+           })
       .def("chunk", [](const Layout& self, ChunkId id) {
         const ChunkSpec& chunk = self.chunks().at(static_cast<size_t>(id));
         py::dict result;
         result["numel"] = chunk.numel;
+        result["shard_numel"] = chunk.shard_numel;
         result["dtype"] = chunk.dtype;
         result["trainable"] = chunk.trainable;
         result["params"] = chunk.params;
@@ -118,6 +125,11 @@ py::dict report(Runtime& self) {
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
   result["num_committed_updates"] = counters.num_committed_updates;
+  int64_t num_chunk_elements = 0;
+  for (const ChunkSpec& chunk : self.layout().chunks()) num_chunk_elements += chunk.numel;
+  result["num_chunk_elements"] = num_chunk_elements;  // padding included
+  result["gathered_bytes"] = counters.gathered_bytes;
+  result["scattered_bytes"] = counters.scattered_bytes;
   result["num_streamed_updates"] = counters.num_streamed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_steps"] = counters.num_steps;
@@ -175,9 +187,21 @@ void register_runtime(py::module_& module) {
   module.def(
       "working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
       "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
+  py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives",
+                                                        "What ranks do together (runtime/collectives.h).")
+      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>, std::shared_ptr<ControlGroup>>(),
+           py::arg("gather"), py::arg("scatter"), py::arg("control"))
+      .def_property_readonly("num_ranks", &Collectives::num_ranks);
   py::class_<Runtime, UseListener>(module, "Runtime", "The core's façade (runtime/runtime.h).")
-      .def(py::init<Layout, std::vector<std::string>, std::vector<std::vector<ParamId>>, const RuntimeOptions&>(),
-           py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"), ReleaseGil())
+      .def(py::init([](Layout layout, std::vector<std::string> param_names,
+                       const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options,
+                       std::shared_ptr<Collectives> collectives) {
+             if (collectives == nullptr) collectives = std::make_shared<Collectives>();
+             return std::make_unique<Runtime>(std::move(layout), std::move(param_names), module_params, options,
+                                              std::move(collectives));
+           }),
+           py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"),
+           py::arg("collectives") = nullptr, ReleaseGil())
       .def("bind_storage",
            [](Runtime& self, ChunkId chunk, uintptr_t storage) {
              self.bind_storage(chunk, reinterpret_cast<c10::StorageImpl*>(storage));

@@ -28,6 +28,8 @@ void register_types(py::module_& module) {
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)
       .value("GRAD_SUM", ArrayKind::kGradSum)
+      .value("PARAM_SHARD", ArrayKind::kParamShard)
+      .value("GRAD_SHARD", ArrayKind::kGradShard)
       .value("MASTER", ArrayKind::kMaster)
       .value("MOMENTUM", ArrayKind::kMomentum)
       .value("VARIANCE", ArrayKind::kVariance);

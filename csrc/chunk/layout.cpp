@@ -1,5 +1,6 @@
 #include "chunk/layout.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -9,22 +10,26 @@ namespace patrickstar {
 
 namespace {
 
-int64_t aligned(int64_t numel) { return (numel + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t rounded_up(int64_t numel, int64_t multiple) { return (numel + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 
-Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel) {
+Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding) {
+  PS_CHECK(sharding.num_ranks >= 1 && sharding.rank >= 0 && sharding.rank < sharding.num_ranks, ArgumentError, "rank ",
+           sharding.rank, " of ", sharding.num_ranks, " ranks: give a rank from 0 to one less than their number");
+  const int64_t alignment = sharding.num_ranks > 1 ? kShardAlignment : kAlignment;
   PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel, " elements, the least is ",
            kAlignment, "; choose 64 * 1024 or more");
   Layout layout;
   layout.chunk_numel_ = chunk_numel;
+  layout.sharding_ = sharding;
   layout.params_ = params;
   layout.placements_.resize(params.size());
   std::map<std::pair<DType, bool>, ChunkId> open;  // the chunk being filled, per class
   for (size_t id = 0; id < params.size(); ++id) {
     const ParamSpec& param = params[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
-    const int64_t need = aligned(param.numel);
+    const int64_t need = rounded_up(param.numel, alignment);
     const auto key = std::make_pair(param.dtype, param.trainable);
     auto found = open.find(key);
     const bool fits = found != open.end() && layout.chunk(found->second).numel + need <= chunk_numel;
@@ -33,7 +38,7 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel) {
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, param.dtype, param.trainable, {}});
+      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}});
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }
@@ -42,7 +47,20 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel) {
     spec.numel += need;
     spec.params.push_back(static_cast<ParamId>(id));
   }
+  for (ChunkSpec& spec : layout.chunks_) {
+    if (sharding.num_ranks > 1) spec.numel = rounded_up(spec.numel, sharding.num_ranks * kShardAlignment);
+    spec.shard_numel = spec.numel / sharding.num_ranks;
+  }
   return layout;
+}
+
+ParamShard Layout::shard_of(ParamId id) const {
+  const Placement& place = placement(id);
+  const int64_t numel = param(id).numel;
+  const int64_t first = shard_begin(place.chunk);
+  const int64_t begin = std::clamp(first - place.offset, int64_t{0}, numel);
+  const int64_t end = std::clamp(first + chunk(place.chunk).shard_numel - place.offset, int64_t{0}, numel);
+  return {begin, end - begin, place.offset + begin - first};
 }
 
 }  // namespace patrickstar

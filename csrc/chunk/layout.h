@@ -5,6 +5,10 @@
 // of a chunk have the same compute dtype and are all trainable or all frozen, so a frozen chunk carries
 // no optimizer state. A parameter larger than the chunk size gets a chunk of its own.
 //
+// [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the r-th.
+// The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
+// statistics (optim/kernels.h) is cut. A chunk is padded at its end. With one rank the shard is the chunk.
+//
 //   Layout layout = Layout::pack({{1000, DType::kBFloat16, true}, ...}, /*chunk_numel=*/1 << 26);
 //   layout.placement(0).chunk;  // 0
 //
@@ -28,26 +32,51 @@ struct ParamSpec {
   bool trainable = true;
 };
 
+constexpr int64_t kShardAlignment = 4096;
+
+// Which of the ranks that hold one copy of the model together this is.
+struct Sharding {
+  int num_ranks = 1;
+  int rank = 0;
+};
+
 struct Placement {
   ChunkId chunk = -1;
   int64_t offset = 0;  // elements
 };
 
+// The part of a parameter that lies in this rank's shard of its chunk.
+struct ParamShard {
+  int64_t begin = 0;   // its first element, in the parameter
+  int64_t numel = 0;   // 0: nothing of it is here
+  int64_t offset = 0;  // in the shard
+};
+
 struct ChunkSpec {
-  int64_t numel = 0;  // elements in use, alignment gaps included; what transfers move
+  int64_t numel = 0;        // elements in use, alignment gaps included; what transfers move
+  int64_t shard_numel = 0;  // of these, what one rank keeps
   DType dtype = DType::kFloat32;
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
 
   int64_t num_bytes(ArrayKind kind) const {
-    return numel * ((kind == ArrayKind::kParam || kind == ArrayKind::kGrad) ? element_size(dtype) : 4);
+    switch (kind) {
+      case ArrayKind::kParam:
+      case ArrayKind::kGrad:
+        return numel * element_size(dtype);
+      case ArrayKind::kParamShard:
+      case ArrayKind::kGradShard:
+        return shard_numel * element_size(dtype);
+      default:
+        return shard_numel * int64_t{sizeof(float)};
+    }
   }
 };
 
 class Layout {
  public:
   // Throws ArgumentError when chunk_numel < kAlignment or a parameter has no elements.
-  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel);
+  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
   const std::vector<ParamSpec>& params() const { return params_; }
   const std::vector<ChunkSpec>& chunks() const { return chunks_; }
@@ -57,10 +86,19 @@ class Layout {
   int num_params() const { return static_cast<int>(params_.size()); }
   int num_chunks() const { return static_cast<int>(chunks_.size()); }
   int64_t chunk_numel() const { return chunk_numel_; }
+  const Sharding& sharding() const { return sharding_; }
+  bool is_sharded() const { return sharding_.num_ranks > 1; }
+  // Elements before this rank's shard.
+  int64_t shard_begin(ChunkId id) const { return sharding_.rank * chunk(id).shard_numel; }
+  ParamShard shard_of(ParamId id) const;
+  // The arrays that updates read and write: a chunk's values and gradients where they are kept from step to step.
+  ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
+  ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
   int64_t num_bytes(ArrayId array) const { return chunk(array.chunk).num_bytes(array.kind); }
 
  private:
   int64_t chunk_numel_ = 0;
+  Sharding sharding_;
   std::vector<ParamSpec> params_;
   std::vector<ChunkSpec> chunks_;
   std::vector<Placement> placements_;

@@ -24,11 +24,15 @@ enum class ArrayKind : uint8_t {
   kMaster,    // float32 parameter
   kMomentum,  // float32 first moment
   kVariance,  // float32 second moment
+  // With several ranks [Note: shards]; kGradSum and the three states above are this rank's share as well then.
+  kParamShard,  // this rank's share of the compute copy; kParam is gathered from all ranks' shares
+  kGradShard,   // this rank's share of the ranks' mean gradient, which comes of all ranks' kGrad
 };
-constexpr int kNumArrayKinds = 6;
+constexpr int kNumArrayKinds = 8;
 
 constexpr const char* array_kind_name(ArrayKind kind) {
-  constexpr const char* names[kNumArrayKinds] = {"param", "grad", "grad_sum", "master", "momentum", "variance"};
+  constexpr const char* names[kNumArrayKinds] = {"param",    "grad",     "grad_sum",    "master",
+                                                 "momentum", "variance", "param_shard", "grad_shard"};
   return names[static_cast<int>(kind)];
 }
 

@@ -1,6 +1,7 @@
 #include "runtime/chunk_values.h"
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "common/check.h"
@@ -11,30 +12,43 @@ namespace {
 
 constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
 
+ParamValues part(ParamValues values, const ParamShard& shard) {
+  values.data += shard.begin;
+  return values;
+}
+
 }  // namespace
 
 void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
   const Layout& layout = core_.store.layout();
-  const Placement place = layout.placement(param);
-  const ArrayId compute_id{place.chunk, ArrayKind::kParam};
-  PS_CHECK(core_.store.array(compute_id).holds == 0, StateError, core_.store.param_name(param),
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  PS_CHECK(core_.store.array({chunk, ArrayKind::kParam}).holds == 0, StateError, core_.store.param_name(param),
            " cannot be written while a module that uses it runs; write it between steps");
-  if (!layout.chunk(place.chunk).trainable) return write_frozen(param, values);
-  const ArrayId id{place.chunk, kind};
+  values = part(values, shard);
+  if (!layout.chunk(chunk).trainable) return write_frozen(param, values);
+  const ArrayId id{chunk, kind};
   pager_.ensure_state(id, home);
   ArrayRecord& record = core_.store.array(id);
-  const int64_t num_bytes = layout.param(param).numel * static_cast<int64_t>(sizeof(float));
+  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
   if (record.on_device) {
     core_.transfer.await_on_device(id);
-    core_.backend.copy(Queue::kCompute, static_cast<float*>(record.slot.data) + place.offset, values.data, num_bytes);
+    if (num_bytes > 0) {
+      core_.backend.copy(Queue::kCompute, static_cast<float*>(record.slot.data) + shard.offset, values.data, num_bytes);
+    }
     core_.backend.synchronize(core_.backend.record(Queue::kCompute));
     pager_.set_on_device(id);
   } else {
     pager_.bring_to_host(id);
-    copy_to_host(static_cast<float*>(record.block.data) + place.offset, values, num_bytes);
+    copy_to_host(static_cast<float*>(record.block.data) + shard.offset, values, num_bytes);
     pager_.set_on_host(id);
   }
-  if (kind == ArrayKind::kMaster) pager_.discard(compute_id);
+  if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
+}
+
+void ChunkValues::discard_compute_values(ChunkId chunk) {
+  pager_.discard({chunk, ArrayKind::kParam});
+  if (core_.store.layout().is_sharded()) pager_.discard({chunk, ArrayKind::kParamShard});
 }
 
 void ChunkValues::copy_to_host(void* to, ParamValues values, int64_t num_bytes) {
@@ -51,60 +65,86 @@ void ChunkValues::copy_to_host(void* to, ParamValues values, int64_t num_bytes) 
 
 void ChunkValues::write_frozen(ParamId param, ParamValues values) {
   const Layout& layout = core_.store.layout();
-  const Placement place = layout.placement(param);
-  const DType dtype = layout.chunk(place.chunk).dtype;
-  const ArrayId id{place.chunk, ArrayKind::kParam};
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  const DType dtype = layout.chunk(chunk).dtype;
+  const ArrayId id{chunk, layout.param_home()};
   ArrayRecord& record = core_.store.array(id);
   if (record.exists()) {
     pager_.bring_to_host(id);
   } else {
     pager_.ensure_block(id);
   }
-  void* data = static_cast<char*>(record.block.data) + place.offset * element_size(dtype);
-  const int64_t numel = layout.param(param).numel;
-  std::vector<float> staged;
-  if (values.where == Tier::kDevice) {
-    staged.resize(static_cast<size_t>(numel));
-    copy_to_host(staged.data(), values, numel * static_cast<int64_t>(sizeof(float)));
-    values.data = staged.data();
+  if (shard.numel > 0) {
+    void* data = static_cast<char*>(record.block.data) + shard.offset * element_size(dtype);
+    std::vector<float> staged;
+    if (values.where == Tier::kDevice) {
+      staged.resize(static_cast<size_t>(shard.numel));
+      copy_to_host(staged.data(), values, shard.numel * static_cast<int64_t>(sizeof(float)));
+      values.data = staged.data();
+    }
+    core_.host_compute.cast_from_float(values.data, data, dtype, shard.numel);
   }
-  core_.host_compute.cast_from_float(values.data, data, dtype, numel);
   pager_.drop_slot(id);
   pager_.set_on_host(id);
+  if (layout.is_sharded()) pager_.discard({chunk, ArrayKind::kParam});
 }
 
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = core_.store.layout();
-  const Placement place = layout.placement(param);
-  if (!layout.chunk(place.chunk).trainable) {
+  const ParamShard shard = layout.shard_of(param);
+  if (layout.chunk(layout.placement(param).chunk).trainable) {
+    read_state(param, kind, values + shard.begin);
+  } else {
     PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, core_.store.param_name(param), " is frozen and has no ",
              array_kind_name(kind));
-    return read_frozen(param, values);
+    read_frozen(param, values + shard.begin);
   }
-  const ArrayId id{place.chunk, kind};
+  if (layout.is_sharded()) gather(param, values);
+}
+
+void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
+  const Layout& layout = core_.store.layout();
+  const ArrayId id{layout.placement(param).chunk, kind};
+  const ParamShard shard = layout.shard_of(param);
   const ArrayRecord& record = core_.store.array(id);
-  const int64_t num_bytes = layout.param(param).numel * static_cast<int64_t>(sizeof(float));
+  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
+  if (num_bytes == 0) return;
   if (!record.exists()) {  // a moment before the first step
     std::memset(values, 0, static_cast<size_t>(num_bytes));
   } else if (record.on_device) {
     core_.transfer.await_on_device(id);
     core_.backend.wait(Queue::kDownload, core_.backend.record(Queue::kCompute));
-    core_.backend.copy(Queue::kDownload, values, static_cast<const float*>(record.slot.data) + place.offset, num_bytes);
+    core_.backend.copy(Queue::kDownload, values, static_cast<const float*>(record.slot.data) + shard.offset, num_bytes);
     core_.backend.synchronize(core_.backend.record(Queue::kDownload));
   } else {
     pager_.bring_to_host(id);
-    std::memcpy(values, static_cast<const float*>(record.block.data) + place.offset, static_cast<size_t>(num_bytes));
+    std::memcpy(values, static_cast<const float*>(record.block.data) + shard.offset, static_cast<size_t>(num_bytes));
   }
 }
 
 void ChunkValues::read_frozen(ParamId param, float* values) {
   const Layout& layout = core_.store.layout();
-  const Placement place = layout.placement(param);
-  const DType dtype = layout.chunk(place.chunk).dtype;
-  const ArrayId id{place.chunk, ArrayKind::kParam};
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  const DType dtype = layout.chunk(chunk).dtype;
+  const ArrayId id{chunk, layout.param_home()};
   pager_.bring_to_host(id);
-  const auto* data = static_cast<const char*>(core_.store.array(id).block.data) + place.offset * element_size(dtype);
-  core_.host_compute.cast_to_float(data, dtype, values, layout.param(param).numel);
+  if (shard.numel == 0) return;
+  const auto* data = static_cast<const char*>(core_.store.array(id).block.data) + shard.offset * element_size(dtype);
+  core_.host_compute.cast_to_float(data, dtype, values, shard.numel);
+}
+
+// Each rank's part comes from that rank.
+void ChunkValues::gather(ParamId param, float* values) {
+  const ParamShard mine = core_.store.layout().shard_of(param);
+  const auto bytes = [](int64_t numel) { return static_cast<size_t>(numel) * sizeof(float); };
+  const std::string part(reinterpret_cast<const char*>(values + mine.begin), bytes(mine.numel));
+  char* to = reinterpret_cast<char*>(values);
+  for (const std::string& from_rank : core_.collectives.exchange(part)) {
+    std::memcpy(to, from_rank.data(), from_rank.size());
+    to += from_rank.size();
+  }
 }
 
 }  // namespace patrickstar

@@ -22,14 +22,19 @@ class ChunkValues {
   // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
   // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs.
   void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
-  // `values` is host memory. A moment that was never made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
+  // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
   void read(ParamId param, ArrayKind kind, float* values);
 
  private:
+  // These three see this rank's part alone.
   void write_frozen(ParamId param, ParamValues values);
+  void read_frozen(ParamId param, float* values);
+  void read_state(ParamId param, ArrayKind kind, float* values);
+  // Completes `values`, of which this rank's part is there.
+  void gather(ParamId param, float* values);
+  void discard_compute_values(ChunkId chunk);
   // Returns when the values are there.
   void copy_to_host(void* to, ParamValues values, int64_t num_bytes);
-  void read_frozen(ParamId param, float* values);
 
   Core core_;
   Pager& pager_;

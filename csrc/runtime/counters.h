@@ -10,6 +10,8 @@ struct Counters {
   int64_t num_prefetch_hits = 0;       // arrays that were on the device, or on their way, because the plan said so
   int64_t num_pressure_evictions = 0;  // of the evictions, those because something else needed device memory
   int64_t num_on_demand_fetches = 0;   // arrays brought in at the moment of their use
+  int64_t gathered_bytes = 0;          // that came from other ranks' shards of values
+  int64_t scattered_bytes = 0;         // of gradients, that came from other ranks
   int64_t num_moments = 0;
   int64_t num_replayed_moments = 0;  // moments that went as planned
   int64_t num_plans = 0;

@@ -1,6 +1,7 @@
 #include "runtime/gradient_flow.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -25,9 +26,11 @@ GradientFlow::GradientFlow(Core core, Pager& pager, AccessTracker& tracker)
       pager_(pager),
       tracker_(tracker),
       has_grad_(static_cast<size_t>(core.store.layout().num_params()), 0),
+      in_slot_(has_grad_),
       has_sum_(has_grad_),
       progress_(static_cast<size_t>(core.store.layout().num_chunks())),
-      statistics_(progress_.size(), Statistics::kNone) {
+      statistics_(progress_.size(), Statistics::kNone),
+      scattered_(progress_.size(), 0) {
   int64_t offset = 0;
   for (const ParamSpec& param : core.store.layout().params()) {
     partial_offsets_.push_back(offset);
@@ -38,6 +41,7 @@ GradientFlow::GradientFlow(Core core, Pager& pager, AccessTracker& tracker)
     progress(chunk).expected_folds = static_cast<int>(core.store.layout().chunk(chunk).params.size());
   }
   tracker_.set_backward_release_listener([this](ChunkId chunk) { on_backward_release(chunk); });
+  core_.collectives.set_scatter([this](ChunkId chunk) { scatter(chunk); });
 }
 
 GradientFlow::~GradientFlow() {
@@ -56,6 +60,7 @@ void GradientFlow::begin_backward() {
     chunk.folds = 0;
     chunk.complete = false;
   }
+  std::fill(scattered_.begin(), scattered_.end(), uint8_t{0});
 }
 
 void GradientFlow::fold(ParamId param, const void* data) {
@@ -74,13 +79,14 @@ void GradientFlow::fold(ParamId param, const void* data) {
   --record.holds;
   core_.recorder.add({grad, AccessMode::kWrite});
   const int64_t numel = core_.store.layout().param(param).numel;
-  auto& present = has_grad_[static_cast<size_t>(param)];
+  auto& present = in_slot_[static_cast<size_t>(param)];
   if (present) {
     core_.device_compute.add(target, data, chunk.dtype, numel);
   } else {
     core_.backend.copy(Queue::kCompute, target, data, numel * element_size(chunk.dtype));
   }
   present = 1;
+  has_grad_[static_cast<size_t>(param)] = 1;
   statistics_[static_cast<size_t>(place.chunk)] = Statistics::kNone;
   if (!tracker_.is_held(param)) core_.store.move_param(param, State::kHoldAfterBwd);
   ChunkProgress& chunk_progress = progress(place.chunk);
@@ -99,13 +105,99 @@ void GradientFlow::retire(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   progress(chunk).complete = false;  // once
   if (!core_.store.array(grad).exists()) return;
+  if (core_.store.layout().is_sharded()) {
+    if (pager_.replays()) return scatter(chunk);
+    return core_.collectives.note_complete(chunk);
+  }
   if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && !accumulates_) compute_statistics(chunk);
   // The values are dead, and the gradient may take their place, unless another micro-batch or a later use is expected.
   if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) pager_.discard(param);
+  send_home(chunk);
+}
+
+// To the tier of the optimizer states.
+void GradientFlow::send_home(ChunkId chunk) {
   if (states_on_device(chunk)) return;
-  if (!pager_.push_out(grad)) return;
-  core_.recorder.add({grad, AccessMode::kRetire});
+  if (!pager_.push_out({chunk, core_.store.layout().grad_home()})) return;
+  if (!core_.store.layout().is_sharded()) core_.recorder.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
   if (!accumulates_ && retired_listener_) retired_listener_(chunk);
+}
+
+// Where a parameter has no gradient here, another rank may have one.
+void GradientFlow::fill_missing(ChunkId chunk) {
+  const Layout& layout = core_.store.layout();
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  ArrayRecord& record = core_.store.array(grad);
+  const bool fresh = !record.exists();
+  char* data = static_cast<char*>(pager_.open_for_write(grad));
+  if (fresh) return core_.backend.fill_zero(Queue::kCompute, data, spec.num_bytes(grad.kind));
+  for (ParamId param : spec.params) {
+    if (in_slot_[static_cast<size_t>(param)]) continue;
+    core_.backend.fill_zero(Queue::kCompute, offset_bytes(data, layout.placement(param).offset, spec.dtype),
+                            layout.param(param).numel * element_size(spec.dtype));
+  }
+}
+
+void GradientFlow::scatter(ChunkId chunk) {
+  const ChunkSpec& spec = core_.store.layout().chunk(chunk);
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const ArrayId shard{chunk, ArrayKind::kGradShard};
+  ArrayRecord& grad_record = core_.store.array(grad);
+  ArrayRecord& shard_record = core_.store.array(shard);
+  const bool again = std::exchange(scattered_[static_cast<size_t>(chunk)], uint8_t{1}) != 0;
+  announce_change(chunk);
+  ++grad_record.holds;
+  ++shard_record.holds;
+  fill_missing(chunk);
+  void* sum = pager_.open_for_write(shard);
+  Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
+  void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
+  core_.transfer.await_slot(Queue::kScatter, scratch);
+  core_.transfer.await_slot(Queue::kScatter, shard_record.slot);
+  core_.backend.wait(Queue::kScatter, core_.backend.record(Queue::kCompute));
+  core_.backend.enqueue(Queue::kScatter,
+                        [&group = core_.collectives.scatter_group(), whole = grad_record.slot.data,
+                         to = again ? more : sum, scratch = scratch.data, numel = spec.shard_numel,
+                         dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
+  if (again) {
+    core_.backend.enqueue(Queue::kScatter, [&compute = core_.device_compute, sum, more, dtype = spec.dtype,
+                                            numel = spec.shard_numel] { compute.add(sum, more, dtype, numel); });
+  }
+  if (!accumulates_) {
+    enqueue_statistics(chunk, Queue::kScatter, core_.device_compute, sum, spec.dtype, /*on_device=*/true);
+    statistics_[static_cast<size_t>(chunk)] = Statistics::kOnDevice;
+  }
+  core_.counters.scattered_bytes += spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
+  last_scatter_ = core_.backend.record(Queue::kScatter);
+  shard_record.device_ready = last_scatter_;
+  shard_record.slot.busy = {last_scatter_, nullptr};
+  grad_record.slot.busy.copied = last_scatter_;
+  scratch.busy = {last_scatter_, nullptr};
+  core_.slots.release(std::move(scratch));
+  --shard_record.holds;
+  --grad_record.holds;
+  pager_.discard(grad);
+  core_.recorder.add({grad, AccessMode::kRetire});
+  for (ParamId param : spec.params) in_slot_[static_cast<size_t>(param)] = 0;
+  const ArrayId param{chunk, ArrayKind::kParam};
+  const bool dead = core_.store.is_dead(chunk) && core_.store.array(param).holds == 0;
+  if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) pager_.discard(param);
+  send_home(chunk);
+}
+
+void GradientFlow::scatter_rest() {
+  if (!pager_.replays()) core_.collectives.finish_phase();
+  core_.collectives.abandon_phase();
+  std::vector<uint8_t> flags = has_grad_;
+  for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    flags.push_back(core_.store.array({chunk, ArrayKind::kGrad}).exists());
+  }
+  core_.collectives.any_over_ranks(flags);
+  std::copy(flags.begin(), flags.begin() + static_cast<int64_t>(has_grad_.size()), has_grad_.begin());
+  for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    if (flags[has_grad_.size() + static_cast<size_t>(chunk)] != 0) scatter(chunk);
+  }
 }
 
 void GradientFlow::announce_change(ChunkId chunk) {
@@ -123,16 +215,18 @@ void GradientFlow::end_backward() {
     ChunkProgress& chunk_progress = progress(chunk);
     if (chunk_progress.folds > 0) {
       chunk_progress.expected_folds = chunk_progress.folds;
-      if (!core_.store.array({chunk, ArrayKind::kGrad}).on_host) retire(chunk);
+      const bool late = !layout.is_sharded() && !core_.store.array({chunk, ArrayKind::kGrad}).on_host;
+      if (late) retire(chunk);
     }
   }
+  if (layout.is_sharded()) scatter_rest();
 }
 
 void GradientFlow::abort_backward() {
   in_backward_ = false;
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
     announce_change(chunk);
-    pager_.discard({chunk, ArrayKind::kGrad});
+    discard_gradients(chunk);
     for (ParamId param : core_.store.layout().chunk(chunk).params) has_grad_[static_cast<size_t>(param)] = 0;
     statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
   }
@@ -155,13 +249,19 @@ void GradientFlow::clear_param(ParamId param) {
 
 void GradientFlow::forget(ChunkId chunk) {
   announce_change(chunk);
-  pager_.discard({chunk, ArrayKind::kGrad});
+  discard_gradients(chunk);
   pager_.discard({chunk, ArrayKind::kGradSum});
   statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
   for (ParamId param : core_.store.layout().chunk(chunk).params) {
     has_grad_[static_cast<size_t>(param)] = 0;
     has_sum_[static_cast<size_t>(param)] = 0;
   }
+}
+
+void GradientFlow::discard_gradients(ChunkId chunk) {
+  pager_.discard({chunk, ArrayKind::kGrad});
+  pager_.discard({chunk, core_.store.layout().grad_home()});
+  for (ParamId param : core_.store.layout().chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
 }
 
 bool GradientFlow::states_on_device(ChunkId chunk) const {
@@ -174,18 +274,19 @@ bool GradientFlow::has_gradient_in(ChunkId chunk) const {
 }
 
 ArrayKind GradientFlow::source(ChunkId chunk) const {
-  return core_.store.array({chunk, ArrayKind::kGradSum}).exists() ? ArrayKind::kGradSum : ArrayKind::kGrad;
+  const bool sums = core_.store.array({chunk, ArrayKind::kGradSum}).exists();
+  return sums ? ArrayKind::kGradSum : core_.store.layout().grad_home();
 }
 
 void GradientFlow::add_to_sums() {
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
-    if (core_.store.array({chunk, ArrayKind::kGrad}).exists()) add_to_sum(chunk);
+    if (core_.store.array({chunk, core_.store.layout().grad_home()}).exists()) add_to_sum(chunk);
   }
 }
 
 void GradientFlow::add_to_sum(ChunkId chunk) {
   announce_change(chunk);
-  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const ArrayId grad{chunk, core_.store.layout().grad_home()};
   const ArrayId sum{chunk, ArrayKind::kGradSum};
   ArrayRecord& grad_record = core_.store.array(grad);
   ArrayRecord& sum_record = core_.store.array(sum);
@@ -208,8 +309,7 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   auto* to = static_cast<float*>(on_device ? sum_record.slot.data : sum_record.block.data);
   for (ParamId param : spec.params) {
     if (!std::exchange(has_grad_[static_cast<size_t>(param)], uint8_t{0})) continue;
-    const int64_t offset = core_.store.layout().placement(param).offset;
-    const int64_t numel = core_.store.layout().param(param).numel;
+    const auto [begin, numel, offset] = core_.store.layout().shard_of(param);
     if (std::exchange(has_sum_[static_cast<size_t>(param)], uint8_t{1})) {
       compute.add_to_float(to + offset, offset_bytes(from, offset, spec.dtype), spec.dtype, numel);
     } else {
@@ -223,7 +323,7 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   }
   --grad_record.holds;
   --sum_record.holds;
-  pager_.discard(grad);
+  discard_gradients(chunk);
   statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
 }
 
@@ -239,8 +339,7 @@ double* GradientFlow::device_partials(ParamId param) {
 void GradientFlow::compute_statistics(ChunkId chunk) {
   const ArrayId id{chunk, source(chunk)};
   const ArrayRecord& record = core_.store.array(id);
-  const ChunkSpec& spec = core_.store.layout().chunk(chunk);
-  const DType dtype = id.kind == ArrayKind::kGradSum ? DType::kFloat32 : spec.dtype;
+  const DType dtype = id.kind == ArrayKind::kGradSum ? DType::kFloat32 : core_.store.layout().chunk(chunk).dtype;
   const bool on_device = record.on_device;
   if (on_device) {
     core_.transfer.await_on_device(id);
@@ -250,15 +349,34 @@ void GradientFlow::compute_statistics(ChunkId chunk) {
   std::optional<TraceScope> stall;
   if (!on_device) stall.emplace(core_.tracer, SpanLabel{Track::kStall, StallCause::kHostWork, id});
   optim::Compute& compute = on_device ? core_.device_compute : core_.host_compute;
-  const void* data = on_device ? record.slot.data : record.block.data;
-  for (ParamId param : spec.params) {
-    if (!has_gradient(param)) continue;
-    const int64_t offset = core_.store.layout().placement(param).offset;
+  enqueue_statistics(chunk, Queue::kCompute, compute, on_device ? record.slot.data : record.block.data, dtype,
+                     on_device);
+  statistics_[static_cast<size_t>(chunk)] = on_device ? Statistics::kOnDevice : Statistics::kOnHost;
+}
+
+void GradientFlow::enqueue_statistics(ChunkId chunk, Queue queue, optim::Compute& compute, const void* data,
+                                      DType dtype, bool on_device) {
+  struct Part {
+    const void* data;
+    int64_t numel;
+    double* partials;
+  };
+  const Layout& layout = core_.store.layout();
+  std::vector<Part> parts;
+  for (ParamId param : layout.chunk(chunk).params) {
+    const ParamShard shard = layout.shard_of(param);
+    // With several ranks another rank's gradient may not be known yet; zeros cost little.
+    if (shard.numel == 0 || !(layout.is_sharded() || has_gradient(param))) continue;
     double* partials =
         on_device ? device_partials(param) : partials_.data() + partial_offsets_[static_cast<size_t>(param)];
-    compute.sum_squares(offset_bytes(data, offset, dtype), dtype, core_.store.layout().param(param).numel, partials);
+    parts.push_back(
+        {offset_bytes(data, shard.offset, dtype), shard.numel, partials + shard.begin / optim::kSquaresBlock});
   }
-  statistics_[static_cast<size_t>(chunk)] = on_device ? Statistics::kOnDevice : Statistics::kOnHost;
+  const auto compute_all = [&compute, dtype, parts = std::move(parts)] {
+    for (const Part& part : parts) compute.sum_squares(part.data, dtype, part.numel, part.partials);
+  };
+  if (queue == Queue::kCompute) return compute_all();
+  core_.backend.enqueue(queue, compute_all);
 }
 
 double GradientFlow::sum_of_squares() {
@@ -268,6 +386,7 @@ double GradientFlow::sum_of_squares() {
     if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && has_gradient_in(chunk))
       compute_statistics(chunk);
   }
+  core_.backend.wait(Queue::kCompute, last_scatter_);
   std::vector<double> from_device;
   if (device_partials_) {
     const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kNorm});
@@ -276,18 +395,58 @@ double GradientFlow::sum_of_squares() {
                        static_cast<int64_t>(partials_.size() * sizeof(double)));
     core_.backend.synchronize(core_.backend.record(Queue::kCompute));
   }
+  return layout.is_sharded() ? sum_over_ranks(from_device) : sum_in_order(from_device);
+}
+
+// The partials of this rank's part of a parameter.
+GradientFlow::Partials GradientFlow::partials_of(ParamId param, const std::vector<double>& from_device) const {
+  const Layout& layout = core_.store.layout();
+  const ParamShard shard = layout.shard_of(param);
+  const bool on_device = statistics_[static_cast<size_t>(layout.placement(param).chunk)] == Statistics::kOnDevice;
+  const double* first = (on_device && device_partials_ ? from_device : partials_).data() +
+                        partial_offsets_[static_cast<size_t>(param)] + shard.begin / optim::kSquaresBlock;
+  return {first, first + optim::num_square_partials(shard.numel)};
+}
+
+double GradientFlow::sum_in_order(const std::vector<double>& from_device) const {
   double total = 0;
-  for (ParamId param = 0; param < layout.num_params(); ++param) {
+  for (ParamId param = 0; param < core_.store.layout().num_params(); ++param) {
     if (!has_gradient(param)) continue;
-    const bool on_device = statistics_[static_cast<size_t>(layout.placement(param).chunk)] == Statistics::kOnDevice;
-    const std::vector<double>& partials = on_device && device_partials_ ? from_device : partials_;
-    const auto begin = partials.begin() + partial_offsets_[static_cast<size_t>(param)];
+    const Partials partials = partials_of(param, from_device);
     double sum = 0;
-    for (auto value = begin; value != begin + optim::num_square_partials(layout.param(param).numel); ++value)
-      sum += *value;
+    for (const double* value = partials.begin; value != partials.end; ++value) sum += *value;
     total += sum;
   }
   return total;
+}
+
+// [Note: a sum that knows no order] Which partials a rank has depends on the chunk size, and the sum must not. Sums are
+// carried with their rounding errors (Knuth's two-sum), so that they are right to some 100 bits before the last rounding.
+double GradientFlow::sum_over_ranks(const std::vector<double>& from_device) {
+  double high = 0;
+  double low = 0;
+  const auto add = [&high, &low](double value) {
+    const double sum = high + value;
+    const double part = sum - high;
+    low += (high - (sum - part)) + (value - part);
+    high = sum;
+  };
+  for (ParamId param = 0; param < core_.store.layout().num_params(); ++param) {
+    if (!has_gradient(param)) continue;
+    const Partials partials = partials_of(param, from_device);
+    for (const double* value = partials.begin; value != partials.end; ++value) add(*value);
+  }
+  const double mine[2] = {high, low};
+  high = low = 0;
+  const std::string message(reinterpret_cast<const char*>(mine), sizeof(mine));
+  for (const std::string& from_rank : core_.collectives.exchange(message)) {
+    double theirs[2];
+    std::memcpy(theirs, from_rank.data(), sizeof(theirs));
+    add(theirs[0]);
+    add(theirs[1]);
+  }
+  // Not finite anywhere: low may be NaN where high is infinite.
+  return std::isfinite(high) ? high + low : high;
 }
 
 }  // namespace patrickstar

@@ -9,6 +9,10 @@
 // whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
 // ((g1 + g2) + g3) in float32 for every placement.
 //
+// With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard (kGradShard): a
+// scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that has a gradient on
+// any rank has one on all; where it has none, zeros count.
+//
 // A parameter without a gradient in a step is "unused": has_gradient() is false and the optimizer leaves it alone.
 // Guarded by the runtime's lock.
 #pragma once
@@ -54,7 +58,7 @@ class GradientFlow {
     return has_grad_[static_cast<size_t>(param)] || has_sum_[static_cast<size_t>(param)];
   }
   bool has_gradient_in(ChunkId chunk) const;
-  // kGradSum when micro-batches were accumulated, else kGrad.
+  // kGradSum when micro-batches were accumulated, else where gradients are kept.
   ArrayKind source(ChunkId chunk) const;
   bool pending() const { return num_backwards_ > 0; }
   // The last complete step had several micro-batches, and the next is expected to.
@@ -66,13 +70,29 @@ class GradientFlow {
     int expected_folds = 0;  // as in the backward before
     bool complete = false;
   };
+  struct Partials {
+    const double* begin;
+    const double* end;
+  };
   enum class Statistics : uint8_t { kNone, kOnDevice, kOnHost };
 
   void maybe_retire(ChunkId chunk);
   void retire(ChunkId chunk);
+  void scatter(ChunkId chunk);
+  void fill_missing(ChunkId chunk);
+  // After a backward: every rank's gradients become all ranks'.
+  void scatter_rest();
+  void send_home(ChunkId chunk);
+  void discard_gradients(ChunkId chunk);
+  // `data` is the chunk's gradients as this rank keeps them.
+  void enqueue_statistics(ChunkId chunk, Queue queue, optim::Compute& compute, const void* data, DType dtype,
+                          bool on_device);
+  double sum_in_order(const std::vector<double>& from_device) const;
+  double sum_over_ranks(const std::vector<double>& from_device);
   void add_to_sums();
   void add_to_sum(ChunkId chunk);
   void compute_statistics(ChunkId chunk);
+  Partials partials_of(ParamId param, const std::vector<double>& from_device) const;
   void forget(ChunkId chunk);
   void announce_change(ChunkId chunk);
   bool states_on_device(ChunkId chunk) const;
@@ -83,6 +103,7 @@ class GradientFlow {
   Pager& pager_;
   AccessTracker& tracker_;
   std::vector<uint8_t> has_grad_;  // by parameter: a gradient of the running or last micro-batch is in kGrad
+  std::vector<uint8_t> in_slot_;   // by parameter: kGrad has a gradient of it
   std::vector<uint8_t> has_sum_;   // by parameter: earlier micro-batches are in kGradSum
   std::vector<ChunkProgress> progress_;
   std::vector<Statistics> statistics_;    // by chunk
@@ -91,7 +112,9 @@ class GradientFlow {
   Slot device_partials_;                  // the same layout on the device; empty on the simulated device
   std::function<void(ChunkId)> retired_listener_;
   std::function<void(ChunkId)> change_listener_;
-  int num_backwards_ = 0;  // since the last clear()
+  Event last_scatter_;              // when the gradients of all scatters so far are there
+  std::vector<uint8_t> scattered_;  // by chunk, in this backward
+  int num_backwards_ = 0;           // since the last clear()
   bool in_backward_ = false;
   bool accumulates_ = false;  // the step before had several micro-batches
 };

@@ -16,7 +16,7 @@ constexpr int64_t kBatchNumel = int64_t{4} << 20;
 // Gradients on their way, and one that is kept beside its parameters.
 int64_t reserve_bytes(const Layout& layout) {
   int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
   return 4 * largest;
 }
 
@@ -92,7 +92,7 @@ void OptimizerStep::choose_speculation() {
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (!has_states_on_host(chunk)) continue;
     sizes[static_cast<size_t>(chunk)] = {layout.num_bytes({chunk, ArrayKind::kMaster}),
-                                         layout.num_bytes({chunk, ArrayKind::kParam})};
+                                         layout.num_bytes(param_of(chunk))};
     any = true;
   }
   if (any) speculation_.choose(sizes);
@@ -107,8 +107,8 @@ void OptimizerStep::on_retired(ChunkId chunk) {
 }
 
 void OptimizerStep::commit(ChunkId chunk) {
-  const ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
-  if (gradients_.source(chunk) != ArrayKind::kGrad || !grad.on_host || !gradients_.has_gradient_in(chunk)) return;
+  const ArrayRecord& grad = core_.store.array(grad_of(chunk));
+  if (gradients_.source(chunk) != grad_of(chunk).kind || !grad.on_host || !gradients_.has_gradient_in(chunk)) return;
   // A later use in this step needs the old values.
   const ArrayId param{chunk, ArrayKind::kParam};
   if (!has_states_on_host(chunk) || pager_.next_use(param) != NextUse::kNever) return;
@@ -146,9 +146,9 @@ void OptimizerStep::cancel(ChunkId chunk) {
 
 // Starts the chunk's update on the host ahead of the step, if it has all that it takes.
 void OptimizerStep::speculate(ChunkId chunk) {
-  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const ArrayId grad = grad_of(chunk);
   ArrayRecord& record = core_.store.array(grad);
-  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != ArrayKind::kGrad) return;
+  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
   if (!record.on_host || !gradients_.has_gradient_in(chunk) || !has_states_on_host(chunk)) return;
   NewStates states;
   if (!speculation_.try_allocate(core_.store.num_bytes({chunk, ArrayKind::kMaster}), core_.store.num_bytes(grad),
@@ -172,7 +172,7 @@ void OptimizerStep::speculate(ChunkId chunk) {
 
 // The chunk's new states become its states.
 void OptimizerStep::take_over(ChunkId chunk) {
-  const ArrayId param_id{chunk, ArrayKind::kParam};
+  const ArrayId param_id = param_of(chunk);
   const NewStates states = speculation_.take(chunk);
   auto block = states.states.begin();
   for (ArrayKind kind : optimizer_arrays()) {
@@ -180,17 +180,32 @@ void OptimizerStep::take_over(ChunkId chunk) {
     speculation_.free_after(std::exchange(record.block, *block++), states.done);
     record.host_ready = states.done;
   }
-  ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
+  ArrayRecord& grad = core_.store.array(grad_of(chunk));
   speculation_.free_after(std::exchange(grad.block, {}), states.done);
   grad.host_ready = nullptr;
   grad.on_host = false;
-  pager_.discard(param_id);
+  discard_values(chunk);
   ArrayRecord& param = core_.store.array(param_id);
   param.block = states.param;
   param.host_ready = states.done;
   pager_.set_on_host(param_id);
-  for (ParamId id : core_.store.layout().chunk(chunk).params) core_.store.move_param(id, State::kHold);
+  note_new_values(chunk);
   count_step(chunk);
+}
+
+// The values that all ranks gathered are as old as this rank's own.
+void OptimizerStep::discard_values(ChunkId chunk) {
+  pager_.discard(param_of(chunk));
+  if (core_.store.layout().is_sharded()) pager_.discard({chunk, ArrayKind::kParam});
+}
+
+void OptimizerStep::note_new_values(ChunkId chunk) {
+  const bool whole = core_.store.array({chunk, ArrayKind::kParam}).exists();
+  for (ParamId id : core_.store.layout().chunk(chunk).params) {
+    if (whole || core_.store.param_state(id) != State::kFree) {
+      core_.store.move_param(id, whole ? State::kHold : State::kFree);
+    }
+  }
 }
 
 void OptimizerStep::count_step(ChunkId chunk) {
@@ -287,20 +302,21 @@ void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std:
   for (size_t i = 0; i < chunks.size(); ++i) {
     close_target(chunks[i], targets[i]);
     for (ArrayKind kind : optimizer_arrays()) core_.store.array({chunks[i], kind}).host_ready = done;
-    core_.store.array({chunks[i], ArrayKind::kParam}).host_ready = done;
+    core_.store.array(param_of(chunks[i])).host_ready = done;
     if (!targets[i].in_place) core_.store.array({chunks[i], ArrayKind::kGradSum}).block_busy_until = done;
   }
 }
 
 OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) {
   const ArrayId grad{chunk, gradients_.source(chunk)};
-  const ArrayId param{chunk, ArrayKind::kParam};
+  const ArrayId param = param_of(chunk);
   const ArrayRecord& record = core_.store.array(grad);
   Target target{};
   target.on_device = on_device;
-  target.in_place = grad.kind == ArrayKind::kGrad;
+  target.in_place = grad.kind == grad_of(chunk).kind;
   target.grad_dtype = target.in_place ? core_.store.layout().chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
+  if (param.kind != ArrayKind::kParam) pager_.discard({chunk, ArrayKind::kParam});
   if (target.in_place) {
     pager_.discard(param);
     target.param = const_cast<void*>(target.grad);
@@ -322,9 +338,9 @@ std::vector<Restore> OptimizerStep::restores(ChunkId chunk, const Target& target
   const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
   std::vector<Restore> result;
   for (ParamId param : layout.chunk(chunk).params) {
-    if (gradients_.has_gradient(param)) continue;
-    const int64_t offset = layout.placement(param).offset;
-    result.push_back({from + offset, at(target.param, offset, dtype), dtype, layout.param(param).numel});
+    const ParamShard shard = layout.shard_of(param);
+    if (gradients_.has_gradient(param) || shard.numel == 0) continue;
+    result.push_back({from + shard.offset, at(target.param, shard.offset, dtype), dtype, shard.numel});
   }
   return result;
 }
@@ -334,9 +350,10 @@ std::vector<Carry> OptimizerStep::carries(ChunkId chunk, const NewStates& states
   const OptimizerArrays kinds = optimizer_arrays();
   std::vector<Carry> result;
   for (ParamId param : layout.chunk(chunk).params) {
-    if (gradients_.has_gradient(param)) continue;
-    const int64_t offset = layout.placement(param).offset;
-    const int64_t num_bytes = layout.param(param).numel * static_cast<int64_t>(sizeof(float));
+    const ParamShard shard = layout.shard_of(param);
+    if (gradients_.has_gradient(param) || shard.numel == 0) continue;
+    const int64_t offset = shard.offset;
+    const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
     for (size_t i = 0; i < states.states.size(); ++i) {
       const auto* from = static_cast<const float*>(core_.store.array({chunk, kinds.kinds[i]}).block.data);
       result.push_back({from + offset, static_cast<float*>(states.states[i].data) + offset, num_bytes});
@@ -360,9 +377,10 @@ void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vec
   int64_t end = -1;
   std::pair<int, int64_t> last_key{-1, -1};
   for (ParamId param : spec.params) {
-    if (!gradients_.has_gradient(param)) continue;
-    const int64_t offset = layout.placement(param).offset;
-    const int64_t numel = layout.param(param).numel;
+    const ParamShard shard = layout.shard_of(param);
+    if (!gradients_.has_gradient(param) || shard.numel == 0) continue;
+    const int64_t offset = shard.offset;
+    const int64_t numel = shard.numel;
     const int group = group_of_[static_cast<size_t>(param)];
     const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
     if (offset == end && key == last_key) {
@@ -381,9 +399,9 @@ void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vec
 
 void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
   count_step(chunk);
-  const ArrayId param_id{chunk, ArrayKind::kParam};
+  const ArrayId param_id = param_of(chunk);
   ArrayRecord& param = core_.store.array(param_id);
-  ArrayRecord& grad = core_.store.array({chunk, ArrayKind::kGrad});
+  ArrayRecord& grad = core_.store.array(grad_of(chunk));
   if (target.in_place && target.on_device) {
     param.slot = std::exchange(grad.slot, {});
     param.device_ready = std::exchange(grad.device_ready, nullptr);
@@ -395,11 +413,13 @@ void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
   }
   if (target.on_device) {
     pager_.set_on_device(param_id);
-    if (core_.store.storage(chunk)) core_.store.storage(chunk).attach(param.slot.data);
+    if (param_id.kind == ArrayKind::kParam && core_.store.storage(chunk)) {
+      core_.store.storage(chunk).attach(param.slot.data);
+    }
   } else {
     pager_.set_on_host(param_id);
   }
-  for (ParamId id : core_.store.layout().chunk(chunk).params) core_.store.move_param(id, State::kHold);
+  note_new_values(chunk);
 }
 
 }  // namespace patrickstar

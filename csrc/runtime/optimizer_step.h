@@ -78,7 +78,12 @@ class OptimizerStep {
   void commit(ChunkId chunk);
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
   void take_over(ChunkId chunk);
+  void discard_values(ChunkId chunk);
+  void note_new_values(ChunkId chunk);
   void count_step(ChunkId chunk);
+
+  ArrayId param_of(ChunkId chunk) const { return {chunk, core_.store.layout().param_home()}; }
+  ArrayId grad_of(ChunkId chunk) const { return {chunk, core_.store.layout().grad_home()}; }
 
   Core core_;
   Pager& pager_;

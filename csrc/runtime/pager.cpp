@@ -22,7 +22,10 @@ ArrayId array_of(ArrayId id, ArrayKind kind) { return {id.chunk, kind}; }
 
 }  // namespace
 
-Pager::Pager(Core core) : core_(core) { core_.backend.set_pressure_handler(this); }
+Pager::Pager(Core core) : core_(core) {
+  core_.backend.set_pressure_handler(this);
+  core_.collectives.set_gather([this](ChunkId chunk) { gather(chunk); });
+}
 
 Pager::~Pager() { core_.backend.set_pressure_handler(nullptr); }
 
@@ -75,6 +78,13 @@ void Pager::replay(size_t moment) {
 bool Pager::prefetch(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (array.on_device) return true;
+  if (is_whole(id)) {
+    const ArrayRecord& shard = core_.store.array(array_of(id, ArrayKind::kParamShard));
+    if (shard.on_host && core_.backend.waits_on_host(shard.host_ready)) return false;
+    gather(id.chunk);
+    array.prefetched = true;
+    return true;
+  }
   if (array.on_host && core_.backend.waits_on_host(array.host_ready)) return false;
   {
     const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom, id});
@@ -99,11 +109,15 @@ void Pager::bring(ArrayId id) {
   } else {
     ++core_.counters.num_on_demand_fetches;
     ++array.holds;  // making room must not evict what the derivation below reads
-    ensure_slot(id);
-    if (array.on_host) {
-      core_.transfer.upload(id);
+    if (is_whole(id)) {
+      fetch_whole(id);
     } else {
-      derive_on_device(id);
+      ensure_slot(id);
+      if (array.on_host) {
+        core_.transfer.upload(id);
+      } else {
+        derive_on_device(id);
+      }
     }
     --array.holds;
   }
@@ -112,6 +126,54 @@ void Pager::bring(ArrayId id) {
   if (id.kind == ArrayKind::kParam && core_.store.storage(id.chunk)) {
     core_.store.storage(id.chunk).attach(array.slot.data);
   }
+}
+
+void Pager::fetch_whole(ArrayId id) {
+  if (!replays()) return core_.collectives.need(id.chunk);
+  fetch_postponed(id);
+  if (!core_.store.array(id).on_device) gather(id.chunk);
+}
+
+// [Note: the same order on every rank] What this rank put off, others have gathered already.
+void Pager::fetch_postponed(ArrayId last) {
+  while (!postponed_.empty()) {
+    const ArrayId id = postponed_.front();
+    postponed_.erase(postponed_.begin());
+    if (!core_.store.array(id).on_device) gather(id.chunk);
+    if (id == last) return;
+  }
+}
+
+// Puts this rank's shard in its place in the chunk's slot and enqueues the gather of the others.
+void Pager::gather(ChunkId chunk) {
+  const Layout& layout = core_.store.layout();
+  const ArrayId id{chunk, ArrayKind::kParam};
+  const ArrayId shard_id{chunk, ArrayKind::kParamShard};
+  const ArrayId master_id{chunk, ArrayKind::kMaster};
+  ArrayRecord& array = core_.store.array(id);
+  ArrayRecord& master = core_.store.array(master_id);
+  const ChunkSpec& spec = layout.chunk(chunk);
+  ++array.holds;
+  ensure_slot(id);
+  char* place = static_cast<char*>(array.slot.data) + layout.sharding().rank * spec.num_bytes(shard_id.kind);
+  if (master.on_device) {
+    core_.transfer.await_on_device(master_id);
+    core_.transfer.await_slot(Queue::kCompute, array.slot);
+    core_.device_compute.cast_from_float(static_cast<const float*>(master.slot.data), place, spec.dtype,
+                                         spec.shard_numel);
+    core_.backend.wait(Queue::kGather, core_.backend.record(Queue::kCompute));
+  } else {
+    bring_to_host(shard_id);
+    core_.backend.wait(Queue::kGather, core_.transfer.upload_to(shard_id, place, array.slot));
+  }
+  core_.backend.enqueue(Queue::kGather,
+                        [&group = core_.collectives.gather_group(), whole = array.slot.data,
+                         num_bytes = spec.num_bytes(shard_id.kind)] { group.all_gather(whole, num_bytes); });
+  core_.counters.gathered_bytes += spec.num_bytes(id.kind) - spec.num_bytes(shard_id.kind);
+  array.device_ready = core_.backend.record(Queue::kGather);
+  array.slot.busy = {array.device_ready, nullptr};
+  set_on_device(id);
+  --array.holds;
 }
 
 // Deriving the compute copy: round(master), on the tier where the master is.
@@ -141,14 +203,14 @@ void Pager::bring_to_host(ArrayId id) {
   }
   if (!array.on_host) {
     const ArrayId master_id = array_of(id, ArrayKind::kMaster);
-    PS_CHECK(id.kind == ArrayKind::kParam && core_.store.array(master_id).exists(), StateError,
+    PS_CHECK(id.kind == core_.store.layout().param_home() && core_.store.array(master_id).exists(), StateError,
              core_.store.describe(id), " has no value");
     bring_to_host(master_id);
     ensure_block(id);
     const ChunkSpec& chunk = core_.store.layout().chunk(id.chunk);
     const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kHostWork, id});
     core_.host_compute.cast_from_float(static_cast<const float*>(core_.store.array(master_id).block.data),
-                                       array.block.data, chunk.dtype, chunk.numel);
+                                       array.block.data, chunk.dtype, chunk.shard_numel);
     array.on_host = true;
   }
   core_.transfer.await_on_host(id);
@@ -232,23 +294,27 @@ void Pager::ensure_block(ArrayId id) {
 void Pager::ensure_slot(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (array.slot) return;
-  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom, id});
-  const int64_t num_bytes = core_.store.num_bytes(id);
+  array.slot = take_slot(core_.store.num_bytes(id), id);
+  core_.tracer.sample_memory();
+}
+
+Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
+  const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kRoom, what});
   keep_within_payload_limit(num_bytes);
-  array.slot = core_.slots.acquire(num_bytes);
-  while (!array.slot && evict_one()) array.slot = core_.slots.acquire(num_bytes);
-  if (!array.slot) {
+  Slot slot = core_.slots.acquire(num_bytes);
+  while (!slot && evict_one()) slot = core_.slots.acquire(num_bytes);
+  if (!slot) {
     if (device_pressure_handler_) device_pressure_handler_();
     core_.backend.reclaim();
-    array.slot = core_.slots.acquire(num_bytes);
+    slot = core_.slots.acquire(num_bytes);
   }
   // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
   // would be needed, later it is an error that says it.
-  if (!array.slot) array.slot = core_.slots.acquire(num_bytes, OverLimit::kAllow);
-  PS_CHECK(array.slot, MemoryBudgetError, core_.store.describe(id), " needs ", num_bytes, " bytes on the device; ",
+  if (!slot) slot = core_.slots.acquire(num_bytes, OverLimit::kAllow);
+  PS_CHECK(slot, MemoryBudgetError, core_.store.describe(what), " needs ", num_bytes, " bytes on the device; ",
            core_.slots.used_bytes(), " bytes of chunks are in use and ", core_.backend.tide_bytes(),
            " bytes of activations, of ", core_.backend.limit_bytes(), "; raise device_memory or lower the batch size");
-  core_.tracer.sample_memory();
+  return slot;
 }
 
 void Pager::set_on_device(ArrayId id) {
@@ -286,7 +352,8 @@ void Pager::ensure_state(ArrayId id, Tier tier) {
 }
 
 bool Pager::is_derivable(ArrayId id) const {
-  return id.kind == ArrayKind::kParam && core_.store.layout().chunk(id.chunk).trainable;
+  if (is_whole(id)) return true;
+  return id.kind == core_.store.layout().param_home() && core_.store.layout().chunk(id.chunk).trainable;
 }
 
 void Pager::set_plan(Plan plan, NextUse next_use) {
@@ -298,6 +365,11 @@ void Pager::set_plan(Plan plan, NextUse next_use) {
 void Pager::restart_replay() {
   replaying_ = !plan_.moments.empty();
   postponed_.clear();
+  if (!core_.store.layout().is_sharded()) return;
+  // All ranks begin alike, whatever an evaluation has left here.
+  for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    if (is_evictable({chunk, ArrayKind::kParam})) drop_slot({chunk, ArrayKind::kParam});
+  }
 }
 
 int64_t Pager::next_use(ArrayId id) const { return next_use_.after(id, core_.recorder.position()); }
@@ -317,6 +389,7 @@ bool Pager::evict_one() {
   for (int index = 0; index < core_.store.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     if (!is_evictable(id)) continue;
+    if (is_whole(id) && replays()) continue;  // the other ranks would not gather it again
     // Optimizer states live here by placement: the last to go.
     const bool optimizer_state = is_optimizer_state(id.kind);
     const bool dirty = !core_.store.array(id).on_host && !is_derivable(id);
@@ -354,6 +427,7 @@ void Pager::keep_within_payload_limit(int64_t more_bytes) {
 void Pager::vacate(Vacate what) {
   for (int index = 0; index < core_.store.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
+    if (is_whole(id) && replays()) continue;
     if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
   }
   if (what == Vacate::kEverything && device_pressure_handler_) device_pressure_handler_();

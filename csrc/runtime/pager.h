@@ -20,6 +20,7 @@
 #include "memory/slot_pool.h"
 #include "optim/compute.h"
 #include "plan/planner.h"
+#include "runtime/collectives.h"
 #include "runtime/counters.h"
 #include "trace/recorder.h"
 #include "transfer/transfer_engine.h"
@@ -40,6 +41,7 @@ struct Core {
   Counters& counters;
   Tracer& tracer;
   QueueDelays& delays;
+  Collectives& collectives;
   std::recursive_timed_mutex& mutex;
 };
 
@@ -79,6 +81,8 @@ class Pager final : public PressureHandler {
   void ensure_block(ArrayId id);
   // A slot for `id` (if it has none), making room for it.
   void ensure_slot(ArrayId id);
+  // A slot for something that is no array, making room for it. `what` is for the error message.
+  Slot take_slot(int64_t num_bytes, ArrayId what);
   // After the device's copy was written by compute: it is the current value.
   void set_on_device(ArrayId id);
   // After the host's copy was written: it is the current value.
@@ -97,6 +101,8 @@ class Pager final : public PressureHandler {
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
   const Plan& plan() const { return plan_; }
+  // The running step goes as planned so far, on all ranks.
+  bool replays() const { return replaying_ && core_.recorder.position() >= 0; }
   // Highest tide since the running moment began; while a replay makes measuring needless, the planned one.
   int64_t tide_of_running_moment();
   int64_t next_use(ArrayId id) const;
@@ -116,6 +122,11 @@ class Pager final : public PressureHandler {
   // False when it is too early: what makes the host's copy is still running.
   bool prefetch(ArrayId id);
   void derive_on_device(ArrayId id);
+  // With several ranks: makes a chunk's compute values whole, or says that this rank needs them.
+  void fetch_whole(ArrayId id);
+  void gather(ChunkId chunk);
+  void fetch_postponed(ArrayId last);
+  bool is_whole(ArrayId id) const { return core_.store.layout().is_sharded() && id.kind == ArrayKind::kParam; }
   bool evict(ArrayId id);
   bool is_evictable(ArrayId id) const;
   // Evicts the array whose next use is farthest. False when nothing can leave.

@@ -18,6 +18,16 @@ constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
+// What scatters need beside the gradients: room for all ranks' parts, and the shards on their way to the host.
+int64_t scatter_bytes(const Layout& layout) {
+  if (!layout.is_sharded()) return 0;
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad) + 2 * chunk.num_bytes(ArrayKind::kGradShard));
+  }
+  return largest;
+}
+
 int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
   int64_t largest = 0;
   for (const Moment& moment : timeline.moments) {
@@ -79,10 +89,16 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const ArrayId param{chunk, ArrayKind::kParam};
     const ArrayId grad{chunk, ArrayKind::kGrad};
     const int64_t bytes = layout.num_bytes(param);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : bytes, 0, 0, on_device || !trainable};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, bytes, false};
+    const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
+    // Of several ranks none may have what another one lacks: all values go when the step is over.
+    const bool survives = !layout.is_sharded() && (on_device || !trainable);
+    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, on_device ? 0 : shard_bytes, false};
+    if (!layout.is_sharded()) problem.arrays[static_cast<size_t>(grad.index())].retire_bytes = bytes;
     if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
+    if (on_device && layout.is_sharded()) problem.fixed_bytes += shard_bytes;  // its gradient's share
   }
+  problem.fixed_bytes += scatter_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
   if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
   problem.limit_bytes = budget.limit_bytes;
@@ -101,7 +117,7 @@ int64_t optimizer_bytes(const ChunkSpec& chunk) {
   return bytes;
 }
 
-int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam); }
+int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard); }
 
 std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                     bool device_unlimited) {
@@ -127,15 +143,19 @@ int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_pe
   if (limit_bytes == INT64_MAX) return layout.num_chunks();
   int64_t margin = limit_bytes - tide_peak_bytes;
   int64_t largest = 0;
+  int64_t values = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    margin -= chunk.num_bytes(ArrayKind::kParam);
+    values += chunk.num_bytes(ArrayKind::kParam);
     largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
   }
+  // Of several ranks each has the others to get values from, which is faster than the host.
+  if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
+  margin -= values + scatter_bytes(layout);
   margin -= 2 * largest;  // gradients on their way; the others take their parameters' place
   auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    usable -= optimizer_bytes(chunk);
+    usable -= optimizer_bytes(chunk) + (layout.is_sharded() ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
     if (usable < 0) break;
     ++count;
   }
@@ -156,7 +176,7 @@ int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<Pa
     }
     largest = std::max(largest, bytes + largest_grad);
   }
-  return largest;
+  return largest + scatter_bytes(layout);
 }
 
 }  // namespace patrickstar

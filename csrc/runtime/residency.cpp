@@ -35,7 +35,7 @@ void Residency::place_initially() {
   const int64_t room = bounded ? share(options_.device_limit_bytes, kInitialDeviceShare) : kUnlimited;
   // One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
   int64_t spare = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGrad));
+  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGradShard));
   homes_ = initial_placement(layout(), options_.host_limit_bytes - spare, room, all_on_device);
   std::vector<int64_t> blocks;
   for (ChunkId id = 0; id < layout().num_chunks(); ++id) {
@@ -44,7 +44,7 @@ void Residency::place_initially() {
     if (chunk.trainable) {
       for (ArrayKind kind : optimizer_arrays()) blocks.push_back(chunk.num_bytes(kind));
     }
-    blocks.push_back(chunk.num_bytes(ArrayKind::kParam));
+    blocks.push_back(chunk.num_bytes(ArrayKind::kParamShard));
   }
   core_.arena.reserve(blocks);
   pager_.set_payload_limit(fixed_payload_limit());

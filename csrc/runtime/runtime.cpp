@@ -46,8 +46,10 @@ ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& 
 }  // namespace
 
 Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
-                 const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options)
+                 const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options,
+                 std::shared_ptr<Collectives> collectives)
     : options_(options),
+      collectives_(std::move(collectives)),
       backend_(make_backend(options)),
       host_threads_(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
       pool_(host_threads_.num_threads, host_threads_.worker_cpus),
@@ -71,6 +73,8 @@ Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
       values_(std::make_unique<ChunkValues>(core(), *pager_)),
       residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options, store_.layout()))),
       planner_(std::make_unique<StepPlanner>(core(), *pager_, *residency_, *step_, *gradients_, traces_)) {
+  PS_CHECK(store_.layout().sharding().num_ranks == collectives_->num_ranks(), ArgumentError, "the layout is for ",
+           store_.layout().sharding().num_ranks, " ranks, there are ", collectives_->num_ranks());
   const int64_t working_set = working_set_bytes(store_.layout(), module_params);
   PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
            options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
@@ -109,10 +113,10 @@ void Runtime::close() {
 }
 
 Core Runtime::core() {
-  return {*backend_, store_,    slots_,         arena_,
-          transfer_, pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
-          recorder_, counters_, tracer_,        delays_,
-          mutex_};
+  return {*backend_,     store_,    slots_,         arena_,
+          transfer_,     pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
+          recorder_,     counters_, tracer_,        delays_,
+          *collectives_, mutex_};
 }
 
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
@@ -179,6 +183,7 @@ void Runtime::begin_forward(Tracking tracking) {
 void Runtime::end_forward() {
   const Entry entry(*this);
   tracker_->release_all();
+  if (layout().is_sharded() && !pager_->replays()) collectives_->finish_phase();
   tracker_->set_tracking(Tracking::kUntracked);
   if (!warmed_up_ && recorder_.position() < 0) check_least_limit("this forward pass");
 }
@@ -237,6 +242,7 @@ void Runtime::end_backward() {
 void Runtime::check_least_limit(const char* when) {
   int64_t least = backend_->least_limit_bytes();
   if (least >= options_.ample_limit_bytes) least += options_.ample_extra_bytes;
+  if (layout().is_sharded()) least = collectives_->max_over_ranks(least);
   const int64_t limit = options_.device_limit_bytes;
   if (least <= limit) return;
   gradients_->clear();
@@ -251,6 +257,7 @@ void Runtime::abort_forward() {
   const Entry entry(*this);
   tracker_->release_all();
   tracker_->set_tracking(Tracking::kUntracked);
+  collectives_->abandon_phase();
   forget_running_step();
 }
 
@@ -273,8 +280,15 @@ double Runtime::prepare_step() {
   tracker_->release_all();
   const double sum = gradients_->sum_of_squares();
   recorder_.note_tide(pager_->tide_of_running_moment());
-  if (!warmed_up_ && recorder_.position() >= 0) residency_->place_in_margin(recorder_.running());
+  if (!warmed_up_ && recorder_.position() >= 0) residency_->place_in_margin(agreed(recorder_.running()));
   return sum;
+}
+
+Timeline Runtime::agreed(Timeline timeline) {
+  if (!layout().is_sharded()) return timeline;
+  const bool alike = collectives_->agree_on(timeline);
+  ranks_go_alike_ = ranks_go_alike_ && alike;
+  return timeline;
 }
 
 void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -349,6 +363,7 @@ void Runtime::finish_step(StepOutcome outcome) {
   // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
   // optimizer states would be taken for tide.
   recorder_.finish_step();
+  if (layout().is_sharded()) recorder_.set_last(agreed(recorder_.last()));
   if (first) {
     warmed_up_ = true;
     backend_->set_limit_policy(LimitPolicy::kEnforce);
@@ -356,6 +371,7 @@ void Runtime::finish_step(StepOutcome outcome) {
   }
   tracer_.end_step(recorder_.last(), outcome);
   residency_->limit_payloads(recorder_.last());
+  if (!ranks_go_alike_) return planner_->forget_plan();  // all ranks found so
   planner_->end_step(previous);
 }
 

@@ -45,7 +45,7 @@ struct RuntimeOptions : ResidencyOptions {
 class Runtime final : public UseListener {
  public:
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
-          const RuntimeOptions& options);
+          const RuntimeOptions& options, std::shared_ptr<Collectives> collectives);
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -140,11 +140,14 @@ class Runtime final : public UseListener {
   Core core();
   void check_least_limit(const char* when);
   void finish_step(StepOutcome outcome);
+  // With several ranks, what decisions are made from must be the same on all.
+  Timeline agreed(Timeline timeline);
   void forget_running_step();
 
   RuntimeOptions options_;
   std::recursive_timed_mutex mutex_;
   bool closed_ = false;
+  std::shared_ptr<Collectives> collectives_;
   std::unique_ptr<Backend> backend_;
   HostThreads host_threads_;
   ThreadPool pool_;
@@ -168,6 +171,7 @@ class Runtime final : public UseListener {
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<StepPlanner> planner_;
   bool warmed_up_ = false;
+  bool ranks_go_alike_ = true;  // in all steps so far
 };
 
 }  // namespace patrickstar

@@ -41,6 +41,7 @@ StepPlanner::StepPlanner(Core core, Pager& pager, const Residency& residency, co
       traces_(traces) {}
 
 void StepPlanner::begin_step() {
+  if (core_.store.layout().is_sharded()) return;  // ranks would measure other times, and plan otherwise
   if (stage_ != Stage::kUnmeasured || num_steps_ < kWarmupSteps || !alike_) return;
   if (!residency_.prefetches_far() || core_.arena.is_preparing()) return;
   traces_.ask(TraceReader::kPlanner);
@@ -129,7 +130,7 @@ void StepPlanner::make_next_plan() {
     StepShape& shape = times_->shape;
     if (num_steps_ > 0) shape.updates = updates();
     shape.numels.clear();
-    for (const ChunkSpec& chunk : core_.store.layout().chunks()) shape.numels.push_back(chunk.numel);
+    for (const ChunkSpec& chunk : core_.store.layout().chunks()) shape.numels.push_back(chunk.shard_numel);
     PlanChoice choice = choose_plan(untimed, times_->rates, shape);
     plan = std::move(choice.plan);
     prefetch_bytes_ = choice.prefetch_bytes;

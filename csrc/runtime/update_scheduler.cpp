@@ -28,7 +28,7 @@ int64_t buffer_bytes(StreamingMode mode, const Layout& layout, int64_t device_li
   if (mode == StreamingMode::kAuto && device_limit_bytes < kLeastDeviceBytes) return 0;
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    if (chunk.trainable) largest = std::max(largest, optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kGrad));
+    if (chunk.trainable) largest = std::max(largest, optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kGradShard));
   }
   const int64_t share = device_limit_bytes == kUnlimited ? kMaxBufferBytes : device_limit_bytes / kBufferShare;
   return std::max(std::min({largest, share, kMaxBufferBytes}), kMinBufferBytes);

@@ -10,7 +10,8 @@ namespace {
 
 // What makes an array's value in host memory: gradients come down, all else is updated there.
 StallCause maker_on_host(ArrayId id) {
-  const bool gradient = id.kind == ArrayKind::kGrad || id.kind == ArrayKind::kGradSum;
+  const bool gradient =
+      id.kind == ArrayKind::kGrad || id.kind == ArrayKind::kGradShard || id.kind == ArrayKind::kGradSum;
   return gradient ? StallCause::kDownload : StallCause::kHostUpdate;
 }
 
@@ -19,8 +20,15 @@ StallCause maker_on_host(ArrayId id) {
 void TransferEngine::upload(ArrayId id) {
   ArrayRecord& array = store_.array(id);
   PS_CHECK(array.on_host && array.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
+  array.device_ready = upload_to(id, array.slot.data, array.slot);
+  array.slot.busy = {array.device_ready, nullptr};
+  array.on_device = true;
+}
+
+Event TransferEngine::upload_to(ArrayId id, void* to, const Slot& slot) {
+  ArrayRecord& array = store_.array(id);
   const int64_t num_bytes = store_.num_bytes(id);
-  await_slot(Queue::kUpload, array.slot);
+  await_slot(Queue::kUpload, slot);
   {
     // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
     const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
@@ -29,13 +37,11 @@ void TransferEngine::upload(ArrayId id) {
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
     backend_.delay(Queue::kUpload, delays_.transfer_seconds(num_bytes));
-    backend_.copy(Queue::kUpload, array.slot.data, array.block.data, num_bytes);
+    backend_.copy(Queue::kUpload, to, array.block.data, num_bytes);
   }
-  array.device_ready = backend_.record(Queue::kUpload);
-  array.slot.busy = {array.device_ready, nullptr};
-  array.block_busy_until = array.device_ready;
-  array.on_device = true;
+  array.block_busy_until = backend_.record(Queue::kUpload);
   counters_.uploaded_bytes += num_bytes;
+  return array.block_busy_until;
 }
 
 void TransferEngine::download(ArrayId id) {

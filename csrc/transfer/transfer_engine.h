@@ -29,6 +29,8 @@ class TransferEngine {
 
   void upload(ArrayId id);
   void download(ArrayId id);
+  // block -> `to`, which lies in a slot of another array. Returns the event after which it is there.
+  Event upload_to(ArrayId id, void* to, const Slot& slot);
 
   // Later work of the compute queue sees the array's value in its slot.
   void await_on_device(ArrayId id);

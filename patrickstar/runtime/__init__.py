@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 from torch import nn
 
 from patrickstar.config import Config, log_accepted_options, parse_config
+from patrickstar.distributed import RankGroups, open_ranks
 from patrickstar.engine import Engine
 from patrickstar.groups import ModelParameters, make_groups
 from patrickstar.materialize import DeferredInit
 from patrickstar.optim import HybridAdam
 from patrickstar.preprocess import build_module
+from patrickstar.rank_sync import common_random_numbers
 from patrickstar.session import Session
 
 __all__ = ["initialize_engine"]
@@ -44,12 +48,31 @@ def initialize_engine(
     """
     parsed = parse_config(config)
     log_accepted_options(parsed)
-    device = _device(local_rank)
-    module = build_module(model_func)
-    deferred = DeferredInit.of(module)
-    groups = make_groups(module, model_parameters)
-    session = Session(module, parsed, device, deferred)
+    ranks = _open_ranks(local_rank, parsed)
+    try:
+        with common_random_numbers(ranks):
+            module = build_module(model_func)
+            deferred = DeferredInit.of(module)
+            groups = make_groups(module, model_parameters)
+            session = Session(module, parsed, ranks, deferred)
+    except BaseException as error:
+        ranks.__exit__(type(error), error, None)
+        raise
     return Engine(session), HybridAdam(session, groups, parsed)
+
+
+def _open_ranks(local_rank: int, config: Config) -> RankGroups:
+    device = _device(local_rank)
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    local_rank = local_rank or int(os.environ.get("LOCAL_RANK") or 0) if several else local_rank
+    if device.type == "cuda" and several:
+        device = _device(local_rank)
+    ranks = open_ranks(
+        device_type=device.type, timeout_seconds=config.rank_timeout_seconds, local_rank=local_rank if several else None
+    )
+    if len(ranks.members) == 1:
+        ranks.context = dataclasses.replace(ranks.context, device=device)
+    return ranks
 
 
 def _device(local_rank: int) -> torch.device:

@@ -50,3 +50,34 @@ def test_working_set():
     assert _C.working_set_bytes(layout, [[0]]) == 2 * 256 * 2
     assert _C.working_set_bytes(layout, [[1, 2]]) == (256 + 128 + 256) * 2
     assert _C.working_set_bytes(layout, [[], [2]]) == 2 * 128 * 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 30_000), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([4096, 16384, 65536])
+)
+def test_shards(numels, num_ranks, chunk_numel):
+    """The ranks' shards are of one size, hold every element once, and cut no block of 4096 elements of a parameter."""
+    args = (numels, [DTYPES[0]] * len(numels), [True] * len(numels), chunk_numel)
+    layouts = [_C.Layout.pack(*args, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
+    for param, numel in enumerate(numels):
+        chunk, offset = layouts[0].placement(param)
+        parts = [layout.shard_of(param) for layout in layouts]
+        assert [part for part in parts if part[1] > 0] == sorted(part for part in parts if part[1] > 0)
+        assert sum(part[1] for part in parts) == numel
+        end = 0
+        for rank, (begin, count, within) in enumerate(parts):
+            if count == 0:
+                continue
+            assert begin == end
+            assert num_ranks == 1 or begin % 4096 == 0
+            assert rank * layouts[0].chunk(chunk)["shard_numel"] + within == offset + begin
+            end = begin + count
+    for chunk in range(layouts[0].num_chunks):
+        spec = layouts[0].chunk(chunk)
+        assert spec["shard_numel"] * num_ranks == spec["numel"]
+
+
+def test_a_rank_that_is_not_there():
+    with pytest.raises(ValueError, match="rank 2 of 2 ranks"):
+        _C.Layout.pack([10], [DTYPES[0]], [True], 4096, num_ranks=2, rank=2)

@@ -1,0 +1,81 @@
+// What the ranks that hold one copy of the model together do with each other, and in which order.
+//
+//   gather    the whole compute values of a chunk, from all ranks' shards
+//   scatter   the mean of all ranks' gradients of a chunk, of which each rank gets its shard
+//   round     an exchange of short messages between the hosts
+//
+// [Note: the same order on every rank] Gathers run on one queue and one communicator, scatters on another; on each, every
+// rank must enqueue the same ones in the same order. While a step replays its plan it does, because all ranks made the
+// plan from the same timeline. Otherwise nobody knows what the others need, so they say it in rounds:
+//
+//   a rank that needs a chunk     says so, and which of its gradients are complete, again and again until it is served
+//   a rank whose phase is over    says that, and goes on with rounds until all ranks' phases are over
+//   in each round                 all ranks scatter the chunks that all have complete, and gather the needed one with the
+//                                 least id, whether they need it themselves or not
+//
+// So a model may go otherwise on each rank, and no rank waits for one that does not come. A round costs a tenth of a
+// millisecond and is needed in the first step and in evaluations only. With one rank nothing of this happens.
+// Guarded by the runtime's lock.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/communicator.h"
+#include "common/timeline.h"
+#include "common/types.h"
+
+namespace patrickstar {
+
+class Collectives {
+ public:
+  // One rank.
+  Collectives();
+  Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,
+              std::shared_ptr<ControlGroup> control);
+
+  int num_ranks() const { return num_ranks_; }
+  Communicator& gather_group() { return *gather_group_; }
+  Communicator& scatter_group() { return *scatter_group_; }
+
+  // What to do when it is a chunk's turn.
+  void set_gather(std::function<void(ChunkId)> gather) { gather_ = std::move(gather); }
+  void set_scatter(std::function<void(ChunkId)> scatter) { scatter_ = std::move(scatter); }
+
+  // Returns when the chunk's gather is enqueued.
+  void need(ChunkId chunk);
+  // The chunk's gradient is complete here.
+  void note_complete(ChunkId chunk) { complete_.push_back(chunk); }
+  // Returns when all ranks' phases are over.
+  void finish_phase();
+  // Forgets what was noted (an exception left the phase).
+  void abandon_phase() { complete_.clear(); }
+
+  // By rank. All ranks must be here; throws SystemError when one does not come.
+  std::vector<std::string> exchange(const std::string& mine);
+  int64_t max_over_ranks(int64_t mine);
+  int64_t min_over_ranks(int64_t mine) { return -max_over_ranks(-mine); }
+  // Bit by bit.
+  void any_over_ranks(std::vector<uint8_t>& flags);
+  // True when all ranks saw the same moments. Their tides become the highest of all ranks, moment by moment if so.
+  bool agree_on(Timeline& timeline);
+
+ private:
+  static constexpr ChunkId kPhaseOver = -1;
+
+  // False when all ranks' phases are over.
+  bool round(ChunkId needed, bool& served);
+
+  int num_ranks_ = 1;
+  std::shared_ptr<Communicator> gather_group_;
+  std::shared_ptr<Communicator> scatter_group_;
+  std::shared_ptr<ControlGroup> control_;
+  std::function<void(ChunkId)> gather_;
+  std::function<void(ChunkId)> scatter_;
+  std::vector<ChunkId> complete_;  // not scattered yet
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,112 @@
+"""What ranks must have in common beside chunks: initial values, the model's shape, buffers, and the gradients of
+parameters that stay with PyTorch. With one rank nothing happens here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from patrickstar.config import Config
+from patrickstar.distributed import RankGroups
+from patrickstar.memory import Budgets
+from patrickstar.preprocess import ParamPlan
+
+
+@contextlib.contextmanager
+def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
+    """PyTorch's CPU and CUDA generators stand where rank 0's do, and go on from where they stood afterwards.
+
+    So a model gets the same random initial values on every rank, and for any number of ranks.
+    """
+    if len(ranks.members) == 1:
+        yield
+        return
+    seed = int(ranks.control.exchange(str(torch.initial_seed()).encode())[0])
+    state = torch.frombuffer(bytearray(ranks.control.exchange(_bytes(torch.get_rng_state()))[0]), dtype=torch.uint8)
+    devices = [ranks.context.device] if ranks.context.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(state)
+        for device in devices:
+            torch.cuda.manual_seed(seed)
+            torch.cuda.set_device(device)
+        yield
+
+
+def check_same_run(ranks: RankGroups, config: Config, plan: ParamPlan) -> None:
+    """Every rank has the same configuration and the same parameters, in the same order.
+
+    Raises:
+        DisagreementError: they have not; on every rank, and it says which rank has what.
+    """
+    shared = dataclasses.replace(config, profile=None, plan=None)
+    ranks.check_agreement("the configuration", repr(shared))
+    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.param.requires_grad}" for s in plan.chunked]
+    ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked))
+
+
+def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
+    """The least of all ranks': decisions that follow from them are the same everywhere."""
+    if len(ranks.members) == 1:
+        return budgets
+    messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode())
+    devices, hosts = zip(*(map(int, message.split()) for message in messages), strict=True)
+    return Budgets(device_bytes=min(devices), host_bytes=min(hosts))
+
+
+def mean_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter]) -> None:
+    """Each parameter's gradient becomes the ranks' mean, as in DDP; where a rank has none, zeros count.
+
+    The sum is made in float32 in the order of ranks, so its bits are the same on all of them.
+    """
+    if len(ranks.members) == 1 or not params:
+        return
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+        mine = b"" if param.grad is None else _bytes(param.grad.detach().float().cpu().contiguous())
+        messages = [message for message in ranks.control.exchange(mine) if message]
+        if not messages:
+            continue
+        total = np.zeros(param.numel(), dtype=np.float32)
+        for message in messages:
+            total += np.frombuffer(message, dtype=np.float32)
+        mean = torch.from_numpy(total / len(ranks.members)).view(param.shape)
+        param.grad = mean.to(device=param.device, dtype=param.dtype)
+
+
+class BufferSync:
+    """Buffers that a forward changes (running statistics) are rank 0's before each training forward, as in DDP."""
+
+    def __init__(self, ranks: RankGroups, module: nn.Module):
+        self._ranks = ranks
+        self._buffers = list(module.buffers()) if len(ranks.members) > 1 else []
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def run(self) -> None:
+        """To be called by all ranks, before a training forward."""
+        changed = [index for index, buffer in enumerate(self._buffers) if buffer._version != self._versions[index]]
+        if not self._buffers:
+            return
+        message = io.BytesIO()
+        if self._ranks.context.rank == self._ranks.members[0]:
+            for index in changed:
+                np.save(message, np.array([index]), allow_pickle=False)
+                np.save(message, self._buffers[index].detach().cpu().numpy(), allow_pickle=False)
+        received = self._ranks.control.exchange(message.getvalue())[0]
+        source = io.BytesIO(received)
+        with torch.no_grad():
+            while source.tell() < len(received):
+                index = int(np.load(source, allow_pickle=False)[0])
+                self._buffers[index].copy_(torch.from_numpy(np.load(source, allow_pickle=False)))
+        self._versions = [buffer._version for buffer in self._buffers]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

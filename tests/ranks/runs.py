@@ -1,0 +1,224 @@
+"""What ranks run in these tests. Functions of a module's top level, so that their processes can import them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patrickstar import torch_scope
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS
+from tests.training import ADAM, make_config
+
+
+@dataclasses.dataclass
+class Task:
+    """One training run."""
+
+    model: str
+    precision: str = "fp32"
+    steps: int = 5
+    accumulate: int = 1
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the configuration."""
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of its section ``optimizer``."""
+    on_host: bool = False
+    """All optimizer states on the host."""
+
+    def config(self) -> dict[str, Any]:
+        config = make_config(self.precision, **self.options)
+        config["optimizer"] |= self.optimizer
+        if self.on_host:
+            config["optimizer"]["params"]["use_hybrid_adam"] = False
+        return config
+
+
+def rank_and_size() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def train_tasks(tasks: list[Task]) -> list[dict[str, Any]]:
+    """Each task in turn, on this rank's rows of every batch."""
+    if rank_and_size()[1] > 1:  # once for all engines
+        dist.init_process_group("gloo")
+    results = [train(task) for task in tasks]
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return results
+
+
+def train(task: Task) -> dict[str, Any]:
+    case = MODELS[task.model]
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(case.build, 0, task.config())
+    with engine:
+        engine.train()
+        generator = torch.Generator().manual_seed(1)
+        losses, norms = [], []
+        for _ in range(task.steps):
+            optimizer.zero_grad()
+            for _ in range(task.accumulate):
+                loss = case.loss(engine(**rows(case.batch(generator))))
+                engine.backward(loss / task.accumulate)
+                losses.append(loss.item())
+            optimizer.step()
+            norms.append(engine.report()["grad_norm"])
+        return {"losses": losses, "norms": norms, "state": engine.state_dict(), "report": engine.report()}
+
+
+def rows(batch: dict[str, Any]) -> dict[str, Any]:
+    """This rank's rows of a batch; four of them become two each for two ranks."""
+    rank, size = rank_and_size()
+    return {key: value.chunk(size)[rank] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def train_plain(task: Task, size: int) -> dict[str, Any]:
+    """What ``size`` ranks should come to, with plain PyTorch in one process: the mean of the ranks' gradients."""
+    case = MODELS[task.model]
+    torch.manual_seed(0)
+    module = case.build()
+    params = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(task.steps):
+        optimizer.zero_grad()
+        for _ in range(task.accumulate):
+            batch = case.batch(generator)
+            for rank in range(size):
+                part = {k: v.chunk(size)[rank] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+                (case.loss(module(**part)) / (size * task.accumulate)).backward()
+        clipping = task.options.get("gradient_clipping", 0)
+        nn.utils.clip_grad_norm_(params, clipping if clipping > 0 else float("inf"))
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class Branches(nn.Module):
+    """Each rank goes through a layer of its own, and all through a common one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Linear(64, 64)
+        self.branches = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.never = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](torch.relu(self.common(x))).square().mean()
+
+
+def train_branches(options: dict[str, Any], swap_at: int) -> dict[str, Any]:
+    """Rank r uses branch r; from step ``swap_at`` on rank 0 uses branch 2 alone, which it had not used before."""
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Branches, 0, make_config("fp32", default_chunk_size=4096, **options))
+    with engine:
+        engine.train()
+        generator = torch.Generator().manual_seed(1)
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(size, 8, 64, generator=generator)[rank]
+            engine.backward(engine(x, 2 if rank == 0 and step >= swap_at else rank))
+            optimizer.step()
+        return {"state": engine.state_dict(), "report": engine.report()}
+
+
+def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Branches()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.randn(size, 8, 64, generator=generator)
+        for rank in range(size):
+            (module(inputs[rank], 2 if rank == 0 and step >= swap_at else rank) / size).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class Managed(nn.Module):
+    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, and one left to each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.chunked = nn.Linear(32, 32)
+        with torch_scope(do_allreduce=True):
+            self.averaged = nn.Linear(32, 32)
+        with torch_scope(do_allreduce=False):
+            self.own = nn.Linear(32, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.averaged(torch.relu(self.chunked(self.embedding(tokens))))
+        # What each rank's own layer makes of it must not reach the others' gradients.
+        return hidden.square().mean() + self.own(hidden.detach()).square().mean()
+
+
+def train_managed() -> dict[str, Any]:
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Managed, 0, make_config("fp32", use_cpu_embedding=True))
+    with engine:
+        engine.train()
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            tokens = torch.randint(0, 16, (size, 8), generator=generator)[rank]
+            engine.backward(engine(tokens))
+            optimizer.step()
+        return {"state": {name: value.clone() for name, value in engine.state_dict().items()}}
+
+
+def train_managed_plain(size: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Managed()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        tokens = torch.randint(0, 16, (size, 8), generator=generator)
+        for rank in range(size):
+            (module(tokens[rank]) / size).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def overflow_on_one_rank() -> dict[str, Any]:
+    """A gradient that is not finite on rank 1 alone: all ranks skip the step."""
+    rank, _ = rank_and_size()
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(lambda: nn.Linear(64, 1), 0, make_config("fp16"))
+    applied, scales = [], []
+    with engine:
+        engine.train()
+        for step in range(4):
+            x = torch.ones(4, 64)
+            if rank == 1 and step == 1:
+                x[0, 0] = 6e4
+            optimizer.zero_grad()
+            engine.backward(engine(x).float().square().mean() * (100.0 if rank == 1 and step == 1 else 1.0))
+            optimizer.step()
+            applied.append(engine.report()["num_skipped_steps"])
+            scales.append(engine.report()["loss_scale"])
+        return {"skipped": applied, "scales": scales, "state": engine.state_dict()}
+
+
+def other_config() -> str:
+    """Ranks with different configurations."""
+    rank, _ = rank_and_size()
+    initialize_engine(lambda: nn.Linear(8, 8), 0, make_config("fp32", gradient_clipping=1.0 + rank))
+    return "no error"
+
+
+def other_model() -> str:
+    """Ranks with different models."""
+    rank, _ = rank_and_size()
+    initialize_engine(lambda: nn.Linear(8, 8 + rank), 0, make_config("fp32"))
+    return "no error"

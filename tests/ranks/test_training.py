@@ -1,0 +1,167 @@
+"""Chunks sharded over ranks: the same training, whatever the budget, and what one process does up to rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed import rank_outcomes, run_ranks
+from tests.ranks.runs import (
+    Task,
+    other_config,
+    other_model,
+    overflow_on_one_rank,
+    train,
+    train_branches,
+    train_branches_plain,
+    train_managed,
+    train_managed_plain,
+    train_plain,
+    train_tasks,
+)
+
+MODELS = ["gpt2", "shared", "unused", "frozen", "mixture_of_experts", "t5"]
+COUNT_THEIR_CALLS = ["unused"]  # and so see twice as many where one process plays both ranks
+SMALL = {"device_memory": "1MB", "default_chunk_size": 16384}
+
+
+def run(size, tasks):
+    """[task][rank]"""
+    by_rank = run_ranks(size, train_tasks, tasks, timeout_seconds=300)
+    return [[results[index] for results in by_rank] for index in range(len(tasks))]
+
+
+def assert_same(one, other):
+    assert one["losses"] == other["losses"]
+    assert one["norms"] == other["norms"]
+    assert_same_state(one["state"], other["state"])
+
+
+def assert_same_state(one, other):
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} tensors differ, first {different[0]}"
+
+
+def relative_error(state, reference):
+    names = [name for name, value in reference.items() if value.is_floating_point()]
+    difference = sum(float((state[n].double() - reference[n].double()).square().sum()) for n in names)
+    return (difference / sum(float(reference[n].double().square().sum()) for n in names)) ** 0.5
+
+
+def test_two_ranks():
+    """Budgets, chunk sizes and sides of Adam change no bit; plain PyTorch differs by rounding alone."""
+    tasks = []
+    for model in MODELS:
+        tasks.append(Task(model, options={"gradient_clipping": 1.0}))
+        tasks.append(Task(model, options={"gradient_clipping": 1.0, **SMALL}))
+        host = {"speculation": "always", "streaming": "always"}
+        tasks.append(
+            Task(model, on_host=True, optimizer=host, options={"gradient_clipping": 1.0, "default_chunk_size": 8192})
+        )
+    results = run(2, tasks)
+    for index, model in enumerate(MODELS):
+        unlimited, small, on_host = results[3 * index : 3 * index + 3]
+        for ranks in (unlimited, small, on_host):
+            assert_same_state(ranks[0]["state"], ranks[1]["state"])
+            assert ranks[0]["norms"] == ranks[1]["norms"]
+        for rank in range(2):
+            assert_same(small[rank], unlimited[rank])
+            assert_same(on_host[rank], unlimited[rank])
+        assert small[0]["report"]["device_peak_bytes"] <= 1_000_000
+        assert on_host[0]["report"]["num_device_state_chunks"] == 0
+        if model in COUNT_THEIR_CALLS:
+            continue
+        error = relative_error(unlimited[0]["state"], train_plain(tasks[3 * index], 2))
+        print(f"{model}: relative error to plain PyTorch {error:.2g}")
+        assert error < 2e-6
+
+
+def test_precisions_and_accumulation():
+    tasks = []
+    for precision in ("bf16", "fp16", "fp32"):
+        for options in ({}, SMALL):
+            tasks.append(Task("gpt2", precision, accumulate=2, options={"gradient_clipping": 1.0, **options}))
+    tasks.append(Task("gpt2", "bf16", on_host=True, optimizer={"speculation": "commit"}))
+    tasks.append(Task("gpt2", "bf16"))
+    results = run(2, tasks)
+    for first in (0, 2, 4, 6):
+        for rank in range(2):
+            assert_same(results[first][rank], results[first + 1][rank])
+    assert results[6][0]["report"]["num_committed_updates"] > 0
+    assert relative_error(results[4][0]["state"], train_plain(tasks[4], 2)) < 2e-6
+
+
+def test_four_ranks():
+    """More ranks than some chunks have blocks; unevenly filled chunks."""
+    tasks = [Task("conv_net"), Task("conv_net", options={"default_chunk_size": 4096}, on_host=True)]
+    results = run(4, tasks)
+    for rank in range(4):
+        assert_same(results[1][rank], results[0][rank])
+        for name, value in results[0][rank]["state"].items():
+            if "running" not in name:  # rank 0's are everybody's only when the next forward begins, as in DDP
+                assert torch.equal(value, results[0][0]["state"][name]), name
+
+
+def test_one_rank_is_one_process():
+    """With a world of one, everything is what it is without torchrun, to the last bit."""
+    task = Task("gpt2", "bf16", options={"gradient_clipping": 1.0})
+    variables = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = run_ranks(1, train, task, environment=lambda rank: dict.fromkeys(variables))[0]
+    assert_same(run_ranks(1, train, task)[0], alone)
+
+
+@pytest.mark.parametrize("swap_at", [100, 3])
+def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
+    """Parameters used on one rank only, on none, and from the fourth step on by another rank than before."""
+    expected = train_branches_plain(2, swap_at)
+    for options in ({}, {"device_memory": "200KB"}):
+        by_rank = run_ranks(2, train_branches, options, swap_at, timeout_seconds=100)
+        assert_same_state(by_rank[0]["state"], by_rank[1]["state"])
+        assert relative_error(by_rank[0]["state"], expected) < 1e-6
+        assert torch.equal(by_rank[0]["state"]["never.weight"], expected["never.weight"])
+
+
+def test_parameters_that_stay_with_pytorch():
+    """With do_allreduce gradients are the ranks' mean, as those of embeddings on the host; without it each rank's own."""
+    ranks = run_ranks(2, train_managed, timeout_seconds=100)
+    states = [result["state"] for result in ranks]
+    expected = train_managed_plain(2)
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]) == (not name.startswith("own.")), name
+    shared = [name for name in expected if not name.startswith("own.")]
+    assert relative_error({n: states[0][n] for n in shared}, {n: expected[n] for n in shared}) < 1e-6
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    first, second = run_ranks(2, overflow_on_one_rank, timeout_seconds=100)
+    assert first["skipped"] == second["skipped"]
+    assert first["skipped"][-1] > 0
+    assert first["scales"] == second["scales"]
+    assert_same_state(first["state"], second["state"])
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(other_config, "gradient_clipping"), (other_model, "the model's parameters")]
+)
+def test_ranks_that_disagree_are_told_so(function, what):
+    for outcome in rank_outcomes(2, function, timeout_seconds=60):
+        assert "DisagreementError" in outcome.error
+        assert what in outcome.error
+
+
+def test_bytes():
+    """Per step: every value is gathered twice (forward and backward) and every gradient scattered once, each time the
+    share of the other ranks; with room for everything each is gathered once.
+    """
+    scarce = Task(
+        "gpt2", "bf16", steps=6, options={"device_memory": "600KB", "default_chunk_size": 16384}, on_host=True
+    )
+    ample = Task("gpt2", "bf16", steps=6, on_host=True)
+    results = run(2, [scarce, ample])
+    for task_results, gathers in zip(results, (2, 1), strict=True):
+        report = task_results[0]["report"]
+        chunk_bytes = report["num_chunk_elements"] * 2
+        assert report["scattered_bytes"] == 6 * chunk_bytes // 2
+        assert report["gathered_bytes"] <= gathers * 6 * chunk_bytes // 2
+        print(f"gathered {report['gathered_bytes'] / (6 * chunk_bytes / 2):.2f} x (p - 1) / p of the values per step")
+    assert results[1][0]["report"]["gathered_bytes"] == 6 * results[1][0]["report"]["num_chunk_elements"]
