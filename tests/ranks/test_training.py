@@ -122,7 +122,7 @@ def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
 
 
 def test_parameters_that_stay_with_pytorch():
-    """With do_allreduce gradients are the ranks' mean, as those of embeddings on the host; without it each rank's own."""
+    """With do_allreduce gradients are the ranks' mean, as embeddings' on the host; without it each rank's own."""
     ranks = run_ranks(2, train_managed, timeout_seconds=100)
     states = [result["state"] for result in ranks]
     expected = train_managed_plain(2)
