@@ -7,6 +7,8 @@ and parameters are their indices in the layout. tests/test_stub.py compares this
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
+from typing_extensions import Buffer
+
 class StateError(RuntimeError):
     """The call is right, the moment is not."""
 
@@ -230,6 +232,12 @@ class ThreadPool:
     @property
     def pinned_cpus(self) -> list[int]:
         """Where workers are pinned indeed."""
+
+def crc32c(data: Buffer, crc: int = 0) -> int:
+    """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""
+
+def crc32c_portable(data: Buffer, crc: int = 0) -> int:
+    """The same by tables, on any processor."""
 
 def nodes_to_interleave(nodes: Sequence[int]) -> list[int]:
     """``nodes`` when there are several that the system lets this process choose among, else none."""

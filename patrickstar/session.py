@@ -91,6 +91,10 @@ class Session:
         self.closed = False
         self.expected_options: Callable[[], list[_C.GroupOptions]] = list
         """The options that the next step is expected to use (none: not known)."""
+        self.param_groups: list[dict[str, Any]] = []
+        """The optimizer's."""
+        self.num_steps = 0
+        """Optimizer steps so far, skipped ones too."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         budgets = make_budgets(config, device)
@@ -162,7 +166,7 @@ class Session:
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out."""
-        self._check_open()
+        self.check_open()
         attempt = ForwardAttempt(self._buffers, self.device)
         for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
             try:
@@ -200,7 +204,7 @@ class Session:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""
-        self._check_open()
+        self.check_open()
         self._check_loss(loss)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         if self._profiler is not None:
@@ -259,7 +263,7 @@ class Session:
 
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
-        self._check_open()
+        self.check_open()
         managed_squares = self.managed.sum_of_squares()
         if not self.runtime.gradients_pending():
             return
@@ -284,6 +288,7 @@ class Session:
                 logger.warning("gradients overflow at the least loss scale, %g: this step is skipped", scale)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
+        self.num_steps += 1
         self.managed.zero_grad()
         self._hooks.finish_learning(self._got_gradient)
         self.stage = Stage.IDLE
@@ -302,7 +307,7 @@ class Session:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self._check_open()
+        self.check_open()
         self.runtime.clear_gradients()
         self.managed.zero_grad()
         if self.stage is Stage.BACKWARDED:
@@ -312,7 +317,7 @@ class Session:
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
-        self._check_open()
+        self.check_open()
         if not isinstance(param, ChunkedParameter):
             return self.managed.state_of(param)
         handle = param._patrickstar
@@ -327,7 +332,7 @@ class Session:
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
-        self._check_open()
+        self.check_open()
         if not isinstance(param, ChunkedParameter):
             self.managed.set_state_of(param, state)
             return
@@ -341,7 +346,7 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
-        self._check_open()
+        self.check_open()
         return {
             "num_parameters": self.num_parameters,
             **self.runtime.report(),
@@ -352,7 +357,7 @@ class Session:
 
     def plan(self) -> Plan:
         """The plan of the next step."""
-        self._check_open()
+        self.check_open()
         timeline = self.runtime.timeline()
         if not timeline:
             raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
@@ -383,7 +388,8 @@ class Session:
         self.runtime.close()
         self._segments.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises StateError when it is closed."""
         if self.closed:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
