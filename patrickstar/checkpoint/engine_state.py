@@ -121,7 +121,7 @@ class EngineSink:
         if isinstance(param, ChunkedParameter):
             self._session.observer.write_values(param._patrickstar, _ARRAYS[wanted.kind], values)
         elif wanted.kind in _MOMENTS:
-            self._managed_moments.setdefault(wanted.name, {})[wanted.kind] = values
+            self._managed_moments.setdefault(wanted.name, {})[wanted.kind] = values.clone()
         else:
             with torch.no_grad():
                 param.data.copy_(values)

@@ -21,11 +21,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def tensor_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """The elements in ``data``, which the tensor keeps."""
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in writable ``data``, which the tensor keeps."""
+    return torch.frombuffer(data, dtype=dtype) if len(data) > 0 else torch.empty(0, dtype=dtype)
 
 
-def empty_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A one-dimensional tensor with memory of its own."""
-    return tensor_of(bytearray(numel * dtype.itemsize), dtype)
+class Scratch:
+    """Memory that is used again and again: the system takes longer to give fresh pages than to fill them."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def take(self, num_bytes: int) -> memoryview:
+        """So many bytes, until the next call."""
+        if num_bytes > len(self._memory):
+            self._memory = bytearray(num_bytes)
+        return memoryview(self._memory)[:num_bytes]

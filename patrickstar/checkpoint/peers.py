@@ -8,7 +8,12 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+
+from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.memory import bytes_of, tensor_of
 
 
 class Peers(Protocol):
@@ -35,6 +40,32 @@ class OneRank:
     def exchange(self, message: bytes) -> list[bytes]:
         """Its own message."""
         return [message]
+
+
+class GroupPeers:
+    """The ranks of a process group of ``torch.distributed``; its timeout is theirs."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None):
+        """``group``: None for the default one. ``device``: where its messages travel from (NCCL's: the rank's GPU)."""
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """All ranks' messages."""
+        with _C.HostAllocations():
+            length = torch.tensor([len(message)], device=self._device)
+            lengths = [int(other) for other in self._gather(length)]
+            padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
+            padded[: len(message)] = tensor_of(memoryview(bytearray(message)), torch.uint8).to(self._device)
+            gathered = [other.cpu() for other in self._gather(padded)]
+        return [bytes(bytes_of(other[:size])) for other, size in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
 
 
 @dataclasses.dataclass

@@ -19,11 +19,11 @@ from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredShard, StoredTensor
-from patrickstar.checkpoint.memory import empty_tensor, tensor_of
+from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.shards import ShardSink, TensorRange, flattened, is_row_major, role, row_major
 
 _MAX_MANIFEST_BYTES = 2**30
-_BLOCK_BYTES = 2**20  # that verification reads at a time: stays in the cache
+_BLOCK_BYTES = 2**20  # read at a time: stays in the cache
 _NUM_NAMED = 3
 
 
@@ -39,6 +39,7 @@ class Checkpoint:
         """Its folder."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
+        self._shard_memory, self._range_memory = Scratch(), Scratch()
         try:
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -83,7 +84,7 @@ class Checkpoint:
         states = {}
         for stored in self.manifest.tensors.values():
             if stored.kind == "rng" and stored.name.startswith(f"rank{rank}."):
-                states[stored.name.partition(".")[2]] = self._read_range(stored, 0, stored.numel)
+                states[stored.name.partition(".")[2]] = self._read_range(stored, 0, stored.numel).clone()
         return states
 
     def load(self, sink: ShardSink) -> None:
@@ -101,7 +102,7 @@ class Checkpoint:
                 sink.write(item, self.read(stored, item))
 
     def read(self, stored: StoredTensor, wanted: TensorRange) -> torch.Tensor:
-        """The elements of a range, in the stored dtype and the wanted order.
+        """The elements of a range, in the stored dtype and the wanted order, valid until the next call.
 
         Raises:
             CheckpointError: they are damaged; the message names the file and the tensor.
@@ -123,21 +124,24 @@ class Checkpoint:
                 continue
             values = self._read_shard(stored, shard)
             if (shard.begin, shard.end) == (begin, end):
-                self._last = None  # it is given away
                 return values
             if result is None:
-                result = empty_tensor(end - begin, stored.dtype)
+                result = tensor_of(self._range_memory.take((end - begin) * stored.dtype.itemsize), stored.dtype)
             result[first - begin : last - begin] = values[first - shard.begin : last - shard.begin]
-        return result if result is not None else empty_tensor(0, stored.dtype)
+        return result if result is not None else torch.empty(0, dtype=stored.dtype)
 
     def _read_shard(self, stored: StoredTensor, shard: StoredShard) -> torch.Tensor:
         if self._last is not None and self._last[0] is shard:
             return self._last[1]
         self._last = None
         self._open(shard.file)  # which checks its size, before so much memory is taken
-        data = bytearray(shard.num_bytes)
-        self._fill(shard.file, memoryview(data), shard.offset)
-        if _C.crc32c(data) != shard.crc32c:
+        data = self._shard_memory.take(shard.num_bytes)
+        crc = 0
+        for begin in range(0, len(data), _BLOCK_BYTES):  # the checksum while a block is in the cache
+            block = data[begin : begin + _BLOCK_BYTES]
+            self._fill(shard.file, block, shard.offset + begin)
+            crc = _C.crc32c(block, crc)
+        if crc != shard.crc32c:
             raise self._damaged(stored, shard)
         values = tensor_of(data, stored.dtype)
         self._last = (shard, values)

@@ -97,8 +97,8 @@ class ShardSink(Protocol):
         """
 
     def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        """Takes the elements of one of them, a one-dimensional CPU tensor that is the sink's to keep; its dtype is the
-        stored one where both are floating point.
+        """Takes the elements of one of them: a one-dimensional CPU tensor whose memory is used again afterwards, of the
+        stored dtype, which may be another floating point one than that which is wanted.
         """
 
 

@@ -89,7 +89,7 @@ class HeldSink:
             yield TensorRange(**held.range_of(self._rank))
 
     def write(self, wanted, values):
-        self.got[(wanted.name, wanted.kind)] = values
+        self.got[(wanted.name, wanted.kind)] = values.clone()
 
     def check(self):
         """That all of it came, bit for bit."""
