@@ -19,13 +19,14 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.peers import OneRank, Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
-from patrickstar.checkpoint.shards import Kind, TensorRange, TensorShard
+from patrickstar.checkpoint.shards import Kind, TensorRange, TensorShard, is_row_major
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
-from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.config import check_adam_options
 from patrickstar.session import Session, Stage
 
@@ -57,6 +58,7 @@ class EngineSource:
     def __init__(self, session: Session, rank: int = 0):
         self._session = session
         self._rank = rank
+        self._scratch = Scratch()
 
     def shards(self) -> Iterator[TensorShard]:
         """Parameters, moments of those that were ever updated, persistent buffers, random number generators."""
@@ -80,15 +82,23 @@ class EngineSource:
     def _read_value(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         if not isinstance(param, ChunkedParameter):
             return _flat(param.detach().as_subclass(torch.Tensor), dtype)
-        return _flat(self._session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER), dtype)
+        return self._read_array(param._patrickstar, _C.ArrayKind.MASTER, dtype)
 
     def _moment_reader(self, param: nn.Parameter, kind: Kind) -> functools.partial[torch.Tensor]:
         return functools.partial(self._read_moment, param, kind)
 
     def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
         if isinstance(param, ChunkedParameter):
-            return _flat(self._session.observer.read_values(param._patrickstar, _ARRAYS[kind]), torch.float32)
+            return self._read_array(param._patrickstar, _ARRAYS[kind], torch.float32)
         return _flat(self._session.managed.state_of(param)[kind], torch.float32)
+
+    def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
+        memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
+        if not is_row_major(tuple(handle.shape), memory_order):
+            return _flat(self._session.observer.read_values(handle, kind), dtype)
+        values = tensor_of(self._scratch.take(handle.shape.numel() * torch.float32.itemsize), torch.float32)
+        self._session.runtime.read_values(handle.id, kind, values.data_ptr())
+        return _flat(values, dtype)
 
 
 class EngineSink:
@@ -150,7 +160,16 @@ def save_session(
     """See ``Engine.save_checkpoint``."""
     check_between_steps(session, "save_checkpoint")
     options = options or SaveOptions()
-    state = TrainingState(
+    with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
+        state = _state_of(session, client_state, lr_scheduler).to_json()
+    tag = f"global_step{session.num_steps}" if tag is None else tag
+    return save(directory, tag, EngineSource(session, options.peers.rank), state, options)
+
+
+def _state_of(
+    session: Session, client_state: Mapping[str, Any] | None, lr_scheduler: Scheduler | None
+) -> TrainingState:
+    return TrainingState(
         num_steps=session.num_steps,
         step_counts={
             name: count
@@ -163,8 +182,6 @@ def save_session(
         extra_states={name: child.get_extra_state() for name, child in _with_extra_state(session.module)},
         client_state=dict(client_state or {}),
     )
-    tag = f"global_step{session.num_steps}" if tag is None else tag
-    return save(directory, tag, EngineSource(session, options.peers.rank), state.to_json(), options)
 
 
 def load_session(

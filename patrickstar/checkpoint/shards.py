@@ -76,9 +76,7 @@ class TensorShard(TensorRange):
     """A range that a rank holds."""
 
     read: Callable[[], torch.Tensor]
-    """Gives its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, called once and in the order of the
-    source's shards.
-    """
+    """Gives its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next shard is read."""
 
 
 class ShardSource(Protocol):

@@ -14,7 +14,7 @@ from patrickstar import CheckpointError, StateError, torch_scope
 from patrickstar.checkpoint import Checkpoint, latest_tag
 from patrickstar.runtime import initialize_engine
 from tests.checkpoint.ranks import as_bytes
-from tests.models import MODELS, VOCAB, Case, Mlp, gpt2, token_batch
+from tests.models import MODELS, VOCAB, Case, ConvNet, Mlp, gpt2, image_batch, token_batch
 from tests.training import make_config
 
 
@@ -46,6 +46,7 @@ class Rest(Mlp):
 CASES = {
     **{name: MODELS[name] for name in ("gpt2", "lora", "conv_net", "unused", "frozen", "shared")},
     "rest": Case(Rest, token_batch),
+    "channels_last": Case(lambda: ConvNet().to(memory_format=torch.channels_last), image_batch),
 }
 
 
