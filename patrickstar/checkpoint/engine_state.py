@@ -66,7 +66,9 @@ class EngineSource:
         for name, param in self._session.module.named_parameters():
             if step_count(self._session, param) > 0:
                 for kind in _MOMENTS:
-                    yield _shard(name, kind, param.shape, torch.float32, self._moment_reader(param, kind))
+                    yield _shard(
+                        name, kind, param.shape, torch.float32, functools.partial(self._read_moment, param, kind)
+                    )
         for name, state in rng_states(self._session.device).items():
             yield _shard(f"rank{self._rank}.{name}", "rng", state.shape, state.dtype, lambda state=state: state)
 
@@ -83,9 +85,6 @@ class EngineSource:
         if not isinstance(param, ChunkedParameter):
             return _flat(param.detach().as_subclass(torch.Tensor), dtype)
         return self._read_array(param._patrickstar, _C.ArrayKind.MASTER, dtype)
-
-    def _moment_reader(self, param: nn.Parameter, kind: Kind) -> functools.partial[torch.Tensor]:
-        return functools.partial(self._read_moment, param, kind)
 
     def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
         if isinstance(param, ChunkedParameter):
