@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from torch.autograd.graph import Node
+from typing_extensions import Buffer
 
 class StateError(RuntimeError):
     """The call is right, the moment is not."""
@@ -237,6 +238,12 @@ class ThreadPool:
     @property
     def pinned_cpus(self) -> list[int]:
         """Where workers are pinned indeed."""
+
+def crc32c(data: Buffer, crc: int = 0) -> int:
+    """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""
+
+def crc32c_portable(data: Buffer, crc: int = 0) -> int:
+    """The same by tables, on any processor."""
 
 def nodes_to_interleave(nodes: Sequence[int]) -> list[int]:
     """``nodes`` when there are several that the system lets this process choose among, else none."""
@@ -565,6 +572,7 @@ class Runtime(UseListener):
     def seal_storage(self, chunk: int, /) -> None: ...
     def write_values(self, param: int, kind: ArrayKind, values: int, where: Tier, /) -> None: ...
     def read_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
+    def read_own_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
 

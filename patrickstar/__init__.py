@@ -15,13 +15,15 @@ with contextlib.suppress(ImportError, OSError):
 
 if TYPE_CHECKING:
     from patrickstar._C import MemoryBudgetError, RankFailure, StateError
+    from patrickstar.checkpoint import CheckpointError
     from patrickstar.preprocess import torch_scope
     from patrickstar.runtime import initialize_engine
 
 __version__ = "0.5.0"
-__all__ = ["MemoryBudgetError", "RankFailure", "StateError", "initialize_engine", "torch_scope"]
+__all__ = ["CheckpointError", "MemoryBudgetError", "RankFailure", "StateError", "initialize_engine", "torch_scope"]
 
 _HOMES = {
+    "CheckpointError": "patrickstar.checkpoint",
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
     "StateError": "patrickstar._C",

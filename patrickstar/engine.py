@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
+from patrickstar.checkpoint.engine_export import export_session
+from patrickstar.checkpoint.engine_state import Scheduler, load_session, save_session
+from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.chunked_parameter import ChunkedParameter
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
@@ -106,6 +111,71 @@ class Engine(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
             )
         return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        lr_scheduler: Scheduler | None = None,
+    ) -> Path:
+        """Saves the run between two steps (docs/checkpoints.md): parameters, moments, step counts, buffers, the groups'
+        options, loss scaler, random number generators. Returns the checkpoint's folder, ``directory/tag``.
+
+        Args:
+            directory: made if there is none. A file ``latest`` in it will name the checkpoint.
+            tag: ``global_step<n>`` for None. A checkpoint of the same tag stays until the new one is complete.
+            client_state: anything of the user's that is made of numbers, strings, bools, None, lists, tuples, dicts.
+            lr_scheduler: its state is kept too.
+
+        Raises:
+            CheckpointError: it was not saved; what was saved before is as it was.
+            StateError: there are gradients that no step has used.
+        """
+        return save_session(self._session, directory, tag, client_state, lr_scheduler)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        lr_scheduler: Scheduler | None = None,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Goes on from a checkpoint of the same model, whatever the budgets were; returns its folder and the
+        ``client_state``. Random number generators are restored when as many ranks load as saved.
+
+        Args:
+            directory: as given to :meth:`save_checkpoint`.
+            tag: the latest for None (``patrickstar.checkpoint.latest_tag`` says whether there is one).
+            lr_scheduler: gets the state of the one that was saved.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model (then nothing is changed), or it is damaged.
+            StateError: there are gradients that no step has used.
+        """
+        return load_session(self._session, directory, tag, lr_scheduler)
+
+    def export_weights(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = torch.float32,
+        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    ) -> Path:
+        """Writes parameters and persistent buffers as Hugging Face's sharded safetensors, with the names of the
+        module's ``state_dict`` and tied weights once; with ``config.json`` for a Hugging Face model, whose
+        ``from_pretrained`` then reads the folder. No copy of the model is made: one parameter at a time.
+
+        Args:
+            directory: the folder to make.
+            dtype: of floating point parameters; None: that in which each is held (float32 for trained ones).
+            max_file_bytes: bytes per file.
+
+        Raises:
+            CheckpointError: the folder exists and is not empty, or cannot be written.
+        """
+        return export_session(self._session, directory, dtype, max_file_bytes)
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict: the only source for tests, logs and benchmarks.

@@ -39,6 +39,7 @@ class HybridAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._built = True
         session.expected_options = self._group_options
+        session.param_groups = self.param_groups
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if isinstance(param, ChunkedParameter):

@@ -93,6 +93,10 @@ class Session:
         self.closed = False
         self.expected_options: Callable[[], list[_C.GroupOptions]] = list
         """The options that the next step is expected to use (none: not known)."""
+        self.param_groups: list[dict[str, Any]] = []
+        """The optimizer's."""
+        self.num_steps = 0
+        """Optimizer steps so far, skipped ones too."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         check_same_run(ranks, config, self._plan)
@@ -166,7 +170,7 @@ class Session:
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out."""
-        self._check_open()
+        self.check_open()
         if len(self.ranks.members) > 1:  # the other ranks would not run theirs again
             with self.ranks.guard("forward"), self._forward():
                 return call()
@@ -209,7 +213,7 @@ class Session:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""
-        self._check_open()
+        self.check_open()
         self._check_loss(loss)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         if self._profiler is not None:
@@ -250,7 +254,7 @@ class Session:
 
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
-        self._check_open()
+        self.check_open()
         with self.ranks.guard("step"):
             self._step(param_groups, options)
 
@@ -280,6 +284,7 @@ class Session:
                 logger.warning("gradients overflow at the least loss scale, %g: this step is skipped", scale)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
+        self.num_steps += 1
         self.managed.zero_grad()
         if self._hooks.is_learning:
             got_gradient = {hook.param for hook in self._gradient_hooks if hook.has_folded}
@@ -300,7 +305,7 @@ class Session:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self._check_open()
+        self.check_open()
         self.runtime.clear_gradients()
         self.managed.zero_grad()
         if self.stage is Stage.BACKWARDED:
@@ -310,7 +315,7 @@ class Session:
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
-        self._check_open()
+        self.check_open()
         if not isinstance(param, ChunkedParameter):
             return self.managed.state_of(param)
         handle = param._patrickstar
@@ -325,7 +330,7 @@ class Session:
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
         """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
-        self._check_open()
+        self.check_open()
         if not isinstance(param, ChunkedParameter):
             self.managed.set_state_of(param, state)
             return
@@ -339,7 +344,7 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
-        self._check_open()
+        self.check_open()
         return {
             "num_parameters": self.num_parameters,
             **self.runtime.report(),
@@ -350,7 +355,7 @@ class Session:
 
     def plan(self) -> Plan:
         """The plan of the next step."""
-        self._check_open()
+        self.check_open()
         timeline = self.runtime.timeline()
         if not timeline:
             raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
@@ -382,7 +387,8 @@ class Session:
         self._segments.close()
         self.ranks.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises StateError when it is closed."""
         if self.closed:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"

@@ -20,6 +20,7 @@ void register_build(pybind11::module_& module);
 void register_errors(pybind11::module_& module);
 void register_types(pybind11::module_& module);
 void register_threads(pybind11::module_& module);
+void register_checksum(pybind11::module_& module);
 void register_optim(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
 void register_simulator(pybind11::module_& module);

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_errors(module);
   bind::register_types(module);
   bind::register_threads(module);
+  bind::register_checksum(module);
   bind::register_optim(module);
   bind::register_plan(module);
   bind::register_simulator(module);

@@ -219,6 +219,12 @@ void register_runtime(py::module_& module) {
             self.read_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
+      .def(
+          "read_own_values",
+          [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values) {
+            self.read_own_values(param, kind, reinterpret_cast<float*>(values));
+          },
+          ReleaseGil())
       .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())

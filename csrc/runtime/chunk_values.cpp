@@ -92,15 +92,16 @@ void ChunkValues::write_frozen(ParamId param, ParamValues values) {
 
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = core_.store.layout();
-  const ParamShard shard = layout.shard_of(param);
-  if (layout.chunk(layout.placement(param).chunk).trainable) {
-    read_state(param, kind, values + shard.begin);
-  } else {
-    PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, core_.store.param_name(param), " is frozen and has no ",
-             array_kind_name(kind));
-    read_frozen(param, values + shard.begin);
-  }
+  read_own(param, kind, values + layout.shard_of(param).begin);
   if (layout.is_sharded()) gather(param, values);
+}
+
+void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
+  const Layout& layout = core_.store.layout();
+  if (layout.chunk(layout.placement(param).chunk).trainable) return read_state(param, kind, values);
+  PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, core_.store.param_name(param), " is frozen and has no ",
+           array_kind_name(kind));
+  read_frozen(param, values);
 }
 
 void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {

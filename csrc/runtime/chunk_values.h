@@ -24,6 +24,8 @@ class ChunkValues {
   void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as zeros. Throws ArgumentError for a state of a frozen parameter.
   void read(ParamId param, ArrayKind kind, float* values);
+  // The same of this rank's part alone (Layout::shard_of), which takes no other rank.
+  void read_own(ParamId param, ArrayKind kind, float* values);
 
  private:
   // These three see this rank's part alone.

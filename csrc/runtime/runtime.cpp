@@ -147,6 +147,11 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   values_->read(param, kind, values);
 }
 
+void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
+  const Entry entry(*this);
+  values_->read_own(param, kind, values);
+}
+
 void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
   const Entry entry(*this);
   PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");

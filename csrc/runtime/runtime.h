@@ -58,6 +58,7 @@ class Runtime final : public UseListener {
   // compute value. What is read goes to host memory.
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
+  void read_own_values(ParamId param, ArrayKind kind, float* values);
   // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
   // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
   // does.

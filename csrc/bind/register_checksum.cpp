@@ -1,0 +1,43 @@
+#include "bind/bind.h"
+#include "common/crc32c.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+// The contiguous bytes of a Python buffer, held for as long as this lives.
+class Bytes {
+ public:
+  explicit Bytes(const py::buffer& buffer) {
+    if (PyObject_GetBuffer(buffer.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  ~Bytes() { PyBuffer_Release(&view_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  const void* data() const { return view_.buf; }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+template <uint32_t (*function)(uint32_t, const void*, size_t)>
+uint32_t checksum(const py::buffer& data, uint32_t crc) {
+  const Bytes bytes(data);
+  const py::gil_scoped_release release;
+  return function(crc, bytes.data(), bytes.size());
+}
+
+}  // namespace
+
+void register_checksum(py::module_& module) {
+  module.def("crc32c", &checksum<crc32c>, py::arg("data"), py::arg("crc") = 0,
+             "CRC-32C of the bytes of a contiguous buffer, after those of checksum crc (common/crc32c.h).");
+  module.def("crc32c_portable", &checksum<crc32c_portable>, py::arg("data"), py::arg("crc") = 0,
+             "The same by tables, on any processor.");
+}
+
+}  // namespace patrickstar::bind

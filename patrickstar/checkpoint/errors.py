@@ -1,0 +1,7 @@
+"""The one error of checkpoints."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint was not saved, or is damaged, or is that of another model; the message says which and what to do."""

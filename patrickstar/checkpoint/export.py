@@ -1,0 +1,204 @@
+"""Weights as Hugging Face reads them: ``model-00001-of-0000N.safetensors`` with whole tensors, and an index.
+
+Nothing is gathered: a tensor's place in its file is known before any value is, and each rank writes the ranges that it
+holds there. Memory beside what the source holds: one shard, and its copy in the file's dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.checkpoint.disk import Disk, created, opened, write_all
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.folder import NewFolder
+from patrickstar.checkpoint.memory import bytes_of
+from patrickstar.checkpoint.peers import OneRank, Peers, phase
+from patrickstar.checkpoint.safetensors_format import DTYPES, FileTensor, dtype_name, make_header, split_into_files
+from patrickstar.checkpoint.shards import TensorShard, is_row_major
+from patrickstar.checkpoint.writer import begin
+
+INDEX_NAME = "model.safetensors.index.json"
+DEFAULT_MAX_FILE_BYTES = 5 * 10**9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How weights are exported."""
+
+    dtype: torch.dtype | None = torch.float32
+    """Of floating point parameters; None: that in which each is held."""
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    """Of the tensors of one file; a larger tensor has a file of its own."""
+    rename: Callable[[str], str] = str
+    """From a parameter's name to the one in the files."""
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """More files, by name: a ``config.json``."""
+    peers: Peers = dataclasses.field(default_factory=OneRank)
+    """The ranks that export together; their file system is one."""
+    disk: Disk = dataclasses.field(default_factory=Disk)
+    """The file system."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a whole tensor is."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+
+
+def export(
+    directory: str | os.PathLike[str], shards: Sequence[TensorShard], options: ExportOptions | None = None
+) -> Path:
+    """Writes the values of all ranks' shards into a new folder, and returns it. All ranks call it.
+
+    Args:
+        directory: there must be none, or an empty one; it appears when it is complete.
+        shards: this rank's; values and buffers.
+        options: None for the defaults.
+
+    Raises:
+        CheckpointError: on all ranks, when one of them cannot write, or their shards are no whole tensors.
+    """
+    options = options or ExportOptions()
+    peers, disk = options.peers, options.disk
+    target = Path(directory).absolute()
+    what = f"nothing was exported to {target}"
+    is_first = peers.rank == 0
+    with contextlib.ExitStack() as held:
+        with phase(peers, what) as turn:
+            if is_first:
+                _check_free(target)
+            turn.say = {"token": secrets.token_hex(4), "shards": [_describe(shard, options) for shard in shards]}
+        folder = NewFolder(disk, target, turn.heard[0]["token"])
+        try:
+            with phase(peers, what):
+                files = _plan([record for said in turn.heard for record in said["shards"]], options.max_file_bytes)
+                if is_first:
+                    begin(folder, target, held)
+                    _write_frame(disk, folder.path, files, options.texts)
+            with phase(peers, what):
+                _write_values(disk, folder.path, shards, _places(files), options)
+            with phase(peers, what):
+                if is_first:
+                    folder.publish()
+                    folder.settle()
+        finally:
+            if is_first:
+                folder.discard()
+    return target
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is no empty folder; export to a new one")
+
+
+def _describe(shard: TensorShard, options: ExportOptions) -> dict[str, Any]:
+    dtype = _export_dtype(shard, options)
+    return {
+        "name": options.rename(shard.name),
+        "shape": list(shard.shape),
+        "dtype": dtype_name(dtype, str(shard)),
+        "begin": shard.begin,
+        "end": shard.end,
+    }
+
+
+def _export_dtype(shard: TensorShard, options: ExportOptions) -> torch.dtype:
+    keeps = options.dtype is None or shard.kind == "buffer" or not shard.dtype.is_floating_point
+    return shard.dtype if keeps else options.dtype
+
+
+def _plan(records: Iterable[Mapping[str, Any]], max_file_bytes: int) -> dict[str, list[FileTensor]]:
+    """All files and their tensors; the same on every rank."""
+    parts: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        parts.setdefault(record["name"], []).append(record)
+    tensors = [_whole(name, found) for name, found in parts.items()]
+    members = split_into_files([tensor.num_bytes for tensor in tensors], max_file_bytes)
+    names = [f"model-{index + 1:05d}-of-{len(members):05d}.safetensors" for index in range(len(members))]
+    if len(members) == 1:
+        names = ["model.safetensors"]
+    return {name: [tensors[index] for index in indices] for name, indices in zip(names, members, strict=True)}
+
+
+def _whole(name: str, parts: Sequence[Mapping[str, Any]]) -> FileTensor:
+    shape, dtype = parts[0]["shape"], parts[0]["dtype"]
+    end = 0
+    for part in sorted(parts, key=lambda part: (part["begin"], part["end"])):
+        if (part["shape"], part["dtype"]) != (shape, dtype) or part["begin"] != end:
+            raise CheckpointError(f"{name}: element {min(end, part['begin'])} is in no shard, or in two that disagree")
+        end = part["end"]
+    if end != math.prod(shape):
+        raise CheckpointError(f"{name}: {end} of its {math.prod(shape)} elements are in shards")
+    return FileTensor(key=name, dtype=DTYPES[dtype], shape=tuple(shape), num_bytes=end * DTYPES[dtype].itemsize)
+
+
+def _places(files: Mapping[str, Sequence[FileTensor]]) -> dict[str, _Place]:
+    places = {}
+    for file, tensors in files.items():
+        offset = len(make_header(tensors))
+        for tensor in tensors:
+            places[tensor.key] = _Place(file=file, offset=offset, dtype=tensor.dtype)
+            offset += tensor.num_bytes
+    return places
+
+
+def _write_frame(disk: Disk, folder: Path, files: Mapping[str, Sequence[FileTensor]], texts: Mapping[str, str]) -> None:
+    """Headers, the index, and what else goes along."""
+    for file, tensors in files.items():
+        with created(disk, folder / file) as fd:
+            write_all(disk, fd, memoryview(make_header(tensors)))
+    if len(files) > 1:
+        total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+        weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        texts = {**texts, INDEX_NAME: index}
+    for name, text in texts.items():
+        with created(disk, folder / name) as fd:
+            write_all(disk, fd, memoryview(text.encode()))
+
+
+def _write_values(
+    disk: Disk, folder: Path, shards: Sequence[TensorShard], places: Mapping[str, _Place], options: ExportOptions
+) -> None:
+    by_file: dict[str, list[TensorShard]] = {}
+    for shard in shards:
+        by_file.setdefault(places[options.rename(shard.name)].file, []).append(shard)
+    for file, members in by_file.items():
+        with opened(disk, folder / file) as fd:
+            for shard in members:
+                place = places[options.rename(shard.name)]
+                with _C.HostAllocations():
+                    values = shard.read().to(place.dtype)
+                    for start, piece in _row_major_runs(shard, values):
+                        write_all(disk, fd, bytes_of(piece), place.offset + start * place.dtype.itemsize)
+
+
+def _row_major_runs(shard: TensorShard, values: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    """A shard's values as stretches of the row-major tensor, each with its first element's index."""
+    if is_row_major(shard.shape, shard.order):
+        return [(shard.begin, values)]
+    order = shard.order or ()
+    coordinates = torch.unravel_index(torch.arange(shard.begin, shard.end), [shard.shape[dim] for dim in order])
+    positions = torch.zeros(shard.numel, dtype=torch.int64)
+    for dim, coordinate in zip(order, coordinates, strict=True):
+        positions += coordinate * math.prod(shard.shape[dim + 1 :])
+    positions, source = positions.sort()
+    values = values[source]
+    breaks = (positions.diff() != 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), shard.numel]
+    return [(int(positions[a]), values[a:b]) for a, b in zip(edges, edges[1:], strict=False) if b > a]

@@ -1,0 +1,39 @@
+"""Tensors as bytes and bytes as tensors, without a copy and outside of PyTorch's allocators: the memory of a
+checkpoint's shards does not count as the simulated device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, valid as long as it is kept."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"a shard has strides {tensor.stride()} on {tensor.device}; read() gives a contiguous CPU tensor"
+        )
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in writable ``data``, which the tensor keeps."""
+    return torch.frombuffer(data, dtype=dtype) if len(data) > 0 else torch.empty(0, dtype=dtype)
+
+
+class Scratch:
+    """Memory that is used again and again: the system takes longer to give fresh pages than to fill them."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def take(self, num_bytes: int) -> memoryview:
+        """So many bytes, until the next call."""
+        if num_bytes > len(self._memory):
+            self._memory = bytearray(num_bytes)
+        return memoryview(self._memory)[:num_bytes]

@@ -1,0 +1,109 @@
+"""How the ranks that save or load one checkpoint agree: the only communication that checkpoints need."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from patrickstar import _C
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.memory import bytes_of, tensor_of
+
+
+class Peers(Protocol):
+    """The ranks of one model. All make the same calls in the same order, from one thread each."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Gives every rank all ranks' messages, by rank. Raises when one of them is gone."""
+
+
+class OneRank:
+    """A rank alone."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Its own message."""
+        return [message]
+
+
+class GroupPeers:
+    """The ranks of a process group of ``torch.distributed``; its timeout is theirs."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None):
+        """``group``: None for the default one. ``device``: where its messages travel from (NCCL's: the rank's GPU)."""
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """All ranks' messages."""
+        with _C.HostAllocations():
+            length = torch.tensor([len(message)], device=self._device)
+            lengths = [int(other) for other in self._gather(length)]
+            padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
+            padded[: len(message)] = tensor_of(memoryview(bytearray(message)), torch.uint8).to(self._device)
+            gathered = [other.cpu() for other in self._gather(padded)]
+        return [bytes(bytes_of(other[:size])) for other, size in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+
+@dataclasses.dataclass
+class Turn:
+    """What this rank says at the end of a phase, and what all ranks said."""
+
+    say: Any = None
+    """Of JSON's types."""
+    heard: list[Any] = dataclasses.field(default_factory=list)
+    """By rank; filled when the phase is over on all ranks."""
+
+
+@contextlib.contextmanager
+def phase(peers: Peers, what: str) -> Iterator[Turn]:
+    """A piece of work that succeeds on all ranks or on none: a rank that fails says so to the others.
+
+    Raises:
+        CheckpointError: on every rank, when one fails; it names the rank and its error.
+    """
+    turn = Turn()
+    failure: Exception | None = None
+    try:
+        yield turn
+    except Exception as error:
+        failure = error
+    said = {"error": _describe(failure)} if failure is not None else {"say": turn.say}
+    replies = [json.loads(message) for message in peers.exchange(json.dumps(said).encode())]
+    errors = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
+    if errors:
+        who = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items()) if peers.size > 1 else errors[0]
+        raise CheckpointError(f"{what}: {who}") from failure
+    turn.heard = [reply["say"] for reply in replies]
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename is not None else ""
+        return f"{error.strerror}{where}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,263 @@
+"""Reads a checkpoint by ranges, whoever saved it, and checks the checksum of everything it reads.
+
+Memory beside what the sink holds: one stored shard and one wanted range.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from patrickstar import _C
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
+from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredShard, StoredTensor
+from patrickstar.checkpoint.memory import Scratch, tensor_of
+from patrickstar.checkpoint.shards import ShardSink, TensorRange, flattened, is_row_major, role, row_major
+
+_MAX_MANIFEST_BYTES = 2**30
+_BLOCK_BYTES = 2**20  # read at a time: stays in the cache
+_NUM_NAMED = 3
+
+
+class Checkpoint:
+    """One checkpoint, open to read; a context manager. It stays readable while its tag is saved anew.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        """Its folder."""
+        self._files: dict[str, int] = {}
+        self._last: tuple[StoredShard, torch.Tensor] | None = None
+        self._shard_memory, self._range_memory = Scratch(), Scratch()
+        try:
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} is no checkpoint: {error.strerror}") from error
+        try:
+            self.manifest = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
+        except (CheckpointError, OSError) as error:
+            self.close()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path / MANIFEST_NAME}: {reason}; load another checkpoint") from error
+
+    @classmethod
+    def find(cls, directory: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
+        """The checkpoint of a tag, or the latest. Raises CheckpointError."""
+        return cls(find_checkpoint(directory, tag))
+
+    def close(self) -> None:
+        """Ends its files. Idempotent."""
+        for fd in (*self._files.values(), self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._files, self._folder = {}, -1
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def tensor(self, name: str, kind: str) -> StoredTensor | None:
+        """The tensor of a name and a kind's role, if there is one."""
+        return self.manifest.tensors.get((name, role(kind)))
+
+    def check(self, sink: ShardSink) -> None:
+        """Raises CheckpointError unless the sink wants just the tensors that are stored."""
+        check_match(self.manifest, sink.wanted(), self.path)
+
+    def rng_states(self, rank: int) -> dict[str, torch.Tensor]:
+        """The states of the random number generators of a rank, by generator. Raises CheckpointError."""
+        states = {}
+        for stored in self.manifest.tensors.values():
+            if stored.kind == "rng" and stored.name.startswith(f"rank{rank}."):
+                states[stored.name.partition(".")[2]] = self._read_range(stored, 0, stored.numel).clone()
+        return states
+
+    def load(self, sink: ShardSink) -> None:
+        """Gives the sink all it wants.
+
+        Raises:
+            CheckpointError: it wants other tensors than are stored (nothing was written then), or one of them is
+                damaged.
+        """
+        wanted = list(sink.wanted())
+        check_match(self.manifest, wanted, self.path)
+        for item in wanted:
+            stored = self.manifest.tensors.get(item.key)
+            if stored is not None and (item.numel > 0 or item.is_whole):
+                sink.write(item, self.read(stored, item))
+
+    def read(self, stored: StoredTensor, wanted: TensorRange) -> torch.Tensor:
+        """The elements of a range, in the stored dtype and the wanted order, valid until the next call.
+
+        Raises:
+            CheckpointError: they are damaged; the message names the file and the tensor.
+        """
+        same = is_row_major(stored.shape, stored.order) == is_row_major(wanted.shape, wanted.order) and (
+            is_row_major(stored.shape, stored.order) or stored.order == wanted.order
+        )
+        if same:
+            return self._read_range(stored, wanted.begin, wanted.end)
+        whole = row_major(self._read_range(stored, 0, stored.numel), stored.shape, stored.order)
+        with _C.HostAllocations():
+            return flattened(whole, wanted.order)[wanted.begin : wanted.end].clone()
+
+    def _read_range(self, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        result = None
+        for shard in stored.shards:
+            first, last = max(begin, shard.begin), min(end, shard.end)
+            if first >= last:
+                continue
+            values = self._read_shard(stored, shard)
+            if (shard.begin, shard.end) == (begin, end):
+                return values
+            if result is None:
+                result = tensor_of(self._range_memory.take((end - begin) * stored.dtype.itemsize), stored.dtype)
+            result[first - begin : last - begin] = values[first - shard.begin : last - shard.begin]
+        return result if result is not None else torch.empty(0, dtype=stored.dtype)
+
+    def _read_shard(self, stored: StoredTensor, shard: StoredShard) -> torch.Tensor:
+        if self._last is not None and self._last[0] is shard:
+            return self._last[1]
+        self._last = None
+        self._open(shard.file)  # which checks its size, before so much memory is taken
+        data = self._shard_memory.take(shard.num_bytes)
+        crc = 0
+        for begin in range(0, len(data), _BLOCK_BYTES):  # the checksum while a block is in the cache
+            block = data[begin : begin + _BLOCK_BYTES]
+            self._fill(shard.file, block, shard.offset + begin)
+            crc = _C.crc32c(block, crc)
+        if crc != shard.crc32c:
+            raise self._damaged(stored, shard)
+        values = tensor_of(data, stored.dtype)
+        self._last = (shard, values)
+        return values
+
+    def _damaged(self, stored: StoredTensor, shard: StoredShard) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / shard.file}: {stored} [{shard.begin}:{shard.end}] is damaged: its checksum is not that of "
+            "what was saved; load another checkpoint"
+        )
+
+    def _fill(self, file: str, data: memoryview, offset: int) -> None:
+        """Reads bytes that the file has, as its size says."""
+        fd = self._open(file)
+        done = 0
+        while done < len(data):
+            try:
+                count = os.preadv(fd, [data[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path / file}: {error.strerror}; load another checkpoint") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path / file} ends at {offset + done}; load another checkpoint")
+            done += count
+
+    def _open(self, file: str) -> int:
+        """A descriptor of a file whose size and header are as they were saved."""
+        if file in self._files:
+            return self._files[file]
+        expected = self.manifest.files[file]
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / file}: {error.strerror}; load another checkpoint") from error
+        self._files[file] = fd
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != expected.num_bytes:
+            raise CheckpointError(
+                f"{self.path / file} has {status.st_size} bytes, {expected.num_bytes} were saved; load another "
+                "checkpoint"
+            )
+        header = bytearray(expected.header_bytes)
+        self._fill(file, memoryview(header), 0)
+        if _C.crc32c(header) != expected.header_crc32c:
+            raise CheckpointError(f"{self.path / file}: its header is damaged; load another checkpoint")
+        return fd
+
+    def verify(self, num_threads: int = 1) -> float:
+        """Reads every byte and checks it; returns the seconds that took.
+
+        Raises:
+            CheckpointError: something is damaged or missing, or there is a file that does not belong; the message names
+                all of it.
+        """
+        begun = time.perf_counter()
+        jobs: dict[str, list[tuple[StoredTensor, StoredShard]]] = {name: [] for name in self.manifest.files}
+        for stored in self.manifest.tensors.values():
+            for shard in stored.shards:
+                jobs[shard.file].append((stored, shard))
+        with ThreadPoolExecutor(num_threads) as pool:
+            errors = [
+                error
+                for found in pool.map(lambda name: list(self._verify_file(jobs[name], name)), jobs)
+                for error in found
+            ]
+        errors += [f"{self.path / name} does not belong there" for name in self._strangers()]
+        if errors:
+            raise CheckpointError("\n".join(errors))
+        return time.perf_counter() - begun
+
+    def _verify_file(self, shards: list[tuple[StoredTensor, StoredShard]], name: str) -> Iterator[str]:
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        try:
+            self._open(name)
+            for stored, shard in sorted(shards, key=lambda pair: pair[1].offset):
+                crc = 0
+                for begin in range(0, shard.num_bytes, _BLOCK_BYTES):
+                    piece = block[: min(_BLOCK_BYTES, shard.num_bytes - begin)]
+                    self._fill(name, piece, shard.offset + begin)
+                    crc = _C.crc32c(piece, crc)
+                if crc != shard.crc32c:
+                    yield str(self._damaged(stored, shard))
+        except CheckpointError as error:
+            yield str(error)
+
+    def _strangers(self) -> list[str]:
+        return sorted(set(os.listdir(self._folder)) - set(self.manifest.files) - {MANIFEST_NAME})  # noqa: PTH208
+
+
+def check_match(manifest: Manifest, wanted: Iterable[TensorRange], path: Path) -> None:
+    """Whether a model's tensors are those of a checkpoint.
+
+    Raises:
+        CheckpointError: they are not; the message names what is missing, unexpected, and of another shape or dtype.
+    """
+    found: set[tuple[str, str]] = set()
+    missing, other = [], []
+    for item in wanted:
+        found.add(item.key)
+        stored = manifest.tensors.get(item.key)
+        if stored is None:
+            if item.key[1] == "value":
+                missing.append(item.name)
+        elif stored.shape != item.shape:
+            other.append(f"{item.name} (shape {stored.shape} in the checkpoint, {item.shape} here)")
+        elif stored.dtype != item.dtype and not (stored.dtype.is_floating_point and item.dtype.is_floating_point):
+            other.append(f"{item.name} ({stored.dtype} in the checkpoint, {item.dtype} here)")
+    unexpected = [name for name, kind in manifest.tensors if kind == "value" and (name, kind) not in found]
+    if missing or unexpected or other:
+        parts = {"not in the checkpoint": missing, "not in this model": unexpected, "different": other}
+        said = "; ".join(f"{what}: {_some(names)}" for what, names in parts.items() if names)
+        raise CheckpointError(
+            f"{path} is of another model, nothing was loaded. {said}. Build the model it was saved from."
+        )
+
+
+def _some(names: list[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - _NUM_NAMED} more" if len(unique) > _NUM_NAMED else ""
+    return ", ".join(unique[:_NUM_NAMED]) + more

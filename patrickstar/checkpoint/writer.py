@@ -1,0 +1,219 @@
+"""Writes a checkpoint: every rank its shards into files of its own, at the same time, then one rank the manifest.
+
+Memory beside what the source holds: one shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.checkpoint.disk import Disk, created, locked, write_all
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.folder import NewFolder, check_tag
+from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
+from patrickstar.checkpoint.memory import bytes_of
+from patrickstar.checkpoint.peers import OneRank, Peers, phase
+from patrickstar.checkpoint.safetensors_format import DTYPES, FileTensor, dtype_name, make_header, split_into_files
+from patrickstar.checkpoint.shards import ShardSource, TensorShard, is_row_major
+
+DEFAULT_MAX_FILE_BYTES = 4 * 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How a checkpoint is written."""
+
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    """Of the tensors of one file; a larger shard has a file of its own."""
+    peers: Peers = dataclasses.field(default_factory=OneRank)
+    """The ranks that save together; their file system is one."""
+    disk: Disk = dataclasses.field(default_factory=Disk)
+    """The file system."""
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tag: str,
+    source: ShardSource,
+    state: Mapping[str, Any],
+    options: SaveOptions | None = None,
+) -> Path:
+    """Saves what all ranks' sources hold as ``directory/tag``, and returns this path. All ranks call it.
+
+    A checkpoint of this tag is replaced when the new one is complete.
+
+    Args:
+        directory: made if there is none.
+        tag: a folder's name.
+        source: this rank's shards.
+        state: what else is kept, in JSON's types; rank 0's is.
+        options: None for the defaults.
+
+    Raises:
+        CheckpointError: on all ranks, when one of them cannot save, or their shards are no whole tensors. What was
+            saved before is there as it was.
+    """
+    options = options or SaveOptions()
+    peers, disk = options.peers, options.disk
+    target = Path(directory).absolute() / check_tag(tag)
+    what = f"checkpoint {tag!r} was not saved in {target.parent}, what was saved before is as it was"
+    is_first = peers.rank == 0
+    with contextlib.ExitStack() as held:
+        with phase(peers, what) as turn:
+            if is_first:
+                turn.say = secrets.token_hex(4)
+                folder = NewFolder(disk, target, turn.say)
+                begin(folder, target, held)
+        folder = NewFolder(disk, target, turn.heard[0])
+        try:
+            with phase(peers, what) as turn:
+                turn.say = _RankWriter(folder.path, source, options).write()
+            with phase(peers, what):
+                if is_first:
+                    _write_manifest(disk, folder.path, turn.heard, state)
+                    folder.publish()
+        except BaseException:
+            if is_first:
+                folder.discard()
+            raise
+        with phase(peers, f"checkpoint {tag!r} is complete in {target.parent}, but 'latest' may not lead to it"):
+            if is_first:
+                folder.settle()
+                folder.point_latest()
+                folder.discard()
+    return target
+
+
+def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
+    """Makes the folder, and holds the one above it for as long as ``held`` lives.
+
+    Raises:
+        CheckpointError: another process is saving there.
+    """
+    folder.make_parents()
+    try:
+        held.enter_context(locked(target.parent))
+    except BlockingIOError as error:
+        raise CheckpointError(f"another process is saving in {target.parent}; one at a time") from error
+    folder.make()
+
+
+class _RankWriter:
+    """Writes the shards of one rank, and says where they are in JSON's types."""
+
+    def __init__(self, folder: Path, source: ShardSource, options: SaveOptions):
+        self._folder = folder
+        self._disk = options.disk
+        self._rank = options.peers.rank
+        self._shards = list(source.shards())
+        self._files = split_into_files([shard.num_bytes for shard in self._shards], options.max_file_bytes)
+        self._records: list[dict[str, Any]] = []
+
+    def write(self) -> dict[str, Any]:
+        if not self._folder.is_dir():
+            raise CheckpointError(f"rank {self._rank} does not see {self._folder}; all ranks need one file system")
+        files = {}
+        for index, members in enumerate(self._files):
+            name = f"rank{self._rank:05d}-{index:05d}.safetensors"
+            files[name] = self._write_file(name, [self._shards[member] for member in members])
+        return {"files": files, "shards": self._records}
+
+    def _write_file(self, name: str, shards: Sequence[TensorShard]) -> dict[str, int]:
+        header = make_header([_file_tensor(shard) for shard in shards])
+        offset = len(header)
+        with created(self._disk, self._folder / name) as fd:
+            write_all(self._disk, fd, memoryview(header))
+            for shard in shards:
+                crc = self._write_shard(fd, shard)
+                self._records.append({**_describe(shard), "file": name, "offset": offset, "crc32c": crc})
+                offset += shard.num_bytes
+        return {"num_bytes": offset, "header_bytes": len(header), "header_crc32c": _C.crc32c(header)}
+
+    def _write_shard(self, fd: int, shard: TensorShard) -> int:
+        values = shard.read()
+        if values.dtype != shard.dtype or values.numel() != shard.numel:
+            raise CheckpointError(
+                f"{shard}: read() gave {values.numel()} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
+            )
+        data = bytes_of(values)
+        write_all(self._disk, fd, data)
+        return _C.crc32c(data)
+
+
+def _file_tensor(shard: TensorShard) -> FileTensor:
+    """Under its own name and shape where it is the whole tensor, so that any reader of safetensors can use it."""
+    whole = shard.is_whole and is_row_major(shard.shape, shard.order)
+    suffix = "" if shard.is_whole else f"[{shard.begin}:{shard.end}]"
+    return FileTensor(
+        key=f"{shard.kind}/{shard.name}{suffix}",
+        dtype=shard.dtype,
+        shape=shard.shape if whole else (shard.numel,),
+        num_bytes=shard.num_bytes,
+    )
+
+
+def _describe(shard: TensorShard) -> dict[str, Any]:
+    return {
+        "name": shard.name,
+        "kind": shard.kind,
+        "shape": list(shard.shape),
+        "dtype": dtype_name(shard.dtype, str(shard)),
+        "order": None if is_row_major(shard.shape, shard.order) else list(shard.order or ()),
+        "begin": shard.begin,
+        "end": shard.end,
+        "num_bytes": shard.num_bytes,
+    }
+
+
+def _write_manifest(disk: Disk, folder: Path, reports: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+    files = {name: StoredFile(**file) for report in reports for name, file in report["files"].items()}
+    manifest = Manifest(
+        num_ranks=len(reports),
+        files=files,
+        tensors=_merge([record for report in reports for record in report["shards"]]),
+        state=state,
+    )
+    data = manifest.to_bytes()
+    Manifest.from_bytes(data)  # what cannot be loaded is not saved
+    with created(disk, folder / MANIFEST_NAME) as fd:
+        write_all(disk, fd, memoryview(data))
+
+
+def _merge(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], StoredTensor]:
+    """Tensors of all ranks' shards."""
+    described: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        described.setdefault((record["name"], record["kind"]), []).append(record)
+    tensors: dict[tuple[str, str], StoredTensor] = {}
+    for (name, kind), parts in described.items():
+        first = parts[0]
+        for part in parts:
+            if any(part[field] != first[field] for field in ("shape", "dtype", "order")):
+                raise CheckpointError(f"{kind} of {name}: the ranks disagree about its shape, dtype or order")
+        tensor = StoredTensor(
+            name=name,
+            kind=kind,
+            shape=tuple(first["shape"]),
+            dtype=DTYPES[first["dtype"]],
+            order=None if first["order"] is None else tuple(first["order"]),
+            shards=tuple(
+                StoredShard(**{field: part[field] for field in _SHARD_FIELDS})
+                for part in sorted(parts, key=lambda part: (part["begin"], part["end"]))
+            ),
+        )
+        if tensor.key in tensors:
+            raise CheckpointError(
+                f"{name} is given as {tensors[tensor.key].kind} and as {kind}; a tensor is of one kind"
+            )
+        tensors[tensor.key] = tensor
+    return tensors
+
+
+_SHARD_FIELDS = [field.name for field in dataclasses.fields(StoredShard)]

@@ -1,0 +1,109 @@
+"""Ranks that are threads, and sources and sinks that hold any ranges of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from patrickstar.checkpoint import TensorRange, TensorShard
+
+TIMEOUT_SECONDS = 60
+
+
+class ThreadPeers:
+    """One of the ranks of a group of threads."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[bytes]):
+        self.rank, self.size = rank, size
+        self._barrier, self._board = barrier, board
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        self._board[self.rank] = message
+        self._barrier.wait(TIMEOUT_SECONDS)
+        messages = list(self._board)
+        self._barrier.wait(TIMEOUT_SECONDS)
+        return messages
+
+
+def on_ranks(size: int, work: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """Runs ``work`` on every rank; its results, or the exceptions it raised, by rank."""
+    barrier, board = threading.Barrier(size), [b""] * size
+
+    def run(rank: int) -> Any:
+        try:
+            return work(ThreadPeers(rank, size, barrier, board))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A tensor and which rank holds which of its elements: rank ``i`` those of [edges[i], edges[i + 1])."""
+
+    name: str
+    kind: str
+    values: torch.Tensor
+    edges: Sequence[int]
+    order: tuple[int, ...] | None = None
+
+    def range_of(self, rank: int) -> dict[str, Any]:
+        begin, end = self.edges[rank], self.edges[rank + 1]
+        shape, dtype = tuple(self.values.shape), self.values.dtype
+        fields = {"name": self.name, "kind": self.kind, "shape": shape, "dtype": dtype}
+        return {**fields, "begin": begin, "end": end, "order": self.order}
+
+    def flat(self) -> torch.Tensor:
+        return (self.values if self.order is None else self.values.permute(self.order)).reshape(-1)
+
+
+class HeldSource:
+    """What one rank holds of some tensors."""
+
+    def __init__(self, tensors: Sequence[Held], rank: int):
+        self._tensors, self._rank = tensors, rank
+
+    def shards(self):
+        for held in self._tensors:
+            fields = held.range_of(self._rank)
+            if fields["begin"] < fields["end"] or (held.values.numel() == 0 and self._rank == 0):
+                yield TensorShard(**fields, read=lambda h=held, f=fields: h.flat()[f["begin"] : f["end"]].clone())
+
+
+class HeldSink:
+    """Collects what one rank wants of some tensors."""
+
+    def __init__(self, tensors: Sequence[Held], rank: int):
+        self._tensors, self._rank = tensors, rank
+        self.got: dict[tuple[str, str], torch.Tensor] = {}
+
+    def wanted(self):
+        for held in self._tensors:
+            yield TensorRange(**held.range_of(self._rank))
+
+    def write(self, wanted, values):
+        self.got[(wanted.name, wanted.kind)] = values.clone()
+
+    def check(self):
+        """That all of it came, bit for bit."""
+        expected = {}
+        for held in self._tensors:
+            fields = held.range_of(self._rank)
+            if fields["begin"] < fields["end"] or held.values.numel() == 0:
+                expected[(held.name, held.kind)] = held.flat()[fields["begin"] : fields["end"]]
+        assert self.got.keys() == expected.keys()
+        for key, values in expected.items():
+            assert self.got[key].dtype == values.dtype
+            assert torch.equal(as_bytes(self.got[key]), as_bytes(values)), key
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """For comparing bits, NaN included."""
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

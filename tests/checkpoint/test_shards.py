@@ -1,0 +1,187 @@
+"""Any ranks that hold any ranges save; any others load; every bit is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, save
+from patrickstar.checkpoint.export import INDEX_NAME, ExportOptions, export
+from tests.checkpoint.ranks import Held, HeldSink, HeldSource, as_bytes, on_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SHAPES = [(), (1,), (7,), (0, 3), (5, 6), (3, 1, 4), (2, 3, 2, 2)]
+
+
+@st.composite
+def held_tensors(draw, num_ranks):
+    """Some tensors, each split over the ranks at any places; also the same tensors split over others."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6, unique=True))
+    here, there = [], []
+    for name in names:
+        shape = draw(st.sampled_from(SHAPES))
+        dtype = draw(st.sampled_from(DTYPES))
+        values = torch.randint(0, 2**16, shape, generator=generator).to(dtype)
+        kind = draw(st.sampled_from(["master", "exp_avg", "frozen", "managed", "buffer"]))
+        for tensors, size in ((here, num_ranks[0]), (there, num_ranks[1])):
+            cuts = draw(st.lists(st.integers(0, values.numel()), min_size=size - 1, max_size=size - 1))
+            order = draw(st.none() | st.permutations(range(len(shape))).map(tuple))
+            tensors.append(Held(name, kind, values, [0, *sorted(cuts), values.numel()], order))
+    return here, there
+
+
+def save_on(size, path, tensors, tag="t", state=None, **options):
+    def work(peers):
+        return save(path, tag, HeldSource(tensors, peers.rank), state or {}, SaveOptions(peers=peers, **options))
+
+    return on_ranks(size, work)
+
+
+def check_load_on(size, path, tensors, tag=None):
+    for rank in range(size):
+        sink = HeldSink(tensors, rank)
+        with Checkpoint.find(path, tag) as checkpoint:
+            checkpoint.load(sink)
+        sink.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)), max_bytes=st.sampled_from([1, 100, 2**30])
+)
+def test_any_ranks_load_what_any_ranks_saved(tmp_path_factory, data, sizes, max_bytes):
+    here, there = data.draw(held_tensors(sizes))
+    path = tmp_path_factory.mktemp("saved")
+    results = save_on(sizes[0], path, here, max_file_bytes=max_bytes)
+    assert results == [path / "t"] * sizes[0]
+    check_load_on(sizes[1], path, there)
+    check_load_on(sizes[0], path, here)
+    with Checkpoint.find(path) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.manifest.num_ranks == sizes[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), size=st.integers(1, 4), max_bytes=st.sampled_from([1, 100, 2**30]))
+def test_export_needs_no_gathering(tmp_path_factory, data, size, max_bytes):
+    """Whole row-major tensors, as the library reads them, whoever held which ranges in whatever order."""
+    tensors, _ = data.draw(held_tensors((size, 1)))
+    path = tmp_path_factory.mktemp("exported") / "model"
+
+    def work(peers):
+        options = ExportOptions(dtype=torch.float32, max_file_bytes=max_bytes, peers=peers, texts={"config.json": "{}"})
+        return export(path, list(HeldSource(tensors, peers.rank).shards()), options)
+
+    assert on_ranks(size, work) == [path] * size
+    files = sorted(path.glob("*.safetensors"))
+    got = {name: values for file in files for name, values in load_file(file).items()}
+    if len(files) > 1:
+        weight_map = json.loads((path / INDEX_NAME).read_text())["weight_map"]
+        assert {name: file.name for file in files for name in load_file(file)} == weight_map
+    assert got.keys() == {held.name for held in tensors}
+    for held in tensors:
+        keeps = held.kind == "buffer" or not held.values.dtype.is_floating_point
+        expected = held.values if keeps else held.values.float()
+        assert got[held.name].dtype == expected.dtype
+        assert got[held.name].shape == expected.shape
+        assert torch.equal(as_bytes(got[held.name]), as_bytes(expected))
+
+
+def matrix(name="w", edges=(0, 12), kind="master"):
+    return Held(name, kind, torch.arange(12.0).view(3, 4), edges)
+
+
+def test_the_library_reads_the_files(tmp_path):
+    tensors = [matrix("a", (0, 5, 12)), matrix("b", (0, 12, 12)), matrix("b", (0, 0, 12), "exp_avg")]
+    save_on(2, tmp_path, tensors)
+    first, second = (load_file(file) for file in sorted((tmp_path / "t").glob("*.safetensors")))
+    assert first.keys() == {"master/a[0:5]", "master/b"}
+    assert second.keys() == {"master/a[5:12]", "exp_avg/b"}
+    assert torch.equal(first["master/b"], tensors[1].values)
+    assert torch.equal(torch.cat([first["master/a[0:5]"], second["master/a[5:12]"]]), tensors[0].values.flatten())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: [matrix(edges=(0, 6, 12)), matrix("v", edges=(0, 6, 6))], "6 of its 12 elements"),
+        (lambda t: [matrix(edges=(1, 6, 12))], "element 0 is in no shard"),
+    ],
+)
+def test_what_is_no_whole_tensor_is_not_saved(tmp_path, change, message):
+    save_on(2, tmp_path, [matrix(edges=(0, 6, 12))], tag="good")
+    errors = save_on(2, tmp_path, change(None), tag="bad")
+    assert all(isinstance(error, CheckpointError) and message in str(error) for error in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
+    check_load_on(1, tmp_path, [matrix()])
+
+
+def test_a_rank_that_fails_fails_all(tmp_path):
+    class Unreadable(HeldSource):
+        def shards(self):
+            for shard in super().shards():
+                yield dataclasses.replace(shard, read=burning) if self._rank == 2 else shard
+
+    def work(peers):
+        return save(tmp_path, "t", Unreadable([matrix(edges=(0, 3, 6, 12))], peers.rank), {}, SaveOptions(peers=peers))
+
+    errors = on_ranks(3, work)
+    assert [type(error) for error in errors] == [CheckpointError] * 3
+    assert all("rank 2: ValueError: the disk of rank 2 is on fire" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def burning():
+    raise ValueError("the disk of rank 2 is on fire")
+
+
+def test_memory_is_one_shard(tmp_path):
+    """While a checkpoint is written and read there is one shard beside the tensors, or one stored and one wanted."""
+    alive, most = set(), 0
+    shape, count = (1000,), 20
+
+    def read(index):
+        nonlocal most
+        values = torch.full(shape, float(index))
+        alive.add(index)
+        weakref.finalize(values, alive.discard, index)
+        most = max(most, len(alive))
+        return values
+
+    class Source(HeldSource):
+        def shards(self):
+            for index, shard in enumerate(super().shards()):
+                yield dataclasses.replace(shard, read=lambda i=index: read(i))
+
+    tensors = [Held(f"p{i}", "master", torch.full(shape, float(i)), (0, 1000)) for i in range(count)]
+    save(tmp_path, "t", Source(tensors, 0), {})
+    assert most <= 2  # the next one is read before the name of the last is taken
+    check_load_on(1, tmp_path, tensors)
+
+
+def test_order_of_files_and_ranks_does_not_matter(tmp_path):
+    """1 -> 3 -> 2 -> 4 -> 1 ranks: the stored bits are those of the begin."""
+    shuffled = random.Random(0)
+    values = [torch.randn(n, 7, generator=torch.Generator().manual_seed(n)) for n in (1, 4, 50)]
+    previous = None
+    for size in (1, 3, 2, 4, 1):
+        tensors = []
+        for index, value in enumerate(values):
+            cuts = sorted(shuffled.randint(0, value.numel()) for _ in range(size - 1))
+            source = value if previous is None else previous[index]
+            tensors.append(Held(f"p{index}", "master", source, [0, *cuts, value.numel()]))
+        save_on(size, tmp_path, tensors)
+        sink = HeldSink([Held(f"p{i}", "master", value, [0, value.numel()]) for i, value in enumerate(values)], 0)
+        with Checkpoint.find(tmp_path) as checkpoint:
+            checkpoint.load(sink)
+        sink.check()
+        previous = [sink.got[(f"p{i}", "master")].view(value.shape) for i, value in enumerate(values)]
