@@ -1,7 +1,7 @@
 """An engine as a source and a sink of shards, and the order of its saving and loading.
 
-A rank alone holds whole tensors, row-major; of several ranks each holds ranges of what is in chunks, in memory order. What
-all of them have alike (buffers, parameters that stay with PyTorch) the first one gives.
+A rank alone holds whole tensors, row-major; of several ranks each holds ranges of what is in chunks, in memory order.
+What all of them have alike (buffers, parameters that stay with PyTorch) the first one gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checkpoints of sharded chunks: any number of ranks writes them, any other loads them, and training goes on to the bit."""
+"""Checkpoints of sharded chunks: any ranks write them, any others load them, and training goes on to the bit."""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def train_part(
             optimizer.step()
         if save_to is not None:
             engine.save_checkpoint(save_to, client_state={"step": end})
-            engine.export_weights(os.path.join(save_to, "weights"))
+            engine.export_weights(Path(save_to, "weights"))
         moments = {}
         for name, param in engine.named_parameters():
             for key, value in optimizer.state[param].items():
@@ -75,7 +75,7 @@ def test_another_number_of_ranks(tmp_path):
         assert_same_state(one["moments"], result["moments"])
     assert rank_and_size() == (0, 1)
     for folder in folders:
-        weights = load_file(os.path.join(folder, "weights", "model.safetensors"))
+        weights = load_file(Path(folder, "weights", "model.safetensors"))
         assert weights
         for name, value in weights.items():
             assert torch.equal(value, one["state"][name].to(value.dtype)), name
