@@ -22,8 +22,10 @@ class Budgets:
     """On the host, for chunks."""
 
 
-def make_budgets(config: Config, device: torch.device) -> Budgets:
-    """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, else the ratios."""
+def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1) -> Budgets:
+    """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
+    ratios, of which the ``num_local_ranks`` of this machine share the host's.
+    """
     tracer = config.client.mem_tracer
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if tracer.use_fake_dist else 1
     if config.device_memory is not None:
@@ -35,5 +37,5 @@ def make_budgets(config: Config, device: torch.device) -> Budgets:
         device_bytes = _C.UNLIMITED
     host_bytes = config.host_memory
     if host_bytes is None:
-        host_bytes = int(usable_bytes() * tracer.overall_cpu_mem_ratio) // sharers
+        host_bytes = int(usable_bytes() * tracer.overall_cpu_mem_ratio) // max(sharers, num_local_ranks)
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)

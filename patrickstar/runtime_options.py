@@ -12,7 +12,11 @@ from patrickstar.memory import Budgets
 
 
 def make_runtime_options(
-    config: Config, device: torch.device, budgets: Budgets, limit_rounding_bytes: int
+    config: Config,
+    device: torch.device,
+    budgets: Budgets,
+    limit_rounding_bytes: int,
+    local_ranks: tuple[int, int],
 ) -> _C.RuntimeOptions:
     """What ``_C.Runtime`` is told, but for the chunk size.
 
@@ -21,6 +25,7 @@ def make_runtime_options(
         device: the engine's device; a CPU is the simulated one.
         budgets: what :func:`patrickstar.memory.make_budgets` gave.
         limit_rounding_bytes: what PyTorch's CUDA allocator may take beyond a limit that it is given.
+        local_ranks: as :func:`host_thread_options` takes it.
 
     Raises:
         ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
@@ -39,16 +44,22 @@ def make_runtime_options(
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
     options.streaming = _streaming_mode(config.optimizer.streaming, device)
     options.delays = _delay_options(config.delays)
-    options.host_threads = host_thread_options(config.host_threads, with_gpu=device.type == "cuda")
+    options.host_threads = host_thread_options(
+        config.host_threads, with_gpu=device.type == "cuda", local_ranks=local_ranks
+    )
     return options
 
 
-def host_thread_options(threads: HostThreadsConfig, *, with_gpu: bool) -> _C.HostThreadOptions:
+def host_thread_options(
+    threads: HostThreadsConfig, *, with_gpu: bool, local_ranks: tuple[int, int] = (0, 1)
+) -> _C.HostThreadOptions:
     """What :func:`patrickstar._C.choose_host_threads` is told.
 
     Args:
         threads: the section ``host_threads`` of the configuration.
         with_gpu: whether a GPU trains, whose kernels a thread launches that needs a core.
+        local_ranks: this rank's index among the ranks of its run on this machine, and their number. They divide the
+            CPUs unless the configuration says else.
 
     Raises:
         ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
@@ -56,10 +67,14 @@ def host_thread_options(threads: HostThreadsConfig, *, with_gpu: bool) -> _C.Hos
     options = _C.HostThreadOptions()
     options.num_threads = threads.num_threads
     options.launching_core = _C.LaunchingCore.RESERVED if with_gpu else _C.LaunchingCore.SHARED
-    options.num_sharing = threads.num_sharing_processes or 1
-    options.sharing_index = _local_rank() % options.num_sharing if options.num_sharing > 1 else 0
+    local_rank, num_local_ranks = local_ranks
+    options.num_sharing = threads.num_sharing_processes or num_local_ranks
+    if threads.num_sharing_processes is not None and options.num_sharing > 1:
+        local_rank = _local_rank()
+    options.sharing_index = local_rank % options.num_sharing
     # Several pinned processes that do not know of each other would crowd on the same CPUs.
-    known = threads.num_sharing_processes is not None or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    known = threads.num_sharing_processes is not None or num_local_ranks > 1 or alone
     pinned = {
         HostAffinity.AUTO: with_gpu and known,
         HostAffinity.PINNED: True,

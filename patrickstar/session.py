@@ -100,7 +100,7 @@ class Session:
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         check_same_run(ranks, config, self._plan)
-        budgets = common_budgets(ranks, make_budgets(config, device))
+        budgets = common_budgets(ranks, make_budgets(config, device, ranks.context.local_world_size))
         size = self._choose_layout(budgets.device_bytes)
         saved = self._load_plan()
         self._segments = ExpandableSegments(device, budgets.device_bytes)
@@ -144,7 +144,14 @@ class Session:
 
     def _make_runtime(self, budgets: Budgets, size: ChunkSize) -> _C.Runtime:
         global _open_runtime
-        options = make_runtime_options(self.config, self.device, budgets, self._segments.rounding_bytes)
+        here = self.ranks.context
+        options = make_runtime_options(
+            self.config,
+            self.device,
+            budgets,
+            self._segments.rounding_bytes,
+            (here.local_rank, here.local_world_size),
+        )
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         runtime = _C.Runtime(
             self.layout,

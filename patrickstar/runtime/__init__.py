@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from patrickstar.config import Config, log_accepted_options, parse_config
@@ -63,7 +64,7 @@ def initialize_engine(
 
 def _open_ranks(local_rank: int, config: Config) -> RankGroups:
     device = _device(local_rank)
-    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
     local_rank = local_rank or int(os.environ.get("LOCAL_RANK") or 0) if several else local_rank
     if device.type == "cuda" and several:
         device = _device(local_rank)

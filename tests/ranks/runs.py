@@ -222,3 +222,11 @@ def other_model() -> str:
     rank, _ = rank_and_size()
     initialize_engine(lambda: nn.Linear(8, 8 + rank), 0, make_config("fp32"))
     return "no error"
+
+
+def shares_of_this_machine() -> dict[str, Any]:
+    """What an engine takes of the machine when nothing is configured."""
+    engine, _ = initialize_engine(lambda: nn.Linear(8, 8), 0, {})
+    with engine:
+        report = engine.report()
+        return {key: report[key] for key in ("host_budget_bytes", "num_host_threads")}

@@ -11,6 +11,7 @@ from tests.ranks.runs import (
     other_config,
     other_model,
     overflow_on_one_rank,
+    shares_of_this_machine,
     train,
     train_branches,
     train_branches_plain,
@@ -165,3 +166,11 @@ def test_bytes():
         assert report["gathered_bytes"] <= gathers * 6 * chunk_bytes // 2
         print(f"gathered {report['gathered_bytes'] / (6 * chunk_bytes / 2):.2f} x (p - 1) / p of the values per step")
     assert results[1][0]["report"]["gathered_bytes"] == 6 * results[1][0]["report"]["num_chunk_elements"]
+
+
+def test_ranks_of_a_machine_divide_it():
+    """Each of two has half of the host's memory and half of its threads."""
+    alone = run_ranks(1, shares_of_this_machine, timeout_seconds=60)[0]
+    for rank in run_ranks(2, shares_of_this_machine, timeout_seconds=60):
+        assert rank["host_budget_bytes"] == pytest.approx(alone["host_budget_bytes"] / 2, rel=0.05)
+        assert rank["num_host_threads"] == max(1, alone["num_host_threads"] // 2)
