@@ -16,7 +16,16 @@ from pathlib import Path
 
 from patrickstar_build import cuda_torch_command, toolkit_command
 
-CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+# PATRICKSTAR_OPTIMIZATION: -O1 where compiling fast matters more than what comes of it
+CXX_FLAGS = [
+    os.environ.get("PATRICKSTAR_OPTIMIZATION", "-O3"),
+    "-g0",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+]
 # Numerics: no contraction into fma, IEEE division and square root, denormals kept (all but the first are nvcc's
 # defaults, named here because results must equal the CPU's to the last bit).
 NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]

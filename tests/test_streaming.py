@@ -23,11 +23,11 @@ def on_host(precision, streaming, speculation="never", **config):
 def test_every_update_passes_through_the_device(precision, speculation):
     if precision == "fp16" and speculation == "commit":
         speculation = "always"
-    run = train(WIDE, on_host(precision, "always", speculation), steps=8)
+    run = train(WIDE, on_host(precision, "always", speculation), steps=4)
     # Without speculation updates of small chunks are batched; with it the first step's are.
-    least = 8 if speculation == "never" else 7 * run.report["num_chunks"]
+    least = 4 if speculation == "never" else 3 * run.report["num_chunks"]
     assert run.report["num_streamed_updates"] >= least
-    never = train(WIDE, on_host(precision, "never", speculation), steps=8)
+    never = train(WIDE, on_host(precision, "never", speculation), steps=4)
     assert never.report["num_streamed_updates"] == 0
     assert_same(run, never)
 
@@ -45,7 +45,7 @@ def test_models(name):
 def test_accumulation(precision):
     """The gradient is a float32 sum: the parameter has a place of its own."""
     runs = [
-        train(WIDE, on_host(precision, streaming, gradient_clipping=0.1), steps=6, accumulate=2)
+        train(WIDE, on_host(precision, streaming, gradient_clipping=0.1), steps=3, accumulate=2)
         for streaming in ("always", "never")
     ]
     assert runs[0].report["num_streamed_updates"] > 0 == runs[1].report["num_streamed_updates"]
