@@ -153,6 +153,7 @@ void GradientFlow::scatter(ChunkId chunk) {
   void* sum = pager_.open_for_write(shard);
   Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
   void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
+  ensure_device_partials();
   core_.transfer.await_slot(Queue::kScatter, scratch);
   core_.transfer.await_slot(Queue::kScatter, shard_record.slot);
   core_.backend.wait(Queue::kScatter, core_.backend.record(Queue::kCompute));
@@ -309,8 +310,10 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   auto* to = static_cast<float*>(on_device ? sum_record.slot.data : sum_record.block.data);
   for (ParamId param : spec.params) {
     if (!std::exchange(has_grad_[static_cast<size_t>(param)], uint8_t{0})) continue;
+    const bool has_sum = std::exchange(has_sum_[static_cast<size_t>(param)], uint8_t{1}) != 0;
     const auto [begin, numel, offset] = core_.store.layout().shard_of(param);
-    if (std::exchange(has_sum_[static_cast<size_t>(param)], uint8_t{1})) {
+    if (numel == 0) continue;
+    if (has_sum) {
       compute.add_to_float(to + offset, offset_bytes(from, offset, spec.dtype), spec.dtype, numel);
     } else {
       compute.cast_to_float(offset_bytes(from, offset, spec.dtype), spec.dtype, to + offset, numel);
@@ -327,12 +330,15 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
 }
 
+void GradientFlow::ensure_device_partials() {
+  if (&core_.device_compute == &core_.host_compute || device_partials_) return;
+  device_partials_ = core_.slots.acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), OverLimit::kAllow);
+}
+
 double* GradientFlow::device_partials(ParamId param) {
   const auto offset = static_cast<size_t>(partial_offsets_[static_cast<size_t>(param)]);
   if (&core_.device_compute == &core_.host_compute) return partials_.data() + offset;
-  if (!device_partials_) {
-    device_partials_ = core_.slots.acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), OverLimit::kAllow);
-  }
+  ensure_device_partials();
   return static_cast<double*>(device_partials_.data) + offset;
 }
 

@@ -96,6 +96,8 @@ class GradientFlow {
   void forget(ChunkId chunk);
   void announce_change(ChunkId chunk);
   bool states_on_device(ChunkId chunk) const;
+  // Slots belong to the compute queue: other queues must wait for it after this.
+  void ensure_device_partials();
   double* device_partials(ParamId param);
   ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
 

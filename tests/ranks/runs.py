@@ -12,7 +12,7 @@ from torch import nn
 
 from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
-from tests.models import MODELS
+from tests.models import MODELS, Case
 from tests.training import ADAM, make_config
 
 
@@ -20,7 +20,8 @@ from tests.training import ADAM, make_config
 class Task:
     """One training run."""
 
-    model: str
+    model: str | Case
+    """Its name, or itself."""
     precision: str = "fp32"
     steps: int = 5
     accumulate: int = 1
@@ -30,6 +31,10 @@ class Task:
     """Of its section ``optimizer``."""
     on_host: bool = False
     """All optimizer states on the host."""
+
+    @property
+    def case(self) -> Case:
+        return self.model if isinstance(self.model, Case) else MODELS[self.model]
 
     def config(self) -> dict[str, Any]:
         config = make_config(self.precision, **self.options)
@@ -55,7 +60,7 @@ def train_tasks(tasks: list[Task]) -> list[dict[str, Any]]:
 
 
 def train(task: Task) -> dict[str, Any]:
-    case = MODELS[task.model]
+    case = task.case
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(case.build, 0, task.config())
     with engine:
@@ -81,7 +86,7 @@ def rows(batch: dict[str, Any]) -> dict[str, Any]:
 
 def train_plain(task: Task, size: int) -> dict[str, Any]:
     """What ``size`` ranks should come to, with plain PyTorch in one process: the mean of the ranks' gradients."""
-    case = MODELS[task.model]
+    case = task.case
     torch.manual_seed(0)
     module = case.build()
     params = [p for p in module.parameters() if p.requires_grad]

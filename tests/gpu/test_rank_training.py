@@ -1,0 +1,77 @@
+"""Training over NCCL on all GPUs of the machine: budgets and sides of Adam change no bit, and gloo's bits are NCCL's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.gpu.test_equality import MIB, WIDE
+from tests.ranks.runs import Task, train_plain, train_tasks
+from tests.ranks.test_training import assert_same, assert_same_state, relative_error
+
+pytestmark = pytest.mark.gpu
+
+NUM_RANKS = max(torch.cuda.device_count(), 1)
+
+
+def see_gpus(rank):
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def train_deterministically(tasks):
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    results = train_tasks(tasks)
+    return [{**result, "state": {name: value.cpu() for name, value in result["state"].items()}} for result in results]
+
+
+def run(tasks, size=NUM_RANKS):
+    """[task][rank]"""
+    by_rank = run_ranks(size, train_deterministically, tasks, timeout_seconds=500, environment=see_gpus)
+    return [[results[index] for results in by_rank] for index in range(len(tasks))]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_budgets(precision):
+    """Two sequences on two ranks, four steps of two micro-batches, within what holds everything and within little."""
+    options = {"gradient_clipping": 1.0, "default_chunk_size": 4 * MIB}
+    common = {"precision": precision, "steps": 5}
+    tasks = [
+        Task(WIDE, options=options, **common),
+        Task(WIDE, options={**options, "device_memory": (700 if precision == "fp32" else 400) * MIB}, **common),
+        Task(WIDE, options=options, on_host=True, optimizer={"speculation": "always"}, **common),
+        Task(WIDE, options={**options, "default_chunk_size": MIB}, accumulate=2, **common),
+        Task(WIDE, options=options, accumulate=2, on_host=True, **common),
+    ]
+    results = run(tasks, size=min(NUM_RANKS, 2))
+    for ranks in results:
+        assert_same_state(ranks[0]["state"], ranks[-1]["state"])
+        report = ranks[0]["report"]
+        keys = ["device_peak_bytes", "num_device_state_chunks", "num_chunks", "gathered_bytes", "scattered_bytes"]
+        print({key: report[key] for key in keys})
+    for one, other in ((0, 1), (0, 2), (3, 4)):
+        for rank in range(len(results[0])):
+            assert_same(results[one][rank], results[other][rank])
+    assert results[1][0]["report"]["uploaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["unused", "mixture_of_experts", "t5", "conv_net"])
+def test_models(name):
+    tasks = [Task(name), Task(name, on_host=True, options={"default_chunk_size": 4096})]
+    roomy, on_host = run(tasks, size=min(NUM_RANKS, 2))
+    for rank, result in enumerate(roomy):
+        assert_same(on_host[rank], result)
+
+
+def test_against_one_process():
+    """float32 against torch.optim on the CPU: other kernels and another order of the sum, so only close."""
+    task = Task("gpt2", steps=10)
+    state = run([task])[0][0]["state"]
+    error = relative_error(state, train_plain(task, NUM_RANKS))
+    print(f"{NUM_RANKS} ranks: parameters within {error:.1e} of one process's on the CPU")
+    assert error < 1e-3
