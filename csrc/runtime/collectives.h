@@ -45,7 +45,9 @@ class Collectives {
   void set_gather(std::function<void(ChunkId)> gather) { gather_ = std::move(gather); }
   void set_scatter(std::function<void(ChunkId)> scatter) { scatter_ = std::move(scatter); }
 
-  // Returns when the chunk's gather is enqueued.
+  // Enqueues the chunk's gather; all ranks must, in the same order.
+  void gather(ChunkId chunk) { gather_(chunk); }
+  // The same where the others may not: returns when the chunk's gather is enqueued.
   void need(ChunkId chunk);
   // The chunk's gradient is complete here.
   void note_complete(ChunkId chunk) { complete_.push_back(chunk); }

@@ -1,8 +1,6 @@
 #include "runtime/gradient_flow.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -29,14 +27,8 @@ GradientFlow::GradientFlow(Core core, Pager& pager, AccessTracker& tracker)
       in_slot_(has_grad_),
       has_sum_(has_grad_),
       progress_(static_cast<size_t>(core.store.layout().num_chunks())),
-      statistics_(progress_.size(), Statistics::kNone),
+      statistics_(core, pager),
       scattered_(progress_.size(), 0) {
-  int64_t offset = 0;
-  for (const ParamSpec& param : core.store.layout().params()) {
-    partial_offsets_.push_back(offset);
-    offset += param.trainable ? optim::num_square_partials(param.numel) : 0;
-  }
-  partials_.resize(static_cast<size_t>(offset));
   for (ChunkId chunk = 0; chunk < core.store.layout().num_chunks(); ++chunk) {
     progress(chunk).expected_folds = static_cast<int>(core.store.layout().chunk(chunk).params.size());
   }
@@ -44,10 +36,7 @@ GradientFlow::GradientFlow(Core core, Pager& pager, AccessTracker& tracker)
   core_.collectives.set_scatter([this](ChunkId chunk) { scatter(chunk); });
 }
 
-GradientFlow::~GradientFlow() {
-  tracker_.set_backward_release_listener({});
-  core_.slots.release(std::exchange(device_partials_, {}));
-}
+GradientFlow::~GradientFlow() { tracker_.set_backward_release_listener({}); }
 
 void GradientFlow::begin_backward() {
   in_backward_ = true;
@@ -87,7 +76,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
   }
   present = 1;
   has_grad_[static_cast<size_t>(param)] = 1;
-  statistics_[static_cast<size_t>(place.chunk)] = Statistics::kNone;
+  statistics_.forget(place.chunk);
   if (!tracker_.is_held(param)) core_.store.move_param(param, State::kHoldAfterBwd);
   ChunkProgress& chunk_progress = progress(place.chunk);
   chunk_progress.complete = ++chunk_progress.folds == chunk_progress.expected_folds;
@@ -109,7 +98,9 @@ void GradientFlow::retire(ChunkId chunk) {
     if (pager_.replays()) return scatter(chunk);
     return core_.collectives.note_complete(chunk);
   }
-  if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && !accumulates_) compute_statistics(chunk);
+  if (!statistics_.has(chunk) && !accumulates_) {
+    statistics_.compute({chunk, source(chunk)}, params_with_gradient(chunk));
+  }
   // The values are dead, and the gradient may take their place, unless another micro-batch or a later use is expected.
   if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) pager_.discard(param);
   send_home(chunk);
@@ -153,7 +144,7 @@ void GradientFlow::scatter(ChunkId chunk) {
   void* sum = pager_.open_for_write(shard);
   Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
   void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
-  ensure_device_partials();
+  statistics_.prepare_device();
   core_.transfer.await_slot(Queue::kScatter, scratch);
   core_.transfer.await_slot(Queue::kScatter, shard_record.slot);
   core_.backend.wait(Queue::kScatter, core_.backend.record(Queue::kCompute));
@@ -165,10 +156,7 @@ void GradientFlow::scatter(ChunkId chunk) {
     core_.backend.enqueue(Queue::kScatter, [&compute = core_.device_compute, sum, more, dtype = spec.dtype,
                                             numel = spec.shard_numel] { compute.add(sum, more, dtype, numel); });
   }
-  if (!accumulates_) {
-    enqueue_statistics(chunk, Queue::kScatter, core_.device_compute, sum, spec.dtype, /*on_device=*/true);
-    statistics_[static_cast<size_t>(chunk)] = Statistics::kOnDevice;
-  }
+  if (!accumulates_) statistics_.enqueue_scattered(chunk, sum);
   core_.counters.scattered_bytes += spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
   last_scatter_ = core_.backend.record(Queue::kScatter);
   shard_record.device_ready = last_scatter_;
@@ -183,7 +171,10 @@ void GradientFlow::scatter(ChunkId chunk) {
   for (ParamId param : spec.params) in_slot_[static_cast<size_t>(param)] = 0;
   const ArrayId param{chunk, ArrayKind::kParam};
   const bool dead = core_.store.is_dead(chunk) && core_.store.array(param).holds == 0;
-  if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) pager_.discard(param);
+  if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) {
+    pager_.discard(param);
+    pager_.discard({chunk, ArrayKind::kParamShard});  // the gradient takes its place
+  }
   send_home(chunk);
 }
 
@@ -229,7 +220,7 @@ void GradientFlow::abort_backward() {
     announce_change(chunk);
     discard_gradients(chunk);
     for (ParamId param : core_.store.layout().chunk(chunk).params) has_grad_[static_cast<size_t>(param)] = 0;
-    statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
+    statistics_.forget(chunk);
   }
   const bool sums = std::any_of(has_sum_.begin(), has_sum_.end(), [](uint8_t has) { return has != 0; });
   num_backwards_ = sums ? std::max(num_backwards_ - 1, 1) : 0;
@@ -245,14 +236,14 @@ void GradientFlow::clear_param(ParamId param) {
   announce_change(core_.store.layout().placement(param).chunk);
   has_grad_[static_cast<size_t>(param)] = 0;
   has_sum_[static_cast<size_t>(param)] = 0;
-  statistics_[static_cast<size_t>(core_.store.layout().placement(param).chunk)] = Statistics::kNone;
+  statistics_.forget(core_.store.layout().placement(param).chunk);
 }
 
 void GradientFlow::forget(ChunkId chunk) {
   announce_change(chunk);
   discard_gradients(chunk);
   pager_.discard({chunk, ArrayKind::kGradSum});
-  statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
+  statistics_.forget(chunk);
   for (ParamId param : core_.store.layout().chunk(chunk).params) {
     has_grad_[static_cast<size_t>(param)] = 0;
     has_sum_[static_cast<size_t>(param)] = 0;
@@ -327,132 +318,28 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   --grad_record.holds;
   --sum_record.holds;
   discard_gradients(chunk);
-  statistics_[static_cast<size_t>(chunk)] = Statistics::kNone;
+  statistics_.forget(chunk);
 }
 
-void GradientFlow::ensure_device_partials() {
-  if (&core_.device_compute == &core_.host_compute || device_partials_) return;
-  device_partials_ = core_.slots.acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), OverLimit::kAllow);
-}
-
-double* GradientFlow::device_partials(ParamId param) {
-  const auto offset = static_cast<size_t>(partial_offsets_[static_cast<size_t>(param)]);
-  if (&core_.device_compute == &core_.host_compute) return partials_.data() + offset;
-  ensure_device_partials();
-  return static_cast<double*>(device_partials_.data) + offset;
-}
-
-void GradientFlow::compute_statistics(ChunkId chunk) {
-  const ArrayId id{chunk, source(chunk)};
-  const ArrayRecord& record = core_.store.array(id);
-  const DType dtype = id.kind == ArrayKind::kGradSum ? DType::kFloat32 : core_.store.layout().chunk(chunk).dtype;
-  const bool on_device = record.on_device;
-  if (on_device) {
-    core_.transfer.await_on_device(id);
-  } else {
-    pager_.bring_to_host(id);
+std::vector<ParamId> GradientFlow::params_with_gradient(ChunkId chunk) const {
+  std::vector<ParamId> params;
+  for (ParamId param : core_.store.layout().chunk(chunk).params) {
+    if (has_gradient(param)) params.push_back(param);
   }
-  std::optional<TraceScope> stall;
-  if (!on_device) stall.emplace(core_.tracer, SpanLabel{Track::kStall, StallCause::kHostWork, id});
-  optim::Compute& compute = on_device ? core_.device_compute : core_.host_compute;
-  enqueue_statistics(chunk, Queue::kCompute, compute, on_device ? record.slot.data : record.block.data, dtype,
-                     on_device);
-  statistics_[static_cast<size_t>(chunk)] = on_device ? Statistics::kOnDevice : Statistics::kOnHost;
-}
-
-void GradientFlow::enqueue_statistics(ChunkId chunk, Queue queue, optim::Compute& compute, const void* data,
-                                      DType dtype, bool on_device) {
-  struct Part {
-    const void* data;
-    int64_t numel;
-    double* partials;
-  };
-  const Layout& layout = core_.store.layout();
-  std::vector<Part> parts;
-  for (ParamId param : layout.chunk(chunk).params) {
-    const ParamShard shard = layout.shard_of(param);
-    // With several ranks another rank's gradient may not be known yet; zeros cost little.
-    if (shard.numel == 0 || !(layout.is_sharded() || has_gradient(param))) continue;
-    double* partials =
-        on_device ? device_partials(param) : partials_.data() + partial_offsets_[static_cast<size_t>(param)];
-    parts.push_back(
-        {offset_bytes(data, shard.offset, dtype), shard.numel, partials + shard.begin / optim::kSquaresBlock});
-  }
-  const auto compute_all = [&compute, dtype, parts = std::move(parts)] {
-    for (const Part& part : parts) compute.sum_squares(part.data, dtype, part.numel, part.partials);
-  };
-  if (queue == Queue::kCompute) return compute_all();
-  core_.backend.enqueue(queue, compute_all);
+  return params;
 }
 
 double GradientFlow::sum_of_squares() {
   if (std::any_of(has_sum_.begin(), has_sum_.end(), [](uint8_t has) { return has != 0; })) add_to_sums();
-  const Layout& layout = core_.store.layout();
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (statistics_[static_cast<size_t>(chunk)] == Statistics::kNone && has_gradient_in(chunk))
-      compute_statistics(chunk);
+  std::vector<ParamId> params;
+  for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
+    const std::vector<ParamId> here = params_with_gradient(chunk);
+    if (!here.empty() && !statistics_.has(chunk)) statistics_.compute({chunk, source(chunk)}, here);
+    params.insert(params.end(), here.begin(), here.end());
   }
+  std::sort(params.begin(), params.end());
   core_.backend.wait(Queue::kCompute, last_scatter_);
-  std::vector<double> from_device;
-  if (device_partials_) {
-    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kNorm});
-    from_device.resize(partials_.size());
-    core_.backend.copy(Queue::kCompute, from_device.data(), device_partials_.data,
-                       static_cast<int64_t>(partials_.size() * sizeof(double)));
-    core_.backend.synchronize(core_.backend.record(Queue::kCompute));
-  }
-  return layout.is_sharded() ? sum_over_ranks(from_device) : sum_in_order(from_device);
-}
-
-// The partials of this rank's part of a parameter.
-GradientFlow::Partials GradientFlow::partials_of(ParamId param, const std::vector<double>& from_device) const {
-  const Layout& layout = core_.store.layout();
-  const ParamShard shard = layout.shard_of(param);
-  const bool on_device = statistics_[static_cast<size_t>(layout.placement(param).chunk)] == Statistics::kOnDevice;
-  const double* first = (on_device && device_partials_ ? from_device : partials_).data() +
-                        partial_offsets_[static_cast<size_t>(param)] + shard.begin / optim::kSquaresBlock;
-  return {first, first + optim::num_square_partials(shard.numel)};
-}
-
-double GradientFlow::sum_in_order(const std::vector<double>& from_device) const {
-  double total = 0;
-  for (ParamId param = 0; param < core_.store.layout().num_params(); ++param) {
-    if (!has_gradient(param)) continue;
-    const Partials partials = partials_of(param, from_device);
-    double sum = 0;
-    for (const double* value = partials.begin; value != partials.end; ++value) sum += *value;
-    total += sum;
-  }
-  return total;
-}
-
-// [Note: a sum that knows no order] Which partials a rank has depends on the chunk size, and the sum must not. Sums are
-// carried with their rounding errors (Knuth's two-sum), so that they are right to some 100 bits before the last rounding.
-double GradientFlow::sum_over_ranks(const std::vector<double>& from_device) {
-  double high = 0;
-  double low = 0;
-  const auto add = [&high, &low](double value) {
-    const double sum = high + value;
-    const double part = sum - high;
-    low += (high - (sum - part)) + (value - part);
-    high = sum;
-  };
-  for (ParamId param = 0; param < core_.store.layout().num_params(); ++param) {
-    if (!has_gradient(param)) continue;
-    const Partials partials = partials_of(param, from_device);
-    for (const double* value = partials.begin; value != partials.end; ++value) add(*value);
-  }
-  const double mine[2] = {high, low};
-  high = low = 0;
-  const std::string message(reinterpret_cast<const char*>(mine), sizeof(mine));
-  for (const std::string& from_rank : core_.collectives.exchange(message)) {
-    double theirs[2];
-    std::memcpy(theirs, from_rank.data(), sizeof(theirs));
-    add(theirs[0]);
-    add(theirs[1]);
-  }
-  // Not finite anywhere: low may be NaN where high is infinite.
-  return std::isfinite(high) ? high + low : high;
+  return statistics_.sum(params);
 }
 
 }  // namespace patrickstar

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "runtime/access_tracker.h"
+#include "runtime/gradient_statistics.h"
 #include "runtime/pager.h"
 
 namespace patrickstar {
@@ -70,11 +71,6 @@ class GradientFlow {
     int expected_folds = 0;  // as in the backward before
     bool complete = false;
   };
-  struct Partials {
-    const double* begin;
-    const double* end;
-  };
-  enum class Statistics : uint8_t { kNone, kOnDevice, kOnHost };
 
   void maybe_retire(ChunkId chunk);
   void retire(ChunkId chunk);
@@ -84,21 +80,12 @@ class GradientFlow {
   void scatter_rest();
   void send_home(ChunkId chunk);
   void discard_gradients(ChunkId chunk);
-  // `data` is the chunk's gradients as this rank keeps them.
-  void enqueue_statistics(ChunkId chunk, Queue queue, optim::Compute& compute, const void* data, DType dtype,
-                          bool on_device);
-  double sum_in_order(const std::vector<double>& from_device) const;
-  double sum_over_ranks(const std::vector<double>& from_device);
   void add_to_sums();
   void add_to_sum(ChunkId chunk);
-  void compute_statistics(ChunkId chunk);
-  Partials partials_of(ParamId param, const std::vector<double>& from_device) const;
+  std::vector<ParamId> params_with_gradient(ChunkId chunk) const;
   void forget(ChunkId chunk);
   void announce_change(ChunkId chunk);
   bool states_on_device(ChunkId chunk) const;
-  // Slots belong to the compute queue: other queues must wait for it after this.
-  void ensure_device_partials();
-  double* device_partials(ParamId param);
   ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
 
   Core core_;
@@ -108,10 +95,7 @@ class GradientFlow {
   std::vector<uint8_t> in_slot_;   // by parameter: kGrad has a gradient of it
   std::vector<uint8_t> has_sum_;   // by parameter: earlier micro-batches are in kGradSum
   std::vector<ChunkProgress> progress_;
-  std::vector<Statistics> statistics_;    // by chunk
-  std::vector<int64_t> partial_offsets_;  // by parameter, in doubles
-  std::vector<double> partials_;          // on the host
-  Slot device_partials_;                  // the same layout on the device; empty on the simulated device
+  GradientStatistics statistics_;
   std::function<void(ChunkId)> retired_listener_;
   std::function<void(ChunkId)> change_listener_;
   Event last_scatter_;              // when the gradients of all scatters so far are there

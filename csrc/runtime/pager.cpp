@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "runtime/victims.h"
 
 namespace patrickstar {
 
@@ -13,19 +14,11 @@ namespace {
 
 constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
 
-bool is_optimizer_state(ArrayKind kind) {
-  const OptimizerArrays states = optimizer_arrays();
-  return std::find(states.begin(), states.end(), kind) != states.end();
-}
-
 ArrayId array_of(ArrayId id, ArrayKind kind) { return {id.chunk, kind}; }
 
 }  // namespace
 
-Pager::Pager(Core core) : core_(core) {
-  core_.backend.set_pressure_handler(this);
-  core_.collectives.set_gather([this](ChunkId chunk) { gather(chunk); });
-}
+Pager::Pager(Core core) : core_(core) { core_.backend.set_pressure_handler(this); }
 
 Pager::~Pager() { core_.backend.set_pressure_handler(nullptr); }
 
@@ -81,7 +74,7 @@ bool Pager::prefetch(ArrayId id) {
   if (is_whole(id)) {
     const ArrayRecord& shard = core_.store.array(array_of(id, ArrayKind::kParamShard));
     if (shard.on_host && core_.backend.waits_on_host(shard.host_ready)) return false;
-    gather(id.chunk);
+    core_.collectives.gather(id.chunk);
     array.prefetched = true;
     return true;
   }
@@ -131,7 +124,7 @@ void Pager::bring(ArrayId id) {
 void Pager::fetch_whole(ArrayId id) {
   if (!replays()) return core_.collectives.need(id.chunk);
   fetch_postponed(id);
-  if (!core_.store.array(id).on_device) gather(id.chunk);
+  if (!core_.store.array(id).on_device) core_.collectives.gather(id.chunk);
 }
 
 // [Note: the same order on every rank] What this rank put off, others have gathered already.
@@ -139,41 +132,9 @@ void Pager::fetch_postponed(ArrayId last) {
   while (!postponed_.empty()) {
     const ArrayId id = postponed_.front();
     postponed_.erase(postponed_.begin());
-    if (!core_.store.array(id).on_device) gather(id.chunk);
+    if (!core_.store.array(id).on_device) core_.collectives.gather(id.chunk);
     if (id == last) return;
   }
-}
-
-// Puts this rank's shard in its place in the chunk's slot and enqueues the gather of the others.
-void Pager::gather(ChunkId chunk) {
-  const Layout& layout = core_.store.layout();
-  const ArrayId id{chunk, ArrayKind::kParam};
-  const ArrayId shard_id{chunk, ArrayKind::kParamShard};
-  const ArrayId master_id{chunk, ArrayKind::kMaster};
-  ArrayRecord& array = core_.store.array(id);
-  ArrayRecord& master = core_.store.array(master_id);
-  const ChunkSpec& spec = layout.chunk(chunk);
-  ++array.holds;
-  ensure_slot(id);
-  char* place = static_cast<char*>(array.slot.data) + layout.sharding().rank * spec.num_bytes(shard_id.kind);
-  if (master.on_device) {
-    core_.transfer.await_on_device(master_id);
-    core_.transfer.await_slot(Queue::kCompute, array.slot);
-    core_.device_compute.cast_from_float(static_cast<const float*>(master.slot.data), place, spec.dtype,
-                                         spec.shard_numel);
-    core_.backend.wait(Queue::kGather, core_.backend.record(Queue::kCompute));
-  } else {
-    bring_to_host(shard_id);
-    core_.backend.wait(Queue::kGather, core_.transfer.upload_to(shard_id, place, array.slot));
-  }
-  core_.backend.enqueue(Queue::kGather,
-                        [&group = core_.collectives.gather_group(), whole = array.slot.data,
-                         num_bytes = spec.num_bytes(shard_id.kind)] { group.all_gather(whole, num_bytes); });
-  core_.counters.gathered_bytes += spec.num_bytes(id.kind) - spec.num_bytes(shard_id.kind);
-  array.device_ready = core_.backend.record(Queue::kGather);
-  array.slot.busy = {array.device_ready, nullptr};
-  set_on_device(id);
-  --array.holds;
 }
 
 // Deriving the compute copy: round(master), on the tier where the master is.
@@ -380,30 +341,18 @@ bool Pager::is_evictable(ArrayId id) const {
 }
 
 bool Pager::evict_one() {
-  struct Candidate {
-    int64_t farness;
-    uint64_t last_use;
-    ArrayId id;
-  };
-  std::vector<Candidate> candidates;
+  std::vector<Victim> victims;
   for (int index = 0; index < core_.store.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     if (!is_evictable(id)) continue;
     if (is_whole(id) && replays()) continue;  // the other ranks would not gather it again
-    // Optimizer states live here by placement: the last to go.
-    const bool optimizer_state = is_optimizer_state(id.kind);
-    const bool dirty = !core_.store.array(id).on_host && !is_derivable(id);
-    int64_t farness = next_use_.empty() ? 1 : next_use(id);
-    if (dirty) farness = std::min(farness, static_cast<int64_t>(plan_.moments.size()));  // the optimizer reads it
-    if (optimizer_state) farness = 0;
-    candidates.push_back({farness, core_.store.array(id).last_use, id});
+    const ArrayRecord& array = core_.store.array(id);
+    const int64_t next = next_use_.empty() ? 1 : next_use(id);
+    victims.push_back({id, next, array.last_use, !array.on_host && !is_derivable(id)});
   }
-  std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
-    return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
-  });
+  sort_victims(victims, static_cast<int64_t>(plan_.moments.size()));
   // One that cannot leave (host memory is full and it is dirty) does not save the others.
-  return std::any_of(candidates.begin(), candidates.end(),
-                     [this](const Candidate& victim) { return evict(victim.id); });
+  return std::any_of(victims.begin(), victims.end(), [this](const Victim& victim) { return evict(victim.id); });
 }
 
 bool Pager::evict(ArrayId id) {

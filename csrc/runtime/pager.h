@@ -124,7 +124,6 @@ class Pager final : public PressureHandler {
   void derive_on_device(ArrayId id);
   // With several ranks: makes a chunk's compute values whole, or says that this rank needs them.
   void fetch_whole(ArrayId id);
-  void gather(ChunkId chunk);
   void fetch_postponed(ArrayId last);
   bool is_whole(ArrayId id) const { return core_.store.layout().is_sharded() && id.kind == ArrayKind::kParam; }
   bool evict(ArrayId id);

@@ -18,6 +18,7 @@
 
 #include "common/host_threads.h"
 #include "runtime/access_tracker.h"
+#include "runtime/chunk_gather.h"
 #include "runtime/chunk_values.h"
 #include "runtime/counters.h"
 #include "runtime/gradient_flow.h"
@@ -165,6 +166,7 @@ class Runtime final : public UseListener {
   Recorder recorder_;
   Counters counters_;
   std::unique_ptr<Pager> pager_;
+  std::unique_ptr<ChunkGather> gather_;
   std::unique_ptr<AccessTracker> tracker_;
   std::unique_ptr<GradientFlow> gradients_;
   std::unique_ptr<OptimizerStep> step_;

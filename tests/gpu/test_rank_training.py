@@ -1,4 +1,4 @@
-"""Training over NCCL on all GPUs of the machine: budgets and sides of Adam change no bit, and gloo's bits are NCCL's."""
+"""Training over NCCL on all GPUs of the machine: budgets and sides of Adam change no bit."""
 
 from __future__ import annotations
 

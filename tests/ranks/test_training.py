@@ -158,7 +158,8 @@ def test_bytes():
         "gpt2", "bf16", steps=6, options={"device_memory": "600KB", "default_chunk_size": 16384}, on_host=True
     )
     ample = Task("gpt2", "bf16", steps=6, on_host=True)
-    results = run(2, [scarce, ample])
+    frugal = Task("gpt2", "bf16", steps=3, on_host=True, optimizer={"speculation": "never"})
+    *results, on_host = run(2, [scarce, ample, frugal])
     for task_results, gathers in zip(results, (2, 1), strict=True):
         report = task_results[0]["report"]
         chunk_bytes = report["num_chunk_elements"] * 2
@@ -166,6 +167,10 @@ def test_bytes():
         assert report["gathered_bytes"] <= gathers * 6 * chunk_bytes // 2
         print(f"gathered {report['gathered_bytes'] / (6 * chunk_bytes / 2):.2f} x (p - 1) / p of the values per step")
     assert results[1][0]["report"]["gathered_bytes"] == 6 * results[1][0]["report"]["num_chunk_elements"]
+    for result in on_host:  # each rank's share of 14 bytes per parameter: a gradient takes its parameters' place
+        report = result["report"]
+        print(f"host: {report['host_peak_bytes'] / report['num_chunk_elements']:.2f} bytes per parameter and rank")
+        assert report["host_peak_bytes"] <= 14 * report["num_chunk_elements"] / 2
 
 
 def test_ranks_of_a_machine_divide_it():
