@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import gc
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,31 +17,20 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.allocator import ExpandableSegments
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
 from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.core_setup import build_core, check_no_open_engine
 from patrickstar.distributed import RankGroups
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
-from patrickstar.memory import Budgets, make_budgets
 from patrickstar.observer import Observer
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
-from patrickstar.preprocess import (
-    ChunkSize,
-    ParamPlan,
-    adopt_params,
-    choose_chunk_size,
-    make_layout,
-    move_rest,
-    plan_params,
-    release_params,
-)
+from patrickstar.preprocess import adopt_params, move_rest, plan_params, release_params
 from patrickstar.profiling import StepProfiler
-from patrickstar.rank_sync import BufferSync, check_same_run, common_budgets, mean_over_ranks
-from patrickstar.runtime_options import make_runtime_options
+from patrickstar.rank_sync import BufferSync, check_same_run, mean_over_ranks
 
 logger = logging.getLogger("patrickstar")
 
@@ -52,7 +39,6 @@ _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
     "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
 )
-_open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
 
 
 class Stage(enum.Enum):
@@ -82,7 +68,7 @@ class Session:
     """
 
     def __init__(self, module: nn.Module, config: Config, ranks: RankGroups, deferred: DeferredInit | None = None):
-        _check_no_open_engine()
+        check_no_open_engine()
         self.module = module
         self.config = config
         self.ranks = ranks
@@ -100,15 +86,8 @@ class Session:
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
         check_same_run(ranks, config, self._plan)
-        budgets = common_budgets(ranks, make_budgets(config, device, ranks.context.local_world_size))
-        size = self._choose_layout(budgets.device_bytes)
-        saved = self._load_plan()
-        self._segments = ExpandableSegments(device, budgets.device_bytes)
-        try:
-            self.runtime = self._make_runtime(budgets, size)
-        except BaseException:
-            self._segments.close()
-            raise
+        core = build_core(module, self._plan, config, ranks)
+        self.layout, self.runtime, self._segments = core.layout, core.runtime, core.segments
         self.observer = Observer(self.runtime)
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
         move_rest(module, self._plan, device)
@@ -124,54 +103,10 @@ class Session:
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
-        if saved is not None:
-            self.runtime.adopt_timeline(saved.timeline, saved.times.as_core() if saved.times is not None else None)
+        if core.saved_plan is not None:
+            times = core.saved_plan.times
+            self.runtime.adopt_timeline(core.saved_plan.timeline, times.as_core() if times is not None else None)
         self._num_pressure_evictions = 0
-
-    def _choose_layout(self, device_bytes: int) -> ChunkSize:
-        """Sets the layout, for a device budget of so many bytes."""
-        default_numel = self.config.default_chunk_size
-        size = choose_chunk_size(self._plan, self.module, default_numel, device_bytes)
-        if size.numel != default_numel:
-            logger.info(
-                "chunk size: %d elements instead of %d, for a device budget of %d bytes",
-                size.numel,
-                default_numel,
-                device_bytes,
-            )
-        self.layout = make_layout(self._plan, size.numel, len(self.ranks.members), self.ranks.control.rank)
-        return size
-
-    def _make_runtime(self, budgets: Budgets, size: ChunkSize) -> _C.Runtime:
-        global _open_runtime
-        here = self.ranks.context
-        options = make_runtime_options(
-            self.config,
-            self.device,
-            budgets,
-            self._segments.rounding_bytes,
-            (here.local_rank, here.local_world_size),
-        )
-        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
-        runtime = _C.Runtime(
-            self.layout,
-            [spec.name for spec in self._plan.chunked],
-            _owned_params(self.module, self._plan),
-            options,
-            _C.Collectives(self.ranks.gather, self.ranks.scatter, self.ranks.control),
-        )
-        _open_runtime = weakref.ref(runtime)
-        return runtime
-
-    def _load_plan(self) -> Plan | None:
-        if self.config.plan is None:
-            return None
-        try:
-            plan = Plan.load(self.config.plan)
-        except OSError as error:
-            raise ValueError(f"plan is {self.config.plan!r}, which cannot be read: {error}") from error
-        plan.check_layout(self.layout, self.config.plan)
-        return plan
 
     # Forward and backward.
 
@@ -432,21 +367,3 @@ def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     handle = param._patrickstar
     grad = grad.to_dense() if grad.is_sparse else grad
     return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-
-
-def _check_no_open_engine() -> None:
-    def is_open() -> bool:
-        runtime = _open_runtime() if _open_runtime is not None else None
-        return runtime is not None and not runtime.closed
-
-    if is_open():
-        gc.collect()  # engine, module and hooks refer to each other in circles
-    if is_open():
-        raise _C.StateError(
-            "another engine is open in this process; close it first: model.close(), or use it in a with statement"
-        )
-
-
-def _owned_params(module: nn.Module, plan: ParamPlan) -> list[list[int]]:
-    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
-    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]

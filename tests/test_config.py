@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from patrickstar.config import (
-    _SECTIONS,
     Config,
     HostAffinity,
     OptimizerType,
@@ -21,6 +20,7 @@ from patrickstar.config import (
     parse_bytes,
     parse_config,
 )
+from patrickstar.config.parsing import SECTIONS
 
 
 def test_defaults_of_the_first_patrickstar():
@@ -165,5 +165,5 @@ def test_the_documented_table_is_the_configuration():
     text = (root / "docs" / "config.md").read_text(encoding="utf-8")
     assert text == done.stdout
     names = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
-    fields = [field.name for section in (Config, *_SECTIONS.values()) for field in dataclasses.fields(section)]
+    fields = [field.name for section in (Config, *SECTIONS.values()) for field in dataclasses.fields(section)]
     assert sorted(names) == sorted(fields)

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from patrickstar/config.py: every key, its type, its default, and what happens to it.
+"""Writes docs/config.md from patrickstar/config/schema.py: every key, its type, its default, and what happens to it.
 
     python tools/config_table.py > docs/config.md
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "patrickstar" / "config.py"
+SOURCE = Path(__file__).resolve().parent.parent / "patrickstar" / "config" / "schema.py"
 
 DEFAULT_CHOICES = {"OptimizerType": '"Adam"', "Speculation": '"auto"', "Streaming": '"never"', "HostAffinity": '"auto"'}
 
@@ -18,7 +18,7 @@ HEADER = """# Configuration
 
 `initialize_engine(model_func, local_rank, config)` takes a dict with the keys below, or None for the defaults. Unknown
 keys, wrong types and impossible values are refused before the model is built, an unknown key with the nearest known
-one. This file is made by `tools/config_table.py` from the docstrings of `patrickstar/config.py`.
+one. This file is made by `tools/config_table.py` from the docstrings of `patrickstar/config/schema.py`.
 """
 
 

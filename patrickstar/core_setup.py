@@ -1,0 +1,108 @@
+"""Builds what one engine consists of below Python: budgets, the layout, the core, and the allocator's mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import weakref
+
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.allocator import ExpandableSegments
+from patrickstar.config import Config
+from patrickstar.distributed import RankGroups
+from patrickstar.memory import Budgets, make_budgets
+from patrickstar.planning.step_plan import Plan
+from patrickstar.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
+from patrickstar.rank_sync import common_budgets
+from patrickstar.runtime_options import make_runtime_options
+
+logger = logging.getLogger("patrickstar")
+
+_open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Core:
+    """What a session drives."""
+
+    layout: _C.Layout
+    runtime: _C.Runtime
+    segments: ExpandableSegments
+    """To be closed after the runtime."""
+    saved_plan: Plan | None
+    """What the configuration's ``plan`` names."""
+
+
+def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: RankGroups) -> Core:
+    """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet.
+
+    Raises:
+        MemoryBudgetError: the model cannot fit the budgets.
+        ValueError: ``config.plan`` cannot be read, or is for other chunks.
+    """
+    global _open_runtime
+    here = ranks.context
+    budgets = common_budgets(ranks, make_budgets(config, here.device, here.local_world_size))
+    size = _choose_chunk_size(module, params, config, budgets)
+    layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
+    saved_plan = _load_plan(config, layout)
+    segments = ExpandableSegments(here.device, budgets.device_bytes)
+    local = (here.local_rank, here.local_world_size)
+    try:
+        options = make_runtime_options(config, here.device, budgets, segments.rounding_bytes, local)
+        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
+        collectives = _C.Collectives(ranks.gather, ranks.scatter, ranks.control)
+        names = [spec.name for spec in params.chunked]
+        runtime = _C.Runtime(layout, names, _owned_params(module, params), options, collectives)
+    except BaseException:
+        segments.close()
+        raise
+    _open_runtime = weakref.ref(runtime)
+    return Core(layout=layout, runtime=runtime, segments=segments, saved_plan=saved_plan)
+
+
+def check_no_open_engine() -> None:
+    """Raises StateError when another engine is open in this process."""
+
+    def is_open() -> bool:
+        runtime = _open_runtime() if _open_runtime is not None else None
+        return runtime is not None and not runtime.closed
+
+    if is_open():
+        gc.collect()  # engine, module and hooks refer to each other in circles
+    if is_open():
+        raise _C.StateError(
+            "another engine is open in this process; close it first: model.close(), or use it in a with statement"
+        )
+
+
+def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, budgets: Budgets) -> ChunkSize:
+    default_numel = config.default_chunk_size
+    size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
+    if size.numel != default_numel:
+        logger.info(
+            "chunk size: %d elements instead of %d, for a device budget of %d bytes",
+            size.numel,
+            default_numel,
+            budgets.device_bytes,
+        )
+    return size
+
+
+def _load_plan(config: Config, layout: _C.Layout) -> Plan | None:
+    if config.plan is None:
+        return None
+    try:
+        plan = Plan.load(config.plan)
+    except OSError as error:
+        raise ValueError(f"plan is {config.plan!r}, which cannot be read: {error}") from error
+    plan.check_layout(layout, config.plan)
+    return plan
+
+
+def _owned_params(module: nn.Module, params: ParamPlan) -> list[list[int]]:
+    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
+    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
