@@ -20,6 +20,7 @@ MISSING = "deepspeed-zero3-offload"
 JOB = Job(
     system="fsdp2",
     model="tiny",
+    ranks=1,
     length=64,
     batch=2,
     clipping=0.0,
@@ -30,6 +31,12 @@ JOB = Job(
     warmup=1,
     steps=1,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """OpenMP threads that spin on busy cores would take most of the time."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
         assert system["losses"] == pytest.approx(reference["losses"], abs=2e-3)  # bfloat16, and other orders of sums
         assert len(system["all_step_seconds"]) == 4
         assert sorted(system["all_step_seconds"][1:])[1] == pytest.approx(system["step_seconds"], abs=1e-4)
-        assert system["tokens_per_second"] == pytest.approx(2 * 48 / system["step_seconds"])
+        assert system["tokens_per_second_per_gpu"] == pytest.approx(2 * 48 / system["step_seconds"])
         ratio = system["step_seconds"] / reference["step_seconds"]
         assert system["step_seconds_over_patrickstar"] == pytest.approx(ratio)
         assert system["host_peak_bytes"] > 100e6
@@ -119,7 +126,7 @@ def test_limits(job, timeout_seconds, outcome, reason):
 def test_shapes():
     for name, shape in SHAPES.items():
         if shape.hidden > 2000:
-            assert shape.num_parameters() / 1e9 == pytest.approx(float(name.removesuffix("b")), abs=0.07)
+            assert shape.num_parameters() / 1e9 == pytest.approx(float(name.removesuffix("b")), rel=0.005)
     shape = SHAPES["0.1b"]
     assert sum(param.numel() for param in build_meta_gpt(shape).parameters()) == shape.num_parameters()
 
@@ -158,6 +165,7 @@ def test_gpu_activity():
     )
     assert figures == {
         "computing_seconds": pytest.approx(4),
+        "collectives_only_seconds": pytest.approx(8),  # 3 to 12, but for the last kernel
         "uploaded_bytes": 110,
         "uploaded_seconds": pytest.approx(0.5),
         "downloaded_bytes": 7,
