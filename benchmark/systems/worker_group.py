@@ -81,10 +81,9 @@ class WorkerGroup:
         read_end, write_end = os.pipe()
         events = self._files.enter_context(os.fdopen(read_end, "rb", buffering=0))
         output = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        command = [sys.executable, "-m", "benchmark.systems.worker", json.dumps(dataclasses.asdict(job))]
         try:
             process = subprocess.Popen(
-                [*command, str(write_end)],
+                [*worker_command(job), str(write_end)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -121,6 +120,11 @@ class WorkerGroup:
 
     def __exit__(self, *exception: object) -> None:
         self._close()
+
+
+def worker_command(job: Job) -> list[str]:
+    """What each rank runs, but for the last argument, the file descriptor for events."""
+    return [sys.executable, "-m", "benchmark.systems.worker", json.dumps(dataclasses.asdict(job))]
 
 
 def rank_environment(rank: int, num_ranks: int, store_port: int) -> dict[str, str]:
