@@ -89,7 +89,7 @@ class SystemSpec:
     limits_host_itself: bool = False
     """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its processes are ended when they exceed them."""
     max_ranks: int | None = None
-    """The most ranks that ``build`` can make; None: any number."""
+    """The most ranks that ``build`` is made for; None: any number."""
 
     @property
     def is_installed(self) -> bool:

@@ -1,4 +1,8 @@
-"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam."""
+"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam.
+
+On one rank: the model, whole in host memory, is what its partitioning starts from, and several ranks would each have
+it whole.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def run_system(job: Job, *, timeout_seconds: float, log: Callable[[str], None]) 
         run.outcome, run.reason = Outcome.NOT_INSTALLED, f"there is no package {spec.package!r}"
         return run
     if spec.max_ranks is not None and job.ranks > spec.max_ranks:
-        run.outcome, run.reason = Outcome.NOT_SUPPORTED, f"this benchmark runs it on at most {spec.max_ranks} rank"
+        run.outcome = Outcome.NOT_SUPPORTED
+        run.reason = f"{job.ranks} ranks, but this benchmark runs it on at most {spec.max_ranks}"
         return run
     with WorkerGroup(job) as group:
         watch = _Watch(run, group, timeout_seconds)
