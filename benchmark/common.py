@@ -50,6 +50,8 @@ SHAPES = {
     "10.5b": GptShape(4096, 50, 16, 50304, 1024, checkpointing=True),
     "16.1b": GptShape(4096, 78, 16, 50304, 1024, checkpointing=True),
     "18.5b": GptShape(4096, 90, 16, 50304, 1024, checkpointing=True),
+    "21b": GptShape(8192, 25, 64, 50304, 1024, checkpointing=True),
+    "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
 }
 
 

@@ -1,24 +1,34 @@
 """PatrickStar and its peers on the same model with equal settings, in one call.
 
     python -m benchmark.compare --model 4.3b --batch 16 --gpu-mem 24GiB --gpu-mem fsdp2=all --json results.json
+    python -m benchmark.compare --model 21b --ranks 4 --gpu-mem 24GiB --gpu-mem fsdp2=all --json results.json
 
-Each system trains in a fresh process, one after the other: a Hugging Face GPT-2 (sdpa, no dropout, untied output layer,
+Each system trains in fresh processes, one after the other: a Hugging Face GPT-2 (sdpa, no dropout, untied output layer,
 non-reentrant checkpointing) from the same values on the same batches, in bfloat16 with float32 masters, with AdamW. A
 system that is not installed is named and skipped; of one that runs out of memory, is killed or takes too long the
 reason is given. The others go on.
 
-``--gpu-mem`` limits what PyTorch's allocator may reserve (PatrickStar: ``device_memory``); without a GPU it limits
-PatrickStar's simulated device alone. ``--host-mem`` is PatrickStar's ``host_memory``; a peer has no such limit, its
-process is ended when it exceeds it.
+``--ranks`` says how many processes train together, each with a GPU of its own; of several numbers each system runs with
+each. Every rank has ``--batch`` sequences of its own per step, so that more ranks are more work (weak scaling). Without
+a GPU ranks talk over gloo.
 
-* step: median of the timed steps, each from the batch on the host to an idle GPU.
-* model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step.
-* device peak: what PyTorch's allocator reserved at most, host peak: resident memory of the process at most, pinned
-  memory included; both since the process began.
-* exposed: the part of a step in which the GPU computes nothing and waits for a transfer, for the host's optimizer or to
-  be launched: step minus the time in which at least one kernel ran in one more step, which is profiled.
-* ratio: the system's step over PatrickStar's, that is how many times as fast PatrickStar is.
-* init: from imported packages and compiled kernels to a model that can train.
+``--gpu-mem`` limits what PyTorch's allocator may reserve on each rank (PatrickStar: ``device_memory``); without a GPU
+it limits PatrickStar's simulated device alone. ``--host-mem`` is for all ranks together: PatrickStar's ``host_memory``
+is a rank's part of it; a peer has no such limit, its processes are ended when they exceed it.
+
+* step: median of the timed steps, each from the batch on the host to an idle GPU, on rank 0; all ranks begin together.
+* model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step, with the tokens of one rank;
+  so it is per GPU, as tokens/s are.
+* scaling: TFLOPS over the same system's with the least number of ranks.
+* device peak: what PyTorch's allocator reserved at most, on the rank that took most. Host peak: resident memory of the
+  process at most, pinned memory included; of several ranks the sum, with what they share counted once. Both since the
+  processes began.
+* exposed: the part of a step in which the GPU computes nothing and waits for a transfer, for another rank, for the
+  host's optimizer or to be launched: step minus the time in which at least one kernel that is not NCCL's ran in one
+  more step of rank 0, which is profiled. Coll.: the part of that step in which nothing but NCCL's kernels ran.
+* ratio: the system's step over PatrickStar's on as many ranks, that is how many times as fast PatrickStar is.
+* init: from imported packages and compiled kernels to a model that can train, on the slowest rank.
+* losses: means over the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +49,7 @@ _WHOLE_GPU = "all"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``jobs`` has a job per system."""
+    """The command line; ``jobs`` has a job per number of ranks and system."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.compare",
         description=__doc__,
@@ -49,16 +59,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS)
     )
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step and rank")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], metavar="N", help="processes that train together, one per GPU"
+    )
     parser.add_argument("--length", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument(
         "--gpu-mem",
         action="append",
         default=[],
         metavar="[SYSTEM=]SIZE",
-        help="limit on device memory, such as 24GiB, of all systems or of one; 'all' is the whole GPU (the default)",
+        help="limit on each rank's device memory, such as 24GiB, of all systems or of one; 'all' (the default): none",
     )
-    parser.add_argument("--host-mem", help="limit on host memory, such as 100GiB (PatrickStar: its host budget)")
+    parser.add_argument("--host-mem", help="limit on host memory of all ranks together, such as 100GiB")
     parser.add_argument(
         "--speculation",
         choices=[member.value for member in Speculation],
@@ -74,12 +87,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per system")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results, anew after each system")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per run of a system")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results, anew after each run")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a bar chart, .svg or .png")
     args = parser.parse_args(arguments)
-    if min(args.batch, args.steps, args.length or 1) < 1 or args.warmup < 0:
-        parser.error("--batch, --steps and --length must be at least 1, --warmup at least 0")
+    if min(args.batch, args.steps, args.length or 1, *args.ranks) < 1 or args.warmup < 0:
+        parser.error("--batch, --ranks, --steps and --length must be at least 1, --warmup at least 0")
     try:
         args.jobs = _jobs(args)
     except ValueError as error:
@@ -93,6 +106,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         Job(
             system=system,
             model=args.model,
+            ranks=ranks,
             length=args.length or SHAPES[args.model].length,
             batch=args.batch,
             clipping=args.clipping,
@@ -103,6 +117,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             warmup=args.warmup,
             steps=args.steps,
         )
+        for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)
     ]
 

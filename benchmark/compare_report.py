@@ -7,16 +7,34 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmark.systems.launcher import Run
+from benchmark.systems.run import Run
 
 _REFERENCE = "patrickstar"
 _GIB = 2**30
 _LONGEST_NOTE = 90
+_COLUMNS = {
+    "system": 24,
+    "ranks": 6,
+    "GPU limit": 11,
+    "step s": 9,
+    "TFLOPS": 8,
+    "tokens/s": 10,
+    "ratio": 7,
+    "scaling": 9,
+    "device GiB": 12,
+    "host GiB": 10,
+    "exposed s": 11,
+    "coll. s": 9,
+    "up GiB": 8,
+    "down GiB": 10,
+    "init s": 8,
+}
+"""Of the table: titles and characters."""
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Runs of the same job by several systems."""
+    """Runs of the same job by several systems, on one or several numbers of ranks."""
 
     command: str
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -26,11 +44,33 @@ class Comparison:
         return statistics.median(run.step_seconds[run.job.warmup :])
 
     def ratio(self, run: Run) -> float | None:
-        """Step time over PatrickStar's; None if one of the two did not train."""
-        reference = next((r for r in self.runs if r.job.system == _REFERENCE and r.is_measured), None)
+        """Step time over PatrickStar's on as many ranks; None if one of the two did not train."""
+        reference = self._measured(_REFERENCE, run.job.ranks)
         if reference is None or not run.is_measured:
             return None
         return self.step_seconds(run) / self.step_seconds(reference)
+
+    def scaling(self, run: Run) -> float | None:
+        """TFLOPS per GPU over that of the least number of ranks of the same system; None if one of the two did not
+        train, or there is only one number of ranks.
+        """
+        all_ranks = {other.job.ranks for other in self.runs}
+        least = self._measured(run.job.system, min(all_ranks))
+        if len(all_ranks) == 1 or least is None or not run.is_measured:
+            return None
+        return self.tflops_per_gpu(run) / self.tflops_per_gpu(least)
+
+    def _measured(self, system: str, ranks: int) -> Run | None:
+        found = (run for run in self.runs if (run.job.system, run.job.ranks) == (system, ranks) and run.is_measured)
+        return next(found, None)
+
+    def tflops_per_gpu(self, run: Run) -> float:
+        """Model TFLOPS of one rank."""
+        return run.job.shape.model_flops(run.job.batch) / self.step_seconds(run) / 1e12
+
+    def tokens_per_second_per_gpu(self, run: Run) -> float:
+        """Of one rank."""
+        return run.job.batch * run.job.length / self.step_seconds(run)
 
     def exposed_seconds(self, run: Run) -> float | None:
         """Seconds of a step in which no kernel runs; None if not measured."""
@@ -55,18 +95,19 @@ class Comparison:
     def _system(self, run: Run) -> dict[str, Any]:
         values: dict[str, Any] = {
             "system": run.job.system,
+            "ranks": run.job.ranks,
             "outcome": run.outcome.value,
             "reason": run.reason,
             "version": run.version,
             "gpu_limit_bytes": run.job.gpu_bytes,
         }
         if run.is_measured:
-            step = self.step_seconds(run)
             values |= {
-                "step_seconds": step,
-                "model_tflops": run.job.shape.model_flops(run.job.batch) / step / 1e12,
-                "tokens_per_second": run.job.batch * run.job.length / step,
+                "step_seconds": self.step_seconds(run),
+                "model_tflops_per_gpu": self.tflops_per_gpu(run),
+                "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu(run),
                 "step_seconds_over_patrickstar": self.ratio(run),
+                "scaling": self.scaling(run),
                 "exposed_seconds": self.exposed_seconds(run),
                 "gpu_activity": run.activity,
                 "gpu_activity_missing_because": run.activity_reason,
@@ -76,6 +117,7 @@ class Comparison:
             "host_peak_bytes": run.host_peak_bytes,
             "init_seconds": run.init_seconds,
             "all_step_seconds": [round(seconds, 4) for seconds in run.step_seconds],
+            "slowest_rank_step_seconds": [round(seconds, 4) for seconds in run.slowest_step_seconds],
             "losses": run.losses,
             "settings": run.settings,
             "report": run.report,
@@ -84,25 +126,25 @@ class Comparison:
 
 
 def format_table(comparison: Comparison) -> str:
-    """A line per system, then the losses of each."""
+    """A line per run, then the losses of each."""
     job = comparison.runs[0].job
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
     clipping = f"clipping at {job.clipping:g}" if job.clipping > 0 else "no clipping"
     lines = [
-        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, batch {job.batch} x {job.length}, "
-        f"bf16, AdamW, {clipping}",
+        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, "
+        f"batch {job.batch} x {job.length} per rank, bf16, AdamW, {clipping}",
         f"GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
+        "TFLOPS, tokens/s and device memory are per GPU, host memory is of all ranks",
         "",
-        f"{'system':24}{'GPU limit':>10}{'step s':>9}{'TFLOPS':>8}{'tokens/s':>10}{'ratio':>7}{'device GiB':>12}"
-        f"{'host GiB':>10}{'exposed s':>11}{'up GiB':>8}{'down GiB':>9}{'init s':>8}",
+        _line(list(_COLUMNS)),
     ]
     lines += [_row(comparison, run) for run in comparison.runs]
     lines += ["", "losses, from the first step on:"]
     lines += [
-        f"{run.job.system:24}" + " ".join(f"{loss:.4f}" for loss in run.losses) for run in comparison.runs if run.losses
+        f"{_name(run)}  " + " ".join(f"{loss:.4f}" for loss in run.losses) for run in comparison.runs if run.losses
     ]
     lines += [
-        f"{run.job.system}: exposed time was not measured: {run.activity_reason}"
+        f"{_name(run)}  exposed time was not measured: {run.activity_reason}"
         for run in comparison.runs
         if run.is_measured and run.activity is None
     ]
@@ -110,19 +152,36 @@ def format_table(comparison: Comparison) -> str:
 
 
 def _row(comparison: Comparison, run: Run) -> str:
-    limit = _gib(run.job.gpu_bytes) if run.job.gpu_bytes is not None else "all"
-    start = f"{run.job.system:24}{limit:>10}"
+    cells = [run.job.system, str(run.job.ranks), _gib(run.job.gpu_bytes) if run.job.gpu_bytes is not None else "all"]
     if not run.is_measured:
-        return f"{start}  {run.outcome.value}: {run.reason}"
-    step = comparison.step_seconds(run)
-    tflops = run.job.shape.model_flops(run.job.batch) / step / 1e12
+        return f"{_line(cells)}  {run.outcome.value}: {run.reason}"
     activity = run.activity or {}
-    return (
-        f"{start}{step:9.3f}{tflops:8.1f}{run.job.batch * run.job.length / step:10.0f}"
-        f"{_number(comparison.ratio(run), 2):>7}{_gib(run.device_peak_bytes):>12}{_gib(run.host_peak_bytes):>10}"
-        f"{_number(comparison.exposed_seconds(run), 3):>11}{_gib(activity.get('uploaded_bytes')):>8}"
-        f"{_gib(activity.get('downloaded_bytes')):>9}{_number(run.init_seconds, 1):>8}"
-    )
+    cells += [
+        f"{comparison.step_seconds(run):.3f}",
+        f"{comparison.tflops_per_gpu(run):.1f}",
+        f"{comparison.tokens_per_second_per_gpu(run):.0f}",
+        _number(comparison.ratio(run), 2),
+        _number(comparison.scaling(run), 3),
+        _gib(run.device_peak_bytes),
+        _gib(run.host_peak_bytes),
+        _number(comparison.exposed_seconds(run), 3),
+        _number(activity.get("collectives_only_seconds"), 3),
+        _gib(activity.get("uploaded_bytes")),
+        _gib(activity.get("downloaded_bytes")),
+        _number(run.init_seconds, 1),
+    ]
+    return _line(cells)
+
+
+def _line(cells: list[str]) -> str:
+    """The first columns of the table."""
+    widths = list(_COLUMNS.values())[: len(cells)]
+    first, *others = zip(cells, widths, strict=True)
+    return first[0].ljust(first[1]) + "".join(cell.rjust(width) for cell, width in others)
+
+
+def _name(run: Run) -> str:
+    return _line([run.job.system, str(run.job.ranks)])
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -134,7 +193,7 @@ def _gib(num_bytes: int | None) -> str:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Model TFLOPS of each system as bars, with its step time and peaks; the reason where there is none."""
+    """Model TFLOPS per GPU of each run as bars, with its step time and peaks; the reason where there is none."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +206,7 @@ def plot(comparison: Comparison, path: Path) -> None:
         text = f"{run.outcome.value}: {run.reason}"
         if run.is_measured:
             step = comparison.step_seconds(run)
-            tflops = job.shape.model_flops(job.batch) / step / 1e12
+            tflops = comparison.tflops_per_gpu(run)
             peaks = f"peaks: device {_gib(run.device_peak_bytes)} GiB, host {_gib(run.host_peak_bytes)} GiB"
             text = f"{tflops:.3g} TFLOPS, {step:.3g} s per step, {peaks}"
         color = "tab:blue" if run.job.system == _REFERENCE else "tab:gray"
@@ -155,8 +214,10 @@ def plot(comparison: Comparison, path: Path) -> None:
         axes.text(0, position - 0.26, " " + text[:_LONGEST_NOTE], va="bottom", fontsize=8)
     axes.set_yticks(range(len(comparison.runs)), [_label(run) for run in comparison.runs])
     axes.set_ylim(len(comparison.runs) - 0.6, -0.7)  # the first on top
-    axes.set_xlabel("model TFLOPS")
-    axes.set_title(f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length}", fontsize=10)
+    axes.set_xlabel("model TFLOPS per GPU")
+    axes.set_title(
+        f"GPT {job.shape.num_parameters() / 1e9:.3g} B, batch {job.batch} x {job.length} per rank", fontsize=10
+    )
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -165,4 +226,5 @@ def plot(comparison: Comparison, path: Path) -> None:
 
 def _label(run: Run) -> str:
     limit = "whole GPU" if run.job.gpu_bytes is None else f"within {_gib(run.job.gpu_bytes)} GiB"
-    return f"{run.job.system}\n{limit}"
+    ranks = f"{run.job.ranks} ranks, " if run.job.ranks > 1 else ""
+    return f"{run.job.system}\n{ranks}{limit}"

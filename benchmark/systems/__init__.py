@@ -2,7 +2,7 @@
 
 A *system* is one way to train a model: PatrickStar or a peer. Each has a module in this package whose functions
 ``build_*`` turn a :class:`Job` into a :class:`System`. All of them get the same job: the same model code, values,
-batches and optimizer. One worker process (``worker.py``) trains one system; the parent (``launcher.py``) imports
+batches and optimizer. A worker process per rank (``worker.py``) trains one system; the parent (``launcher.py``) imports
 neither the systems nor CUDA.
 """
 
@@ -22,16 +22,18 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one worker trains, and within which limits."""
+    """What the workers of one run train, and within which limits."""
 
     system: str
     """A key of :data:`SYSTEMS`."""
     model: str
     """A key of ``SHAPES``."""
+    ranks: int
+    """Worker processes, each with a GPU of its own (if there are any)."""
     length: int
     """Tokens per sequence."""
     batch: int
-    """Sequences per step."""
+    """Sequences per step and rank."""
     clipping: float
     """Largest global norm of the gradients; 0: no clipping."""
     speculation: str
@@ -39,9 +41,9 @@ class Job:
     streaming: str
     """PatrickStar's ``optimizer.streaming``."""
     gpu_bytes: int | None
-    """Limit on device memory; None: the whole GPU."""
+    """Limit on device memory of each rank; None: the whole GPU."""
     host_bytes: int | None
-    """Limit on host memory; None: none."""
+    """Limit on host memory of all ranks together; None: none."""
     warmup: int
     """Steps before the timed ones."""
     steps: int
@@ -54,7 +56,7 @@ class Job:
 
 
 class System(Protocol):
-    """A model with its optimizer, ready to train. It lives as long as its process."""
+    """A rank's part of a model with its optimizer, ready to train. It lives as long as its process."""
 
     version: str
     """Of the package that trains."""
@@ -64,7 +66,7 @@ class System(Protocol):
     """Where batches go."""
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Forward, backward and update; returns the loss before the update."""
+        """Forward, backward and update; returns the loss of this rank's batch before the update."""
         ...
 
     def report(self) -> dict[str, Any]:
@@ -85,7 +87,9 @@ class SystemSpec:
     prepare: str | None = None
     """Function of ``module`` that does what a machine needs once, such as compiling; not part of the timing."""
     limits_host_itself: bool = False
-    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its process is ended when it exceeds them."""
+    """Whether it keeps to ``Job.host_bytes`` by itself; otherwise its processes are ended when they exceed them."""
+    max_ranks: int | None = None
+    """The most ranks that ``build`` is made for; None: any number."""
 
     @property
     def is_installed(self) -> bool:
@@ -100,6 +104,6 @@ SYSTEMS = {
     "fsdp2": SystemSpec(module="fsdp2", build="build_resident", package="torch"),
     "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded", package="torch"),
     "deepspeed-zero3-offload": SystemSpec(
-        module="deepspeed", build="build_zero3_offloaded", package="deepspeed", prepare="compile_kernels"
+        module="deepspeed", build="build_zero3_offloaded", package="deepspeed", prepare="compile_kernels", max_ranks=1
     ),
 }

@@ -1,4 +1,8 @@
-"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam."""
+"""DeepSpeed ZeRO-3 with parameters and optimizer offloaded to pinned host memory, and its CPU Adam.
+
+On one rank: the model, whole in host memory, is what its partitioning starts from, and several ranks would each have
+it whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import limit_device_memory, training_device
-from benchmark.systems.single_rank import init_single_rank_group
+from benchmark.systems.ranks import init_torch_group
 from benchmark.systems.weights import build_meta_gpt, fill_parameters
 
 _SUB_GROUP_NUMEL = int(1e8)
@@ -33,7 +37,7 @@ class Zero3:
     def __init__(self, job: Job):
         self.device = training_device()
         limit_device_memory(job)
-        init_single_rank_group()
+        init_torch_group()
         config = _config(job, pin=self.device.type == "cuda")
         self.version = deepspeed.__version__.strip()
         self.settings: dict[str, Any] = {"config": config}

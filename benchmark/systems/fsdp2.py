@@ -1,8 +1,9 @@
 """FSDP2 (``torch.distributed.fsdp.fully_shard``) as a system, with everything resident or with CPUOffloadPolicy.
 
 Set up as its documentation recommends: one group per transformer block and one for the rest, parameters gathered in
-bfloat16 over float32 shards, resharded after forward, prefetching as it does by itself, the fused AdamW. On one process
-a reduction changes no value, so gradients are reduced in bfloat16.
+bfloat16 over float32 shards, resharded after forward, prefetching as it does by itself, the fused AdamW. The mesh is
+all ranks. Gradients are reduced in bfloat16, which is its default: on one rank a reduction changes no value, on several
+it sends half the bytes of float32.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import limit_device_memory, training_device
-from benchmark.systems.single_rank import init_single_rank_group
+from benchmark.systems.ranks import init_torch_group
 from benchmark.systems.weights import build_meta_gpt, fill_parameters
 
 
 def build_resident(job: Job) -> Sharded:
-    """Parameters, gradients and states on the GPU."""
+    """Parameters, gradients and states on the GPUs."""
     device = training_device()
     return Sharded(job, device, shards=device, offload=OffloadPolicy())
 
@@ -39,7 +40,7 @@ class Sharded:
 
     def __init__(self, job: Job, device: torch.device, *, shards: torch.device, offload: OffloadPolicy):
         limit_device_memory(job)
-        init_single_rank_group()
+        init_torch_group()
         self.device = device
         self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}
         self._model = build_meta_gpt(job.shape)

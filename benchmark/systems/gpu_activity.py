@@ -1,8 +1,9 @@
 """What the GPU does in one step, from PyTorch's profiler: how long it computes, and what is copied.
 
 A moment is *computing* when at least one kernel other than a collective runs on the GPU. What is left of a step is time
-in which the GPU waits: for a transfer, for an optimizer on the host, or for the launching thread. This is measured in
-the same way for every system, whatever it calls its streams.
+in which the GPU waits: for a transfer, for a collective, for an optimizer on the host, or for the launching thread.
+This is measured in the same way for every system, whatever it calls its streams. NCCL's kernels occupy the GPU while
+they wait for other ranks, so they are no computing; the time in which nothing but them runs is a figure of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 _LAUNCH_MICROSECONDS = 20  # of a gap: longer ones are not the pause between two kernels that were queued
 _NUM_GAPS = 24
+_COLLECTIVE_PREFIX = "nccl"
 _DIRECTIONS = {"HtoD": "uploaded", "DtoH": "downloaded"}
+
+NUM_PROFILED_STEPS = 2
+"""How often :func:`profile_step` runs a step."""
 
 
 def profile_step(step: Callable[[], None]) -> dict[str, Any]:
@@ -33,20 +38,21 @@ def profile_step(step: Callable[[], None]) -> dict[str, Any]:
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
         ) as profiler:
-            for _ in range(2):
+            for _ in range(NUM_PROFILED_STEPS):
                 step()
                 profiler.step()
         return summarize(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of computing, bytes and seconds of copies by direction, and the longest gaps between kernels, of a trace
-    in Chrome's format.
+    """Seconds of computing and of nothing but collectives, bytes and seconds of copies by direction, and the longest
+    gaps between kernels other than collectives, of a trace in Chrome's format.
 
     Raises:
         RuntimeError: there is no kernel in it.
     """
     kernels: list[tuple[float, float, str]] = []
+    collectives: list[tuple[float, float, str]] = []
     figures: dict[str, Any] = {}
     for direction in _DIRECTIONS.values():
         figures |= {f"{direction}_bytes": 0, f"{direction}_seconds": 0.0}
@@ -54,8 +60,9 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         category, name = event.get("cat"), event.get("name", "")
         if event.get("ph") != "X":
             continue
-        if category == "kernel" and not name.startswith("nccl"):
-            kernels.append((event["ts"], event["ts"] + event["dur"], name))
+        if category == "kernel":
+            into = collectives if name.startswith(_COLLECTIVE_PREFIX) else kernels
+            into.append((event["ts"], event["ts"] + event["dur"], name))
         elif category == "gpu_memcpy":
             for key, direction in _DIRECTIONS.items():
                 if key in name:
@@ -64,6 +71,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     if not kernels:
         raise RuntimeError("the profiler recorded no kernel")
     figures["computing_seconds"], gaps = _covered_and_gaps(kernels)
+    busy_seconds, _ = _covered_and_gaps(kernels + collectives)
+    figures["collectives_only_seconds"] = busy_seconds - figures["computing_seconds"]
     figures["gap_seconds"] = sum(gaps.values())
     figures["gaps"] = dict(gaps.most_common(_NUM_GAPS))
     return figures

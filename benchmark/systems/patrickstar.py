@@ -1,17 +1,15 @@
-"""PatrickStar as a system: the model's values are made on the host and move into chunks."""
+"""PatrickStar as a system: the model is built on the meta device and gets its values chunk by chunk."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 import patrickstar
-from benchmark.common import GptShape
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import training_device
-from benchmark.systems.weights import build_meta_gpt, fill_parameters
+from benchmark.systems.weights import build_meta_gpt
 from patrickstar.runtime import initialize_engine
 
 _CHUNK_NUMEL = 64 * 2**20
@@ -19,7 +17,9 @@ MARGIN_USE_RATIO = 0.95  # the default, 0.8, leaves more for steps that vary
 
 
 def build_chunked(job: Job) -> Chunked:
-    """PatrickStar within ``job.gpu_bytes`` (None: its default share of the GPU) and ``job.host_bytes``."""
+    """PatrickStar within ``job.gpu_bytes`` (None: its default share of the GPU) and the rank's part of
+    ``job.host_bytes``.
+    """
     return Chunked(job)
 
 
@@ -33,14 +33,16 @@ class Chunked:
             "gradient_clipping": job.clipping,
             "default_chunk_size": _CHUNK_NUMEL,
             "device_memory": job.gpu_bytes,
-            "host_memory": job.host_bytes,
+            "host_memory": job.host_bytes // job.ranks if job.host_bytes is not None else None,
             "client": {"mem_tracer": {"margin_use_ratio": MARGIN_USE_RATIO}},
         }
         self.version = patrickstar.__version__
         self.settings: dict[str, Any] = {"config": config}
-        self._engine, self._optimizer = initialize_engine(lambda: _host_model(job.shape), 0, config)
-        self._engine.train()
         self.device = training_device()
+        self._engine, self._optimizer = initialize_engine(
+            lambda: build_meta_gpt(job.shape), self.device.index or 0, config
+        )
+        self._engine.train()
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self._optimizer.zero_grad()
@@ -51,10 +53,3 @@ class Chunked:
 
     def report(self) -> dict[str, Any]:
         return self._engine.report()
-
-
-def _host_model(shape: GptShape) -> nn.Module:
-    model = build_meta_gpt(shape)
-    model.to_empty(device="cpu")
-    fill_parameters(model)
-    return model

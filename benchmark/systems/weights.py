@@ -1,13 +1,17 @@
 """The model that every system trains: built without memory, then given the same values wherever it lies.
 
-Values depend on a parameter's name and shape alone, are made on the GPU where there is one (18 billion in a second
-instead of minutes), and are representable in bfloat16, so that a system that makes its float32 masters from 16-bit
-parameters starts from the same point.
+Values depend on a parameter's name and shape alone, so that every system, every number of ranks and every way to shard
+starts from the same point. They are made on the GPU where there is one (18 billion in a second instead of minutes), a
+whole parameter at a time of which a rank keeps its shard, and are representable in bfloat16, for systems that make
+their float32 masters from 16-bit parameters.
 
     model = build_meta_gpt(shape)       # parameters on the meta device
     ...                                 # whatever the system does before memory is allocated
     model.to_empty(device="cpu")
     fill_parameters(model)
+
+A system that materialises a model on the meta device by itself, as PatrickStar does, calls Hugging Face's
+``_init_weights`` for it, and gets the same values.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ import zlib
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before an initialisation is timed
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmark.common import GptShape, build_gpt
+from benchmark.systems.device import training_device
 
 _STD = 0.02  # GPT-2's
 
@@ -36,35 +41,73 @@ def build_meta_gpt(shape: GptShape) -> nn.Module:
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise RuntimeError(f"the model has buffers ({buffers[0]}, ...), which are not filled; use transformers >= 5.0")
+    initializer = NamedInitializer(model)
+    for module in model.modules():
+        if callable(getattr(module, "_init_weights", None)):  # the model, and the one without the output layer in it
+            module._init_weights = initializer
     return model.train()
+
+
+class NamedInitializer:
+    """Hugging Face's ``_init_weights`` of the benchmark's GPT: fills a module's own parameters, wherever they are."""
+
+    def __init__(self, model: nn.Module):
+        self._names = {module: name for name, module in model.named_modules()}
+        self._num_layers = model.config.n_layer
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is not None:
+                full_name = f"{self._names[module]}.{name}".lstrip(".")
+                param.copy_(initial_values(full_name, param.shape, self._num_layers, param.device))
+
+
+def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.device) -> torch.Tensor:
+    """The whole parameter in bfloat16, as GPT-2 has it: normal weights, those that end a residual branch scaled by the
+    depth, LayerNorm the identity. Equal on all devices of a type.
+    """
+    values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if len(shape) == 1:
+        return values.fill_(0.0 if name.endswith("bias") else 1.0)
+    std = _STD / math.sqrt(2 * num_layers) if name.endswith("c_proj.weight") else _STD
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return values.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
 def fill_parameters(model: nn.Module) -> None:
-    """Gives every parameter its initial value, as GPT-2 does: normal weights, those that end a residual branch scaled
-    by the depth, LayerNorm the identity. Leaves no memory in PyTorch's GPU cache.
+    """Gives every parameter, or this rank's shard of it, its initial value. Leaves no memory in PyTorch's GPU cache.
 
     Raises:
-        ValueError: a parameter is sharded over several processes.
+        ValueError: a parameter is sharded in another way than by rows over one group of ranks.
     """
-    source = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(source)
+    source = training_device()
+    targets = {name: _local(param) for name, param in model.named_parameters()}
     # Values from the GPU go to the host through this buffer: the many cores that widen them to float32 then also touch
     # the pages of their destination for the first time, which takes one core several times as long.
-    staging = torch.empty(max(param.numel() for param in model.parameters()), dtype=torch.bfloat16)
+    staging = torch.empty(max(target.numel() for target in targets.values()), dtype=torch.bfloat16)
     for name, param in model.named_parameters():
-        target = param.to_local() if isinstance(param, DTensor) else param.detach()
-        if target.shape != param.shape:
-            raise ValueError(f"{name} is sharded: {tuple(target.shape)} of {tuple(param.shape)}; run on one process")
-        if param.dim() == 1:
-            target.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        ends_branch = name.endswith("c_proj.weight")
-        std = _STD / math.sqrt(2 * model.config.n_layer) if ends_branch else _STD
-        generator.manual_seed(zlib.crc32(name.encode()))
-        values = torch.empty(param.shape, dtype=torch.bfloat16, device=source).normal_(0.0, std, generator=generator)
+        target = targets[name]
+        values = _shard_of(initial_values(name, param.shape, model.config.n_layer, source), name, param)
         if target.device != values.device:
             values = staging[: values.numel()].view(values.shape).copy_(values)
         target.copy_(values)
     if source.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _local(param: nn.Parameter) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param.detach()
+
+
+def _shard_of(values: torch.Tensor, name: str, param: nn.Parameter) -> torch.Tensor:
+    """The rows of ``values`` that this rank has of ``param``."""
+    if not isinstance(param, DTensor):
+        return values
+    mesh = param.device_mesh
+    if param.placements != (Shard(0),):
+        raise ValueError(f"{name} is placed as {param.placements}; only (Shard(dim=0),) can be filled")
+    num_rows = -(-values.shape[0] // mesh.size())  # as torch.chunk has it
+    begin = min(mesh.get_local_rank() * num_rows, values.shape[0])
+    return values[begin : begin + num_rows]

@@ -1,14 +1,17 @@
-"""Trains one system in a process of its own: ``python -m benchmark.systems.worker JOB FD``, started by ``launcher.py``.
+"""One rank of one system in a process of its own: ``python -m benchmark.systems.worker JOB FD``, started by
+``launcher.py`` with the variables of torchrun.
 
 ``JOB`` is a :class:`~benchmark.systems.Job` as JSON; events go to the file descriptor ``FD``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -19,24 +22,31 @@ import transformers
 
 from benchmark.common import provenance, token_batch
 from benchmark.systems import SYSTEMS, Job, System
-from benchmark.systems.events import EventWriter, Outcome, peak_resident_bytes
-from benchmark.systems.gpu_activity import profile_step
+from benchmark.systems.device import training_device
+from benchmark.systems.events import EventWriter, Outcome, others_resident_bytes, peak_resident_bytes
+from benchmark.systems.gpu_activity import NUM_PROFILED_STEPS, profile_step
+from benchmark.systems.ranks import Barrier, RankPlace
 
-_BATCH_SEED = 1
+_BATCH_SEED = 1  # rank 0's; each further rank has the next
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StepTimer:
-    """Steps of one system on one sequence of batches, each timed from the batch on the host to an idle device."""
+    """Steps of one system on one sequence of batches, each timed from the batch on the host to an idle device. All
+    ranks begin a step together.
+    """
 
-    def __init__(self, job: Job, system: System):
+    def __init__(self, job: Job, system: System, place: RankPlace, barrier: Barrier):
         self._job = job
         self._system = system
-        self._generator = torch.Generator().manual_seed(_BATCH_SEED)
+        self._barrier = barrier
+        self._generator = torch.Generator().manual_seed(_BATCH_SEED + place.rank)
 
     def run(self) -> tuple[float, float]:
-        """One step; returns its seconds and its loss."""
+        """One step; returns its seconds and its loss, both this rank's."""
         system = self._system
         tokens = token_batch(self._job.shape, self._job.batch, self._generator)
+        self._barrier.wait()
         begin = time.perf_counter()
         loss = system.step({key: value.to(system.device) for key, value in tokens.items()}).item()
         if system.device.type == "cuda":
@@ -44,29 +54,47 @@ class StepTimer:
         return time.perf_counter() - begin, loss
 
 
-def train(job: Job, events: EventWriter) -> None:
-    """Builds the system, runs warm-up and timed steps, and one more under the profiler."""
+def train(job: Job, events: EventWriter, place: RankPlace) -> None:
+    """Builds the system, runs warm-up and timed steps, and those of the profiler."""
+    barrier = Barrier(place)
     spec = SYSTEMS[job.system]
     module = importlib.import_module(f"benchmark.systems.{spec.module}")
-    if spec.prepare is not None:
-        getattr(module, spec.prepare)()
-    events.send("provenance", **provenance(), transformers_version=transformers.__version__)
+    device = training_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.rank == 0:
+        if spec.prepare is not None:
+            getattr(module, spec.prepare)()
+        events.send("provenance", **provenance(), transformers_version=transformers.__version__)
+    barrier.wait()
     begin = time.perf_counter()
     system: System = getattr(module, spec.build)(job)
     init_seconds = time.perf_counter() - begin
     events.send("initialised", init_seconds=init_seconds, version=system.version, settings=system.settings)
-    timer = StepTimer(job, system)
+    timer = StepTimer(job, system, place, barrier)
     for _ in range(job.warmup + job.steps):
         seconds, loss = timer.run()
         events.send("step", seconds=seconds, loss=loss)
+    barrier.wait()  # until here no rank may end, nor give back memory that it shares
     report = system.report()
     events.send(
         "measured",
         device_peak_bytes=_device_peak_bytes(report),
-        host_peak_bytes=peak_resident_bytes(),
+        host_peak_bytes=_host_peak_bytes(place),
         report=report,
     )
-    _profile(timer, events)
+    barrier.wait()
+    if place.rank == 0:
+        _profile(timer, events)
+    elif torch.cuda.is_available():
+        for _ in range(NUM_PROFILED_STEPS):
+            timer.run()
+
+
+def _host_peak_bytes(place: RankPlace) -> int:
+    """This rank's part of what all ranks had at most. What they share, as it is now, counts once."""
+    shared = others_resident_bytes() if place.num_ranks > 1 else 0
+    return peak_resident_bytes() - shared
 
 
 def _device_peak_bytes(report: dict[str, Any]) -> int | None:
@@ -103,13 +131,19 @@ def _outcome(error: BaseException) -> Outcome:
     return Outcome.OUT_OF_MEMORY if by_class or by_words else Outcome.FAILED
 
 
+def _end_with_parent() -> None:
+    """The kernel kills this process when the launcher ends, however that ends; it is in no session with it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     values: dict[str, Any] = json.loads(sys.argv[1])
     job = Job(**{field.name: values[field.name] for field in dataclasses.fields(Job)})
     events = EventWriter(os.fdopen(int(sys.argv[2]), "w", encoding="utf-8"))
     exit_code = 0
     try:
-        train(job, events)
+        train(job, events, RankPlace.from_environment())
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         events.send("failed", outcome=_outcome(error).value, reason=_describe(error))
