@@ -17,11 +17,15 @@ VOCAB = 97
 BATCH, LENGTH = 2, 16
 
 
+def loss_of(out: Any) -> torch.Tensor:
+    return out["loss"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], dict[str, Any]]
-    loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"]
+    loss: Callable[[Any], torch.Tensor] = loss_of
 
 
 def token_batch(generator: torch.Generator) -> dict[str, Any]:

@@ -184,6 +184,11 @@ def test_committed_updates_change_no_number(name):
     assert_same(run, expected)
     assert run.report["num_committed_updates"] > 0
     assert run.report["num_speculated_updates"] == 0
+    config["optimizer"]["params"]["use_hybrid_adam"] = True
+    on_device = train(case, config, steps=5)
+    assert_same(on_device, expected)
+    assert on_device.report["num_device_state_chunks"] > 0
+    assert on_device.report["num_committed_updates"] > 0
 
 
 def committing_engine():

@@ -108,9 +108,10 @@ void GradientFlow::retire(ChunkId chunk) {
 
 // To the tier of the optimizer states.
 void GradientFlow::send_home(ChunkId chunk) {
-  if (states_on_device(chunk)) return;
-  if (!pager_.push_out({chunk, core_.store.layout().grad_home()})) return;
-  if (!core_.store.layout().is_sharded()) core_.recorder.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+  if (!states_on_device(chunk)) {
+    if (!pager_.push_out({chunk, core_.store.layout().grad_home()})) return;
+    if (!core_.store.layout().is_sharded()) core_.recorder.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+  }
   if (!accumulates_ && retired_listener_) retired_listener_(chunk);
 }
 
@@ -186,7 +187,12 @@ void GradientFlow::scatter_rest() {
     flags.push_back(core_.store.array({chunk, ArrayKind::kGrad}).exists());
   }
   core_.collectives.any_over_ranks(flags);
-  std::copy(flags.begin(), flags.begin() + static_cast<int64_t>(has_grad_.size()), has_grad_.begin());
+  for (ParamId param = 0; param < core_.store.layout().num_params(); ++param) {
+    auto& here = has_grad_[static_cast<size_t>(param)];
+    if (here == flags[static_cast<size_t>(param)]) continue;
+    announce_change(core_.store.layout().placement(param).chunk);  // an update that began without it is another one
+    here = 1;
+  }
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
     if (flags[has_grad_.size() + static_cast<size_t>(chunk)] != 0) scatter(chunk);
   }

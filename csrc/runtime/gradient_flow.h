@@ -44,7 +44,8 @@ class GradientFlow {
   void clear();
   void clear_param(ParamId param);
 
-  // Told when a chunk's gradient is complete and on its way to the host, and before such a gradient changes or goes.
+  // Told when a chunk's gradient is complete and where its states are, or on its way there, and before such a gradient
+  // changes or goes.
   void set_retired_listener(std::function<void(ChunkId)> listener) { retired_listener_ = std::move(listener); }
   void set_change_listener(std::function<void(ChunkId)> listener) { change_listener_ = std::move(listener); }
 

@@ -71,15 +71,16 @@ void OptimizerStep::set_step_count(ParamId param, int64_t count) {
 }
 
 // Moments are made in the first step.
-bool OptimizerStep::has_states_on_host(ChunkId chunk) const {
+bool OptimizerStep::has_states(ChunkId chunk, Tier tier) const {
   const OptimizerArrays kinds = optimizer_arrays();
   return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
     const ArrayRecord& state = core_.store.array({chunk, kind});
-    return state.on_host && !state.on_device;
+    return tier == Tier::kDevice ? state.on_device : state.on_host && !state.on_device;
   });
 }
 
 void OptimizerStep::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
+  held_back_ = -1;
   speculation_.expect(groups, grad_scale);
   if (speculation_.must_choose() && !gradients_.pending()) choose_speculation();
 }
@@ -90,7 +91,7 @@ void OptimizerStep::choose_speculation() {
   std::vector<std::pair<int64_t, int64_t>> sizes(static_cast<size_t>(layout.num_chunks()));
   bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (!has_states_on_host(chunk)) continue;
+    if (!has_states(chunk, Tier::kHost)) continue;
     sizes[static_cast<size_t>(chunk)] = {layout.num_bytes({chunk, ArrayKind::kMaster}),
                                          layout.num_bytes(param_of(chunk))};
     any = true;
@@ -99,20 +100,30 @@ void OptimizerStep::choose_speculation() {
 }
 
 void OptimizerStep::on_retired(ChunkId chunk) {
-  if (speculation_.commits()) {
-    commit(chunk);
-  } else {
-    speculate(chunk);
-  }
+  if (!speculation_.commits()) return speculate(chunk);
+  if (has_states(chunk, Tier::kDevice)) return commit_on_device(chunk);
+  commit(chunk);
+}
+
+void OptimizerStep::commit_on_device(ChunkId chunk) {
+  if (core_.store.layout().is_sharded()) chunk = std::exchange(held_back_, chunk);
+  if (chunk >= 0) commit(chunk);
 }
 
 void OptimizerStep::commit(ChunkId chunk) {
   const ArrayRecord& grad = core_.store.array(grad_of(chunk));
-  if (gradients_.source(chunk) != grad_of(chunk).kind || !grad.on_host || !gradients_.has_gradient_in(chunk)) return;
+  if (gradients_.source(chunk) != grad_of(chunk).kind || !grad.exists() || !gradients_.has_gradient_in(chunk)) return;
   // A later use in this step needs the old values.
   const ArrayId param{chunk, ArrayKind::kParam};
-  if (!has_states_on_host(chunk) || pager_.next_use(param) != NextUse::kNever) return;
-  apply_on_host({chunk}, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()));
+  if (pager_.next_use(param) != NextUse::kNever) return;
+  const auto scale = static_cast<float>(speculation_.expected_grad_scale());
+  if (has_states(chunk, Tier::kDevice)) {
+    apply_on_device(chunk, speculation_.expected_groups(), scale);
+  } else if (has_states(chunk, Tier::kHost) && grad.on_host) {
+    apply_on_host({chunk}, speculation_.expected_groups(), scale);
+  } else {
+    return;
+  }
   committed_[static_cast<size_t>(chunk)] = 1;
   ++num_committed_;
   ++core_.counters.num_committed_updates;
@@ -137,9 +148,11 @@ void OptimizerStep::check_not_committed(const std::vector<ParamId>& params) cons
 void OptimizerStep::forget_committed() {
   std::fill(committed_.begin(), committed_.end(), uint8_t{0});
   num_committed_ = 0;
+  held_back_ = -1;
 }
 
 void OptimizerStep::cancel(ChunkId chunk) {
+  if (chunk == held_back_) held_back_ = -1;
   if (is_committed(chunk)) check_nothing_committed("a gradient, a value or a step count was to change");
   speculation_.cancel(chunk);
 }
@@ -149,7 +162,7 @@ void OptimizerStep::speculate(ChunkId chunk) {
   const ArrayId grad = grad_of(chunk);
   ArrayRecord& record = core_.store.array(grad);
   if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
-  if (!record.on_host || !gradients_.has_gradient_in(chunk) || !has_states_on_host(chunk)) return;
+  if (!record.on_host || !gradients_.has_gradient_in(chunk) || !has_states(chunk, Tier::kHost)) return;
   NewStates states;
   if (!speculation_.try_allocate(core_.store.num_bytes({chunk, ArrayKind::kMaster}), core_.store.num_bytes(grad),
                                  states))
@@ -411,11 +424,11 @@ void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
     grad.host_ready = nullptr;
     grad.on_host = false;
   }
-  if (target.on_device) {
+  if (target.on_device && core_.store.layout().is_sharded()) {
+    pager_.discard(param_id);  // gathers take it from the master
+  } else if (target.on_device) {
     pager_.set_on_device(param_id);
-    if (param_id.kind == ArrayKind::kParam && core_.store.storage(chunk)) {
-      core_.store.storage(chunk).attach(param.slot.data);
-    }
+    if (core_.store.storage(chunk)) core_.store.storage(chunk).attach(param.slot.data);
   } else {
     pager_.set_on_host(param_id);
   }

@@ -39,7 +39,7 @@ class OptimizerStep {
   // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for good.
   void cancel(ChunkId chunk);
   // [Note: committed updates] With SpeculationMode::kCommit a chunk is updated in place as soon as its gradient is
-  // complete. Nothing takes that back, so everything that would make the step another one is refused until apply().
+  // complete, on the device as well: its gradient need not wait there for the step. Nothing takes that back, so everything that would make the step another one is refused until apply().
   // Throws StateError when there are such updates; `what` says what was about to happen.
   void check_nothing_committed(const char* what) const;
   // The same for a use of these parameters, whose values are those of the next step by now.
@@ -72,8 +72,10 @@ class OptimizerStep {
   std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
   // The states of those parameters, for an update whose states are apart.
   std::vector<Carry> carries(ChunkId chunk, const NewStates& states) const;
-  bool has_states_on_host(ChunkId chunk) const;
+  bool has_states(ChunkId chunk, Tier tier) const;
   void on_retired(ChunkId chunk);
+  // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
+  void commit_on_device(ChunkId chunk);
   void speculate(ChunkId chunk);
   void commit(ChunkId chunk);
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
@@ -94,6 +96,7 @@ class OptimizerStep {
   std::vector<int64_t> step_counts_;
   std::vector<uint8_t> committed_;  // by chunk
   int num_committed_ = 0;
+  ChunkId held_back_ = -1;
 };
 
 // The float32 constants of one step, from the options in binary64 (kernels.h).

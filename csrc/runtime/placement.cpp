@@ -74,7 +74,7 @@ int64_t highest_tide(const Timeline& timeline) {
 }
 
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
-  const int count = num_margin_chunks(layout, budget.limit_bytes, highest_tide(step), budget.margin_use_ratio);
+  const int count = num_margin_chunks(layout, budget, highest_tide(step));
   return budget.follows_tide ? count : std::max(count, num_boundary_chunks(layout, step, budget.limit_bytes));
 }
 
@@ -96,7 +96,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, on_device ? 0 : shard_bytes, false};
     if (!layout.is_sharded()) problem.arrays[static_cast<size_t>(grad.index())].retire_bytes = bytes;
     if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
-    if (on_device && layout.is_sharded()) problem.fixed_bytes += shard_bytes;  // its gradient's share
+    if (on_device && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
   }
   problem.fixed_bytes += scatter_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
@@ -139,9 +139,9 @@ std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_byt
   return tiers;
 }
 
-int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_peak_bytes, double use_ratio) {
-  if (limit_bytes == INT64_MAX) return layout.num_chunks();
-  int64_t margin = limit_bytes - tide_peak_bytes;
+int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes) {
+  if (budget.limit_bytes == INT64_MAX) return layout.num_chunks();
+  int64_t margin = budget.limit_bytes - tide_peak_bytes;
   int64_t largest = 0;
   int64_t values = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
@@ -152,10 +152,11 @@ int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_pe
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   margin -= values + scatter_bytes(layout);
   margin -= 2 * largest;  // gradients on their way; the others take their parameters' place
-  auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * use_ratio);
+  auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * budget.margin_use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    usable -= optimizer_bytes(chunk) + (layout.is_sharded() ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    const bool grad = layout.is_sharded() && budget.keeps_gradients;
+    usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
     if (usable < 0) break;
     ++count;
   }

@@ -21,11 +21,6 @@ int64_t home_bytes(const ChunkSpec& chunk);
 std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                     bool device_unlimited);
 
-// After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
-// are resident at the highest tide (a gradient takes its parameters' place), times `use_ratio` (the first PatrickStar's
-// rule).
-int num_margin_chunks(const Layout& layout, int64_t limit_bytes, int64_t tide_peak_bytes, double use_ratio);
-
 // How much of a device there is to plan with.
 struct DeviceBudget {
   int64_t limit_bytes = INT64_MAX;          // for everything, without what the allocator's rounding needs
@@ -33,7 +28,13 @@ struct DeviceBudget {
   bool follows_tide = false;                // Backend::follows_tide
   bool prefetches_far = true;               // where transfers take time that compute can hide
   double margin_use_ratio = 0.8;            // of num_margin_chunks
+  bool keeps_gradients = true;              // on the device until the step, where a chunk's states are there
 };
+
+// After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
+// are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
+// PatrickStar's rule).
+int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes);
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin, and
 // where memory does not follow the tide a few at the boundary of two steps in any case.

@@ -93,6 +93,7 @@ DeviceBudget Residency::device_budget() const {
   budget.follows_tide = core_.backend.follows_tide();
   budget.prefetches_far = !budget.follows_tide || options_.delays.simulates_link();
   budget.margin_use_ratio = options_.margin_use_ratio;
+  budget.keeps_gradients = options_.keeps_gradients;
   return budget;
 }
 

@@ -36,6 +36,7 @@ struct ResidencyOptions {
   double slack_ratio = 0;     // of the device limit, left free for the allocator's rounding
   Partition partition = Partition::kTide;
   StatePlacement state_placement = StatePlacement::kHybrid;
+  bool keeps_gradients = true;  // DeviceBudget::keeps_gradients
   DelayOptions delays;
 };
 

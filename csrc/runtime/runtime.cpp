@@ -39,6 +39,7 @@ std::unique_ptr<optim::Compute> make_device_compute(const RuntimeOptions& option
 ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& layout) {
   ResidencyOptions residency = options;
   residency.staging_bytes = streaming_bytes(options.streaming, layout, options.device_limit_bytes);
+  residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
   residency.slack_ratio = options.cuda_device >= 0 ? kCudaSlackRatio : 0;
   return residency;
 }

@@ -118,11 +118,18 @@ class Branches(nn.Module):
         return self.branches[branch](torch.relu(self.common(x))).square().mean()
 
 
-def train_branches(options: dict[str, Any], swap_at: int) -> dict[str, Any]:
-    """Rank r uses branch r; from step ``swap_at`` on rank 0 uses branch 2 alone, which it had not used before."""
+def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict[str, Any]:
+    """Rank r uses branch r; from step ``swap_at`` on rank 0 uses branch 2 alone, which it had not used before.
+
+    With ``on_host`` updates are there, and begin before it is known which gradients the other ranks have.
+    """
     rank, size = rank_and_size()
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(Branches, 0, make_config("fp32", default_chunk_size=4096, **options))
+    config = make_config("fp32", **{"default_chunk_size": 4096, **options})
+    if on_host:
+        config["optimizer"] |= {"speculation": "always"}
+        config["optimizer"]["params"]["use_hybrid_adam"] = False
+    engine, optimizer = initialize_engine(Branches, 0, config)
     with engine:
         engine.train()
         generator = torch.Generator().manual_seed(1)

@@ -84,11 +84,15 @@ def test_precisions_and_accumulation():
             tasks.append(Task("gpt2", precision, accumulate=2, options={"gradient_clipping": 1.0, **options}))
     tasks.append(Task("gpt2", "bf16", on_host=True, optimizer={"speculation": "commit"}))
     tasks.append(Task("gpt2", "bf16"))
+    tasks.append(Task("gpt2", "bf16", optimizer={"speculation": "commit"}, options={"default_chunk_size": 16384}))
     results = run(2, tasks)
     for first in (0, 2, 4, 6):
         for rank in range(2):
             assert_same(results[first][rank], results[first + 1][rank])
-    assert results[6][0]["report"]["num_committed_updates"] > 0
+        assert_same(results[7][rank], results[8][rank])
+    for committed in (results[6][0]["report"], results[8][0]["report"]):
+        assert committed["num_committed_updates"] > 0
+    assert results[8][0]["report"]["num_device_state_chunks"] == results[8][0]["report"]["num_chunks"]
     assert relative_error(results[4][0]["state"], train_plain(tasks[4], 2)) < 2e-6
 
 
@@ -115,8 +119,9 @@ def test_one_rank_is_one_process():
 def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
     """Parameters used on one rank only, on none, and from the fourth step on by another rank than before."""
     expected = train_branches_plain(2, swap_at)
-    for options in ({}, {"device_memory": "200KB"}):
-        by_rank = run_ranks(2, train_branches, options, swap_at, timeout_seconds=100)
+    one_chunk = {"default_chunk_size": 64 * 1024}
+    for options, on_host in (({}, False), ({"device_memory": "200KB"}, False), (one_chunk, True)):
+        by_rank = run_ranks(2, train_branches, options, on_host, swap_at, timeout_seconds=100)
         assert_same_state(by_rank[0]["state"], by_rank[1]["state"])
         assert relative_error(by_rank[0]["state"], expected) < 1e-6
         assert torch.equal(by_rank[0]["state"]["never.weight"], expected["never.weight"])
