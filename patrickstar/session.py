@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
-from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.config import Config, ProfileConfig, Speculation, make_loss_scaler
 from patrickstar.core_setup import build_core, check_no_open_engine
 from patrickstar.distributed import RankGroups
 from patrickstar.forward_attempt import ForwardAttempt
@@ -102,7 +103,7 @@ class Session:
             for param, hook in zip(trainable, self._gradient_hooks, strict=True)
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
-        self._profiler = StepProfiler(self.runtime, config.profile) if config.profile is not None else None
+        self._profiler = StepProfiler(self.runtime, _own_profile(config.profile, ranks)) if config.profile else None
         if core.saved_plan is not None:
             times = core.saved_plan.times
             self.runtime.adopt_timeline(core.saved_plan.timeline, times.as_core() if times is not None else None)
@@ -335,6 +336,13 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
+
+
+def _own_profile(profile: ProfileConfig, ranks: RankGroups) -> ProfileConfig:
+    """Each of several ranks has a folder of its own in the one that was asked for."""
+    if len(ranks.members) == 1:
+        return profile
+    return dataclasses.replace(profile, output=os.path.join(profile.output, f"rank-{ranks.context.rank}"))
 
 
 def _explain(error: BaseException, num_committed: int) -> None:
