@@ -10,8 +10,8 @@ import dataclasses
 import enum
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -342,7 +342,7 @@ def _own_profile(profile: ProfileConfig, ranks: RankGroups) -> ProfileConfig:
     """Each of several ranks has a folder of its own in the one that was asked for."""
     if len(ranks.members) == 1:
         return profile
-    return dataclasses.replace(profile, output=os.path.join(profile.output, f"rank-{ranks.context.rank}"))
+    return dataclasses.replace(profile, output=str(Path(profile.output) / f"rank-{ranks.context.rank}"))
 
 
 def _explain(error: BaseException, num_committed: int) -> None:

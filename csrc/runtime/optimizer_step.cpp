@@ -1,7 +1,6 @@
 #include "runtime/optimizer_step.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "common/check.h"
@@ -20,30 +19,7 @@ int64_t reserve_bytes(const Layout& layout) {
   return 4 * largest;
 }
 
-char* at(void* data, int64_t offset, DType dtype) { return static_cast<char*>(data) + offset * element_size(dtype); }
-const char* at(const void* data, int64_t offset, DType dtype) {
-  return static_cast<const char*>(data) + offset * element_size(dtype);
-}
-
 }  // namespace
-
-optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
-  const auto step = static_cast<double>(step_count);
-  const double bias_correction1 = 1 - std::pow(options.beta1, step);
-  const double bias_correction2 = 1 - std::pow(options.beta2, step);
-  const bool l2 = options.mode == WeightDecay::kL2;
-  optim::AdamScalars scalars{};
-  scalars.grad_scale = grad_scale;
-  scalars.weight_decay = l2 ? static_cast<float>(options.weight_decay) : 0.0f;
-  scalars.decay = l2 ? 1.0f : static_cast<float>(1 - options.lr * options.weight_decay);
-  scalars.beta2 = static_cast<float>(options.beta2);
-  scalars.one_minus_beta1 = static_cast<float>(1 - options.beta1);
-  scalars.one_minus_beta2 = static_cast<float>(1 - options.beta2);
-  scalars.inv_sqrt_bias_correction2 = static_cast<float>(1 / std::sqrt(bias_correction2));
-  scalars.eps = static_cast<float>(options.eps);
-  scalars.step_size = static_cast<float>(options.lr / bias_correction1);
-  return scalars;
-}
 
 OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation,
                              StreamingMode streaming)
@@ -53,8 +29,7 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, S
       updates_(core, streaming),
       speculation_(core.store.layout().num_chunks(), core.arena, updates_, core.backend, speculation,
                    reserve_bytes(core.store.layout())),
-      group_of_(static_cast<size_t>(core.store.layout().num_params()), 0),
-      step_counts_(group_of_.size(), 0),
+      jobs_(core, gradients),
       committed_(static_cast<size_t>(core.store.layout().num_chunks()), 0) {
   gradients_.set_retired_listener([this](ChunkId chunk) { on_retired(chunk); });
   gradients_.set_change_listener([this](ChunkId chunk) { cancel(chunk); });
@@ -67,7 +42,7 @@ OptimizerStep::~OptimizerStep() {
 
 void OptimizerStep::set_step_count(ParamId param, int64_t count) {
   cancel(core_.store.layout().placement(param).chunk);
-  step_counts_[static_cast<size_t>(param)] = count;
+  jobs_.set_step_count(param, count);
 }
 
 // Moments are made in the first step.
@@ -77,6 +52,14 @@ bool OptimizerStep::has_states(ChunkId chunk, Tier tier) const {
     const ArrayRecord& state = core_.store.array({chunk, kind});
     return tier == Tier::kDevice ? state.on_device : state.on_host && !state.on_device;
   });
+}
+
+// Pressure may have pushed some of them off: they come back rather than that the others follow, for which the host may
+// have no room.
+bool OptimizerStep::has_states_on_device(ChunkId chunk) const {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return std::any_of(kinds.begin(), kinds.end(),
+                     [&](ArrayKind kind) { return core_.store.array({chunk, kind}).on_device; });
 }
 
 void OptimizerStep::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -167,7 +150,7 @@ void OptimizerStep::speculate(ChunkId chunk) {
   if (!speculation_.try_allocate(core_.store.num_bytes({chunk, ArrayKind::kMaster}), core_.store.num_bytes(grad),
                                  states))
     return;
-  Target target{};
+  UpdateTarget target{};
   target.grad = record.block.data;
   target.grad_dtype = core_.store.layout().chunk(chunk).dtype;
   target.param = states.param.data;
@@ -175,10 +158,10 @@ void OptimizerStep::speculate(ChunkId chunk) {
   HostUpdate update;
   update.after.push_back(record.host_ready);
   for (ArrayKind kind : optimizer_arrays()) update.after.push_back(core_.store.array({chunk, kind}).host_ready);
-  update.restores = restores(chunk, target);
-  update.carries = carries(chunk, states);
-  add_jobs(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
-           update.jobs);
+  update.restores = jobs_.restores(chunk, target);
+  update.carries = jobs_.carries(chunk, states);
+  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
+            update.jobs);
   speculation_.start(chunk, std::move(update), states);
   ++core_.counters.num_speculated_updates;
 }
@@ -203,7 +186,7 @@ void OptimizerStep::take_over(ChunkId chunk) {
   param.host_ready = states.done;
   pager_.set_on_host(param_id);
   note_new_values(chunk);
-  count_step(chunk);
+  jobs_.count_step(chunk);
 }
 
 // The values that all ranks gathered are as old as this rank's own.
@@ -218,12 +201,6 @@ void OptimizerStep::note_new_values(ChunkId chunk) {
     if (whole || core_.store.param_state(id) != State::kFree) {
       core_.store.move_param(id, whole ? State::kHold : State::kFree);
     }
-  }
-}
-
-void OptimizerStep::count_step(ChunkId chunk) {
-  for (ParamId param : core_.store.layout().chunk(chunk).params) {
-    if (gradients_.has_gradient(param)) ++step_counts_[static_cast<size_t>(param)];
   }
 }
 
@@ -250,7 +227,7 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
     if (as_expected && speculation_.has(chunk)) {
       take_over(chunk);
       ++core_.counters.num_updates_taken_over;
-    } else if (core_.store.array({chunk, ArrayKind::kMaster}).on_device) {
+    } else if (has_states_on_device(chunk)) {
       apply_on_device(chunk, groups, scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
@@ -278,12 +255,12 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
   for (ArrayId id : used) ++core_.store.array(id).holds;
   for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
-  const Target target = open_target(chunk, /*on_device=*/true);
+  const UpdateTarget target = open_target(chunk, /*on_device=*/true);
   std::vector<optim::AdamJob> jobs;
-  add_jobs(chunk, target, groups, grad_scale, jobs);
+  jobs_.add(chunk, target, groups, grad_scale, jobs);
   {
     const TraceScope span(core_.tracer, update_label(Track::kDeviceAdam, chunk, jobs));
-    for (const Restore& restore : restores(chunk, target)) {
+    for (const Restore& restore : jobs_.restores(chunk, target)) {
       core_.device_compute.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
     }
     core_.device_compute.adam(jobs);
@@ -295,7 +272,7 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
 
 void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
                                   float grad_scale) {
-  std::vector<Target> targets;
+  std::vector<UpdateTarget> targets;
   HostUpdate update;
   update.chunk = chunks.front();
   for (ChunkId chunk : chunks) {
@@ -306,9 +283,9 @@ void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std:
       pager_.bring_to_host({chunk, kind});
     }
     update.after.push_back(core_.store.array(grad).host_ready);
-    const Target target = open_target(chunk, /*on_device=*/false);
-    for (const Restore& restore : restores(chunk, target)) update.restores.push_back(restore);
-    add_jobs(chunk, target, groups, grad_scale, update.jobs);
+    const UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    for (const Restore& restore : jobs_.restores(chunk, target)) update.restores.push_back(restore);
+    jobs_.add(chunk, target, groups, grad_scale, update.jobs);
     targets.push_back(target);
   }
   const Event done = updates_.submit(std::move(update));
@@ -320,11 +297,11 @@ void OptimizerStep::apply_on_host(const std::vector<ChunkId>& chunks, const std:
   }
 }
 
-OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) {
+UpdateTarget OptimizerStep::open_target(ChunkId chunk, bool on_device) {
   const ArrayId grad{chunk, gradients_.source(chunk)};
   const ArrayId param = param_of(chunk);
   const ArrayRecord& record = core_.store.array(grad);
-  Target target{};
+  UpdateTarget target{};
   target.on_device = on_device;
   target.in_place = grad.kind == grad_of(chunk).kind;
   target.grad_dtype = target.in_place ? core_.store.layout().chunk(chunk).dtype : DType::kFloat32;
@@ -344,74 +321,8 @@ OptimizerStep::Target OptimizerStep::open_target(ChunkId chunk, bool on_device) 
   return target;
 }
 
-std::vector<Restore> OptimizerStep::restores(ChunkId chunk, const Target& target) const {
-  const Layout& layout = core_.store.layout();
-  const DType dtype = layout.chunk(chunk).dtype;
-  const ArrayRecord& master = core_.store.array({chunk, ArrayKind::kMaster});
-  const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
-  std::vector<Restore> result;
-  for (ParamId param : layout.chunk(chunk).params) {
-    const ParamShard shard = layout.shard_of(param);
-    if (gradients_.has_gradient(param) || shard.numel == 0) continue;
-    result.push_back({from + shard.offset, at(target.param, shard.offset, dtype), dtype, shard.numel});
-  }
-  return result;
-}
-
-std::vector<Carry> OptimizerStep::carries(ChunkId chunk, const NewStates& states) const {
-  const Layout& layout = core_.store.layout();
-  const OptimizerArrays kinds = optimizer_arrays();
-  std::vector<Carry> result;
-  for (ParamId param : layout.chunk(chunk).params) {
-    const ParamShard shard = layout.shard_of(param);
-    if (gradients_.has_gradient(param) || shard.numel == 0) continue;
-    const int64_t offset = shard.offset;
-    const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
-    for (size_t i = 0; i < states.states.size(); ++i) {
-      const auto* from = static_cast<const float*>(core_.store.array({chunk, kinds.kinds[i]}).block.data);
-      result.push_back({from + offset, static_cast<float*>(states.states[i].data) + offset, num_bytes});
-    }
-  }
-  return result;
-}
-
-void OptimizerStep::add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups,
-                             float grad_scale, std::vector<optim::AdamJob>& jobs) {
-  const Layout& layout = core_.store.layout();
-  const ChunkSpec& spec = layout.chunk(chunk);
-  const auto array = [&](ArrayKind kind) {
-    const ArrayRecord& record = core_.store.array({chunk, kind});
-    return static_cast<float*>(target.on_device ? record.slot.data : record.block.data);
-  };
-  const auto new_state = [&](size_t index, int64_t offset) {
-    return target.apart == nullptr ? nullptr : static_cast<float*>(target.apart->states[index].data) + offset;
-  };
-  // Neighbours of one group and step count are updated as one range.
-  int64_t end = -1;
-  std::pair<int, int64_t> last_key{-1, -1};
-  for (ParamId param : spec.params) {
-    const ParamShard shard = layout.shard_of(param);
-    if (!gradients_.has_gradient(param) || shard.numel == 0) continue;
-    const int64_t offset = shard.offset;
-    const int64_t numel = shard.numel;
-    const int group = group_of_[static_cast<size_t>(param)];
-    const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
-    if (offset == end && key == last_key) {
-      jobs.back().range.numel += numel;
-    } else {
-      jobs.push_back({{array(ArrayKind::kMaster) + offset, array(ArrayKind::kMomentum) + offset,
-                       array(ArrayKind::kVariance) + offset, at(target.grad, offset, target.grad_dtype),
-                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
-                       new_state(1, offset), new_state(2, offset)},
-                      make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
-    }
-    end = offset + numel;
-    last_key = key;
-  }
-}
-
-void OptimizerStep::close_target(ChunkId chunk, const Target& target) {
-  count_step(chunk);
+void OptimizerStep::close_target(ChunkId chunk, const UpdateTarget& target) {
+  jobs_.count_step(chunk);
   const ArrayId param_id = param_of(chunk);
   ArrayRecord& param = core_.store.array(param_id);
   ArrayRecord& grad = core_.store.array(grad_of(chunk));

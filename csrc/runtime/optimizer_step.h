@@ -14,6 +14,7 @@
 #include "runtime/group_options.h"
 #include "runtime/pager.h"
 #include "runtime/speculation.h"
+#include "runtime/update_jobs.h"
 #include "runtime/update_scheduler.h"
 
 namespace patrickstar {
@@ -33,8 +34,8 @@ class OptimizerStep {
   // Whether the chunk's updates on the host start ahead of the step, from step to step.
   bool updates_early(ChunkId chunk) const { return speculation_.commits() || speculation_.succeeds(chunk); }
 
-  void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
-  int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
+  void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
+  int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
   void set_step_count(ParamId param, int64_t count);
   // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for good.
   void cancel(ChunkId chunk);
@@ -51,28 +52,13 @@ class OptimizerStep {
   void release_device_memory() { updates_.release_device_memory(); }
 
  private:
-  // Where one chunk's update happens and where its result goes.
-  struct Target {
-    bool on_device;
-    const void* grad;
-    DType grad_dtype;
-    void* param;
-    bool in_place;  // the result replaces the gradient in its memory
-    const NewStates* apart = nullptr;
-  };
-
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
-  Target open_target(ChunkId chunk, bool on_device);
-  void close_target(ChunkId chunk, const Target& target);
-  void add_jobs(ChunkId chunk, const Target& target, const std::vector<GroupOptions>& groups, float grad_scale,
-                std::vector<optim::AdamJob>& jobs);
-  // round(master) for the parameters that have no gradient, where the result would else be the gradient's garbage.
-  std::vector<Restore> restores(ChunkId chunk, const Target& target) const;
-  // The states of those parameters, for an update whose states are apart.
-  std::vector<Carry> carries(ChunkId chunk, const NewStates& states) const;
-  bool has_states(ChunkId chunk, Tier tier) const;
+  UpdateTarget open_target(ChunkId chunk, bool on_device);
+  void close_target(ChunkId chunk, const UpdateTarget& target);
+  bool has_states(ChunkId chunk, Tier tier) const;  // all of them
+  bool has_states_on_device(ChunkId chunk) const;   // any
   void on_retired(ChunkId chunk);
   // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
   void commit_on_device(ChunkId chunk);
@@ -82,7 +68,6 @@ class OptimizerStep {
   void take_over(ChunkId chunk);
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
-  void count_step(ChunkId chunk);
 
   ArrayId param_of(ChunkId chunk) const { return {chunk, core_.store.layout().param_home()}; }
   ArrayId grad_of(ChunkId chunk) const { return {chunk, core_.store.layout().grad_home()}; }
@@ -92,14 +77,10 @@ class OptimizerStep {
   GradientFlow& gradients_;
   UpdateScheduler updates_;
   Speculation speculation_;
-  std::vector<int> group_of_;
-  std::vector<int64_t> step_counts_;
+  UpdateJobs jobs_;
   std::vector<uint8_t> committed_;  // by chunk
   int num_committed_ = 0;
   ChunkId held_back_ = -1;
 };
-
-// The float32 constants of one step, from the options in binary64 (kernels.h).
-optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale);
 
 }  // namespace patrickstar
