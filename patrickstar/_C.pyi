@@ -124,6 +124,8 @@ class Track(_Enum):
     STALL: ClassVar[Track]
     UPLOAD: ClassVar[Track]
     DOWNLOAD: ClassVar[Track]
+    GATHER: ClassVar[Track]
+    SCATTER: ClassVar[Track]
     HOST_ADAM: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
     STREAMED_ADAM: ClassVar[Track]
@@ -139,6 +141,7 @@ class StallCause(_Enum):
     HOST_WORK: ClassVar[StallCause]
     ROOM: ClassVar[StallCause]
     NORM: ClassVar[StallCause]
+    COLLECTIVE: ClassVar[StallCause]
 
 @final
 class SpanOwner(_Enum):
@@ -281,6 +284,7 @@ class DeviceBudget:
     follows_tide: bool
     prefetches_far: bool
     margin_use_ratio: float
+    keeps_gradients: bool
     def __init__(self) -> None: ...
 
 def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> list[bool]:
@@ -309,6 +313,9 @@ class Rates:
     upload_gbps: float
     download_gbps: float
     transfer_latency_seconds: float
+    gather_gbps: float
+    scatter_gbps: float
+    collective_latency_seconds: float
     host_adam_params_per_second: float
     device_adam_params_per_second: float
     synchronize_seconds: float
@@ -328,6 +335,7 @@ def simulate(
     payload_limit_bytes: int = ...,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes.
@@ -346,11 +354,17 @@ def choose_plan(
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get.
 
     ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, and ``predicted`` as ``simulate``
     gives it.
+    """
+
+def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks make of their votes on the next plan: ``can_measure``, ``has_plan``, ``updates`` by chunk, and
+    ``rates`` (or None) with ``compute_seconds`` by moment.
     """
 
 class HostAllocations:
@@ -396,6 +410,8 @@ class Layout:
     def num_chunks(self) -> int: ...
     @property
     def chunk_numel(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
     def placement(self, param: int, /) -> tuple[int, int]:
         """(chunk, offset in elements)."""
 
@@ -554,6 +570,9 @@ class Collectives:
     def __init__(
         self, gather: collective.Communicator, scatter: collective.Communicator, control: collective.ControlGroup
     ) -> None: ...
+    def check_same_plan(self, fingerprint: int) -> None:
+        """Raises StateError on every rank unless all have the same."""
+
     @property
     def num_ranks(self) -> int: ...
 

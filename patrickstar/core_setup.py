@@ -48,7 +48,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     budgets = common_budgets(ranks, make_budgets(config, here.device, here.local_world_size))
     size = _choose_chunk_size(module, params, config, budgets)
     layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
-    saved_plan = _load_plan(config, layout)
+    saved_plan = _load_plan(config, layout, ranks)
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:
@@ -92,14 +92,16 @@ def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, bud
     return size
 
 
-def _load_plan(config: Config, layout: _C.Layout) -> Plan | None:
-    if config.plan is None:
-        return None
+def _load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | None:
+    plan = None
     try:
-        plan = Plan.load(config.plan)
+        if config.plan is not None:
+            plan = Plan.load(config.plan)
     except OSError as error:
         raise ValueError(f"plan is {config.plan!r}, which cannot be read: {error}") from error
-    plan.check_layout(layout, config.plan)
+    ranks.check_agreement("the plan to begin with", "none" if plan is None else plan.digest)
+    if plan is not None:
+        plan.check_layout(layout, str(config.plan))
     return plan
 
 

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_optim(module);
   bind::register_plan(module);
   bind::register_simulator(module);
+  bind::register_plan_vote(module);
   bind::register_collective(module);
   bind::register_memory(module);
   bind::register_trace(module);

@@ -44,7 +44,8 @@ void register_placement(py::module_& module) {
       .def_readwrite("payload_limit_bytes", &DeviceBudget::payload_limit_bytes)
       .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
-      .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio);
+      .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
+      .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients);
   module.def(
       "initial_placement",
       [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {

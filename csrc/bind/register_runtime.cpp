@@ -26,6 +26,7 @@ void register_layout(py::module_& module) {
           py::arg("rank") = 0)
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
+      .def_property_readonly("num_ranks", [](const Layout& self) { return self.sharding().num_ranks; })
       .def("placement", [](const Layout& self,
                            ParamId id) { return py::make_tuple(self.placement(id).chunk, self.placement(id).offset); })
       .def("shard_of",
@@ -191,6 +192,7 @@ void register_runtime(py::module_& module) {
                                                         "What ranks do together (runtime/collectives.h).")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>, std::shared_ptr<ControlGroup>>(),
            py::arg("gather"), py::arg("scatter"), py::arg("control"))
+      .def("check_same_plan", &Collectives::check_same_plan, py::arg("fingerprint"), ReleaseGil())
       .def_property_readonly("num_ranks", &Collectives::num_ranks);
   py::class_<Runtime, UseListener>(module, "Runtime", "The core's façade (runtime/runtime.h).")
       .def(py::init([](Layout layout, std::vector<std::string> param_names,

@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace patrickstar::bind {
 
 py::dict describe_step(const SimulatedStep& step) {
-  constexpr const char* causes[kNumShortages] = {"upload", "memory", "host_update", "launch"};
+  constexpr const char* causes[kNumShortages] = {"upload", "memory", "host_update", "launch", "collective"};
   py::dict stalls;
   for (size_t cause = 0; cause < kNumShortages; ++cause) stalls[causes[cause]] = step.stall_seconds[cause];
   py::dict result;
@@ -18,10 +18,14 @@ py::dict describe_step(const SimulatedStep& step) {
   result["device_adam_seconds"] = step.device_adam_seconds;
   result["upload_seconds"] = step.upload_seconds;
   result["download_seconds"] = step.download_seconds;
+  result["gather_seconds"] = step.gather_seconds;
+  result["scatter_seconds"] = step.scatter_seconds;
   result["host_adam_seconds"] = step.host_adam_seconds;
   result["stall_seconds"] = stalls;
   result["uploaded_bytes"] = step.uploaded_bytes;
   result["downloaded_bytes"] = step.downloaded_bytes;
+  result["gathered_bytes"] = step.gathered_bytes;
+  result["scattered_bytes"] = step.scattered_bytes;
   result["peak_bytes"] = step.peak_bytes;
   return result;
 }
@@ -33,12 +37,12 @@ void register_choice(py::module_& module) {
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t payload_limit_bytes,
-         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
+         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks) {
         const Timeline timeline = parse_timeline(moments);
         const PlanProblem problem{&timeline,   parse_costs(costs),  limit_bytes,   least_tide_bytes,
                                   fixed_bytes, payload_limit_bytes, prefetch_bytes};
         const PlanChoice choice =
-            choose_plan(problem, rates, {std::move(compute_seconds), std::move(updates), std::move(numels)});
+            choose_plan(problem, rates, {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks});
         py::dict result;
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
@@ -48,6 +52,7 @@ void register_choice(py::module_& module) {
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
       py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("payload_limit_bytes") = INT64_MAX,
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
+      py::arg("num_ranks") = 1,
       "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
 }
 
@@ -64,6 +69,9 @@ void register_simulator(py::module_& module) {
       .def_readwrite("upload_gbps", &Rates::upload_gbps)
       .def_readwrite("download_gbps", &Rates::download_gbps)
       .def_readwrite("transfer_latency_seconds", &Rates::transfer_latency_seconds)
+      .def_readwrite("gather_gbps", &Rates::gather_gbps)
+      .def_readwrite("scatter_gbps", &Rates::scatter_gbps)
+      .def_readwrite("collective_latency_seconds", &Rates::collective_latency_seconds)
       .def_readwrite("host_adam_params_per_second", &Rates::host_adam_params_per_second)
       .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
       .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
@@ -72,7 +80,8 @@ void register_simulator(py::module_& module) {
       "simulate",
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
-         int64_t limit_bytes, int64_t payload_limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes) {
+         int64_t limit_bytes, int64_t payload_limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes,
+         int num_ranks) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -82,11 +91,12 @@ void register_simulator(py::module_& module) {
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
         return describe_step(simulate(problem, parse_plan(plan), rates,
-                                      {std::move(compute_seconds), std::move(updates), std::move(numels)}));
+                                      {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks}));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
+      py::arg("num_ranks") = 1,
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
       "numels: by chunk.");
   register_choice(module);

@@ -79,6 +79,8 @@ void register_trace(py::module_& module) {
       .value("STALL", Track::kStall)
       .value("UPLOAD", Track::kUpload)
       .value("DOWNLOAD", Track::kDownload)
+      .value("GATHER", Track::kGather)
+      .value("SCATTER", Track::kScatter)
       .value("HOST_ADAM", Track::kHostAdam)
       .value("DEVICE_ADAM", Track::kDeviceAdam)
       .value("STREAMED_ADAM", Track::kStreamedAdam);
@@ -89,7 +91,8 @@ void register_trace(py::module_& module) {
       .value("HOST_UPDATE", StallCause::kHostUpdate)
       .value("HOST_WORK", StallCause::kHostWork)
       .value("ROOM", StallCause::kRoom)
-      .value("NORM", StallCause::kNorm);
+      .value("NORM", StallCause::kNorm)
+      .value("COLLECTIVE", StallCause::kCollective);
   py::enum_<SpanOwner>(module, "SpanOwner", "Whose work a span is (trace/step_tracer.h).")
       .value("THIS_STEP", SpanOwner::kThisStep)
       .value("STEP_BEFORE", SpanOwner::kStepBefore);

@@ -38,10 +38,14 @@ enum class Track : uint8_t {
   kStall,         // the compute queue, waiting
   kUpload,        // the upload queue
   kDownload,      // the download queue
+  kGather,        // the queue of values' collectives
+  kScatter,       // the queue of gradients' collectives
   kHostAdam,      // the worker of the host's updates
   kDeviceAdam,    // the compute queue, updating
   kStreamedAdam,  // the queues of states, updating what passes through the device
 };
+
+constexpr int kNumTracks = 8;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {
@@ -52,13 +56,14 @@ enum class StallCause : uint8_t {
   kHostWork,    // the calling thread, which derives, sums or zeroes an array in host memory
   kRoom,        // room on the device: what leaves it, or the last use of a slot
   kNorm,        // the calling thread, which learns the gradients' norm
+  kCollective,  // a chunk being gathered from all ranks, or gradients being scattered
 };
 
 struct SpanLabel {
   Track track = Track::kStall;
   StallCause cause = StallCause::kNone;
   ArrayId array = {};     // for an update: the master of its first chunk
-  int64_t num_bytes = 0;  // of a transfer
+  int64_t num_bytes = 0;  // of a transfer; of a collective: what comes from the other ranks
   int64_t numel = 0;      // of an update: parameters
 };
 

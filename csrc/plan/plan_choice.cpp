@@ -10,13 +10,16 @@ namespace patrickstar {
 namespace {
 
 // [Note: caution] A step jitters, and one late fetch delays all that comes after it, while bytes and room that compute hides
-// cost nothing. So plans are compared on a machine whose transfers and updates take so much longer.
+// cost nothing. So plans are compared on a machine whose transfers, collectives and updates take so much longer.
 constexpr double kCaution = 1.5;
 
 Rates cautious(Rates rates) {
   rates.upload_gbps /= kCaution;
   rates.download_gbps /= kCaution;
   rates.transfer_latency_seconds *= kCaution;
+  rates.gather_gbps /= kCaution;
+  rates.scatter_gbps /= kCaution;
+  rates.collective_latency_seconds *= kCaution;
   rates.host_adam_params_per_second /= kCaution;
   return rates;
 }

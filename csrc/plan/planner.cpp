@@ -4,6 +4,8 @@
 #include <set>
 #include <utility>
 
+#include "common/fingerprint.h"
+
 namespace patrickstar {
 
 namespace {
@@ -234,6 +236,17 @@ int64_t room_bytes(const PlanProblem& problem, size_t moment) {
   if (problem.limit_bytes == INT64_MAX) return problem.payload_limit_bytes;
   const int64_t tide = std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
   return std::min(problem.payload_limit_bytes, problem.limit_bytes - problem.fixed_bytes - tide);
+}
+
+uint64_t fingerprint(const Plan& plan) {
+  Fingerprint result;
+  for (const MomentPlan& moment : plan.moments) {
+    for (const auto* arrays : {&moment.evict, &moment.fetch, &moment.evict_ahead, &moment.prefetch}) {
+      result.add(static_cast<int64_t>(arrays->size()));
+      for (ArrayId id : *arrays) result.add(id.index());
+    }
+  }
+  return result.value();
 }
 
 Plan make_plan(const PlanProblem& problem) {

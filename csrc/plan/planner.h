@@ -59,6 +59,9 @@ struct Plan {
 
 Plan make_plan(const PlanProblem& problem);
 
+// Tells one plan from another.
+uint64_t fingerprint(const Plan& plan);
+
 // What planned payloads may take at a moment, prefetches included; INT64_MAX when nothing limits them.
 int64_t room_bytes(const PlanProblem& problem, size_t moment);
 

@@ -71,13 +71,23 @@ class Player {
   void update(ChunkId chunk);
   void update_on_host(ChunkId chunk, double begin);
   void prefetch(const std::vector<ArrayId>& arrays);
+  void bring_postponed(int last);
   void bring(int array);
   void upload(int array, When begin);
-  double download(int array, int64_t num_bytes);
+  void gather(int array, When begin);
+  double scatter(int array);
+  // `ready`: when there is something to send, apart from what compute makes.
+  double download(int array, int64_t num_bytes, double ready = 0);
+  void retire(ArrayId grad, size_t moment);
   void evict(int array);
   void release(int array, double at);
   void wait(When when);
   void run(double seconds) { compute_end_ += seconds; }
+  // What a queue that is busy until `end` does next. Whoever waits for it waits for what held it up, where that takes
+  // longer than the thing itself.
+  When enqueue(When& end, When begin, double seconds, Shortage cause) const;
+  bool is_sharded() const { return shape_.num_ranks > 1; }
+  int64_t others_bytes(int array) const { return cost(array).num_bytes / shape_.num_ranks * (shape_.num_ranks - 1); }
 
   ArrayTimes& times(int array) { return arrays_[static_cast<size_t>(array)]; }
   const ArrayCost& cost(int array) const { return problem_.arrays[static_cast<size_t>(array)]; }
@@ -96,9 +106,15 @@ class Player {
   double compute_end_ = 0;
   double download_end_ = 0;
   double host_adam_end_ = 0;
+  double scatter_end_ = 0;
   When upload_end_{0, kOnUpload};
+  When gather_end_{0, kOnCollective};
   SimulatedStep step_;
 };
+
+double collective_seconds(const Rates& rates, int64_t num_bytes, double gbps) {
+  return rates.collective_latency_seconds + (gbps > 0 ? static_cast<double>(num_bytes) / (gbps * 1e9) : 0);
+}
 
 int64_t tide(const PlanProblem& problem, size_t t) {
   return std::max(problem.timeline->moments[t].tide_peak_bytes, problem.least_tide_bytes);
@@ -145,7 +161,9 @@ void Player::play_moment(size_t t) {
     launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
   for (ArrayId id : planned.evict) evict(id.index());
   for (const Access& access : accesses) {
-    if (access.mode == AccessMode::kRead) bring(access.array.index());
+    if (access.mode != AccessMode::kRead) continue;
+    if (is_sharded()) bring_postponed(access.array.index());
+    bring(access.array.index());
   }
   for (ArrayId id : planned.evict_ahead) evict(id.index());
   prefetch(planned.prefetch);
@@ -168,20 +186,30 @@ void Player::play_moment(size_t t) {
   step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
   run(shape_.compute_seconds[t]);
   for (const Access& access : accesses) {
-    if (access.mode != AccessMode::kRetire) continue;
-    const int param = ArrayId{access.array.chunk, ArrayKind::kParam}.index();
-    if (times(param).on_device && last_use_[static_cast<size_t>(param)] <= t) release(param, compute_end_);
-    if (!times(access.array.index()).on_device) continue;
-    release(access.array.index(), download(access.array.index(), cost(access.array.index()).retire_bytes));
-    const ChunkId chunk = access.array.chunk;
-    if (shape_.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostAtRetire) {
-      update_on_host(chunk, times(access.array.index()).on_host_at.at);
-    }
+    if (access.mode == AccessMode::kRetire) retire(access.array, t);
+  }
+}
+
+void Player::retire(ArrayId id, size_t moment) {
+  const int grad = id.index();
+  const int param = ArrayId{id.chunk, ArrayKind::kParam}.index();
+  if (times(param).on_device && last_use_[static_cast<size_t>(param)] <= moment) release(param, compute_end_);
+  if (!times(grad).on_device) return;
+  if (is_sharded()) {
+    const double mean_at = scatter(grad);
+    release(grad, mean_at);
+    if (cost(grad).retire_bytes > 0) download(grad, cost(grad).retire_bytes, mean_at);
+  } else {
+    release(grad, download(grad, cost(grad).retire_bytes));
+  }
+  if (shape_.updates[static_cast<size_t>(id.chunk)] == UpdateAt::kHostAtRetire) {
+    update_on_host(id.chunk, times(grad).on_host_at.at);
   }
 }
 
 // The norm, then OptimizerStep::apply: values that were updated on the host are not on the device any more.
 void Player::finish_step() {
+  wait({scatter_end_, kOnCollective});
   launch_ = {std::max(launch_.at, compute_end_) + rates_.synchronize_seconds, kOnLaunch};
   for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(shape_.updates.size()); ++chunk) update(chunk);
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
@@ -226,6 +254,14 @@ void Player::prefetch(const std::vector<ArrayId>& arrays) {
   }
 }
 
+// As Pager::fetch_postponed: what was put off comes before what is needed now, since all ranks gather in one order.
+void Player::bring_postponed(int last) {
+  while (!postponed_.empty() && !times(last).on_device) {
+    bring(postponed_.front());
+    postponed_.pop_front();
+  }
+}
+
 void Player::bring(int array) {
   if (times(array).on_device) return;
   // The launching thread itself waits for updates on the host.
@@ -233,29 +269,52 @@ void Player::bring(int array) {
   const When memory = room_.take(cost(array).num_bytes);
   used_bytes_ += cost(array).num_bytes;
   times(array).on_device = true;
-  if (cost(array).fetch_bytes == 0) {
-    times(array).on_device_at = memory;
-  } else {
+  const bool whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
+  if (cost(array).fetch_bytes > 0) {
     upload(array, later(launch_, memory));
+  } else if (whole) {
+    wait(later(launch_, memory));  // the compute queue casts this rank's shard into its place
+    times(array).on_device_at = {compute_end_, kOnCollective};
+  } else {
+    times(array).on_device_at = memory;
   }
+  if (whole) gather(array, times(array).on_device_at);
+}
+
+When Player::enqueue(When& end, When begin, double seconds, Shortage cause) const {
+  const bool held_up = begin.at - std::max(end.at, compute_end_) > seconds;
+  end = {later(end, begin).at + seconds, held_up ? begin.cause : cause};
+  return end;
 }
 
 void Player::upload(int array, When begin) {
-  const When start = later(upload_end_, begin);
   const double seconds =
       rates_.transfer_latency_seconds + static_cast<double>(cost(array).fetch_bytes) / (rates_.upload_gbps * 1e9);
-  // Whoever waits for this one waits for what held it up, unless that is over by then.
-  const bool held_up = start.at > upload_end_.at && start.at > compute_end_;
-  upload_end_ = {start.at + seconds, held_up ? start.cause : kOnUpload};
-  times(array).on_device_at = upload_end_;
+  times(array).on_device_at = enqueue(upload_end_, begin, seconds, kOnUpload);
   step_.upload_seconds += seconds;
   step_.uploaded_bytes += cost(array).fetch_bytes;
 }
 
-double Player::download(int array, int64_t num_bytes) {
+void Player::gather(int array, When begin) {
+  const double seconds = collective_seconds(rates_, others_bytes(array), rates_.gather_gbps);
+  times(array).on_device_at = enqueue(gather_end_, begin, seconds, kOnCollective);
+  step_.gather_seconds += seconds;
+  step_.gathered_bytes += others_bytes(array);
+}
+
+// Returns when this rank has its share of the mean.
+double Player::scatter(int array) {
+  const double seconds = collective_seconds(rates_, others_bytes(array), rates_.scatter_gbps);
+  scatter_end_ = std::max(scatter_end_, compute_end_) + seconds;
+  step_.scatter_seconds += seconds;
+  step_.scattered_bytes += others_bytes(array);
+  return scatter_end_;
+}
+
+double Player::download(int array, int64_t num_bytes, double ready) {
   const double seconds =
       rates_.transfer_latency_seconds + static_cast<double>(num_bytes) / (rates_.download_gbps * 1e9);
-  download_end_ = std::max(download_end_, compute_end_) + seconds;
+  download_end_ = std::max({download_end_, compute_end_, ready}) + seconds;
   times(array).on_host_at = {download_end_, kOnMemory};
   step_.download_seconds += seconds;
   step_.downloaded_bytes += num_bytes;
@@ -294,6 +353,9 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
            " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
            " (device) parameters per second");
+  PS_CHECK(shape.num_ranks >= 1 && rates.gather_gbps >= 0 && rates.scatter_gbps >= 0, ArgumentError, "gathers at ",
+           rates.gather_gbps, " GB/s and scatters at ", rates.scatter_gbps, " GB/s between ", shape.num_ranks,
+           " ranks: give at least one rank and no negative rate");
 }
 
 }  // namespace

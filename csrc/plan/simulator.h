@@ -5,6 +5,11 @@
 // the other and waits for what the runtime's events wait for. Several steps are played; the last ones, in which nothing
 // changes from step to step any more, are what is reported.
 //
+// With several ranks it plays one of them, the others being as fast, and has two queues more: a chunk is gathered when this
+// rank's shard is up (or cast, where the states are on the device), and compute waits for that; its gradient is scattered
+// when it is complete, and its memory, its way down and its update wait for that. Uploads, downloads and updates are of
+// shards then.
+//
 //   SimulatedStep step = simulate(problem, plan, rates, shape);
 //   step.seconds, step.compute_seconds, step.stall_seconds[kOnUpload], ...
 //
@@ -21,16 +26,20 @@ namespace patrickstar {
 
 // How fast a machine is. 0 of a duration: it takes no time.
 struct Rates {
-  double upload_gbps = 0;                    // 1e9 bytes per second, host to device; must be more than 0
-  double download_gbps = 0;                  // device to host; must be more than 0
-  double transfer_latency_seconds = 0;       // of each transfer, on top of its bytes
+  double upload_gbps = 0;               // 1e9 bytes per second, host to device; must be more than 0
+  double download_gbps = 0;             // device to host; must be more than 0
+  double transfer_latency_seconds = 0;  // of each transfer, on top of its bytes
+  // Of the others' shards of a chunk, (p - 1) / p of its bytes, at each of p ranks ("bus bandwidth"). 0: they take no time.
+  double gather_gbps = 0;
+  double scatter_gbps = 0;
+  double collective_latency_seconds = 0;     // of each gather and scatter, on top of its bytes
   double host_adam_params_per_second = 0;    // must be more than 0
   double device_adam_params_per_second = 0;  // must be more than 0
   double synchronize_seconds = 0;   // from the end of backward until the launching thread goes on: the norm is known
   double launch_ahead_seconds = 0;  // of device work that may be queued before the launching thread waits
 };
 
-// Where a chunk is updated, and when its update may start.
+// Where a chunk is updated, and when its update may start; later ones last.
 enum class UpdateAt : uint8_t {
   kNever,           // frozen
   kHostAtRetire,    // on the host as soon as its gradient is there (speculation)
@@ -41,7 +50,8 @@ enum class UpdateAt : uint8_t {
 struct StepShape {
   std::vector<double> compute_seconds;  // by moment: device work until the next one begins, without waiting
   std::vector<UpdateAt> updates;        // by chunk
-  std::vector<int64_t> numels;          // by chunk
+  std::vector<int64_t> numels;          // by chunk: what this rank updates
+  int num_ranks = 1;                    // that share each chunk
 };
 
 // What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).
@@ -50,8 +60,9 @@ enum Shortage : uint8_t {
   kOnMemory,      // device memory: what held it was still in use, or still on its way to the host
   kOnHostUpdate,  // values that an update on the host was still making
   kOnLaunch,      // the launching thread, which had waited for the norm
+  kOnCollective,  // a gather or scatter that was under way, or behind others
 };
-constexpr int kNumShortages = 4;
+constexpr int kNumShortages = 5;
 
 struct SimulatedStep {
   double seconds = 0;
@@ -60,11 +71,15 @@ struct SimulatedStep {
   double device_adam_seconds = 0;  // on the compute queue
   double upload_seconds = 0;
   double download_seconds = 0;
+  double gather_seconds = 0;
+  double scatter_seconds = 0;
   double host_adam_seconds = 0;
   std::array<double, kNumShortages> stall_seconds{};  // of the compute queue
   int64_t uploaded_bytes = 0;
   int64_t downloaded_bytes = 0;
-  int64_t peak_bytes = 0;  // of the device: tide, states and payloads
+  int64_t gathered_bytes = 0;   // of other ranks' shards
+  int64_t scattered_bytes = 0;  // to other ranks
+  int64_t peak_bytes = 0;       // of the device: tide, states and payloads
 };
 
 // Throws ArgumentError when sizes do not agree or a rate is not positive.

@@ -18,8 +18,11 @@ void ChunkGather::gather(ChunkId chunk) {
   pager_.ensure_slot(id);
   char* place = static_cast<char*>(array.slot.data) + layout.sharding().rank * shard_bytes;
   core_.backend.wait(Queue::kGather, place_shard(chunk, place, array.slot));
-  core_.backend.enqueue(Queue::kGather, [&group = core_.collectives.gather_group(), whole = array.slot.data,
-                                         shard_bytes] { group.all_gather(whole, shard_bytes); });
+  {
+    const TraceScope span(core_.tracer, {Track::kGather, StallCause::kNone, id, num_bytes - shard_bytes});
+    core_.backend.enqueue(Queue::kGather, [&group = core_.collectives.gather_group(), whole = array.slot.data,
+                                           shard_bytes] { group.all_gather(whole, shard_bytes); });
+  }
   core_.counters.gathered_bytes += num_bytes - shard_bytes;
   array.device_ready = core_.backend.record(Queue::kGather);
   array.slot.busy = {array.device_ready, nullptr};

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iomanip>
 #include <map>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include "common/check.h"
+#include "common/fingerprint.h"
 
 namespace patrickstar {
 
@@ -24,22 +27,25 @@ std::vector<Value> unpacked(const std::string& bytes) {
   return values;
 }
 
-// What tells one sequence of moments from another (FNV-1a).
+// What tells one sequence of moments from another.
 uint64_t fingerprint(const Timeline& timeline) {
-  uint64_t hash = 14695981039346656037ull;
-  const auto add = [&hash](int64_t value) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash = (hash ^ (static_cast<uint64_t>(value) >> shift & 0xff)) * 1099511628211ull;
-    }
-  };
+  Fingerprint result;
   for (const Moment& moment : timeline.moments) {
-    add(static_cast<int64_t>(moment.phase));
-    add(static_cast<int64_t>(moment.acquired.size()));
-    for (ArrayId id : moment.acquired) add(id.index());
-    add(static_cast<int64_t>(moment.accesses.size()));
-    for (const Access& access : moment.accesses) add(access.array.index() * 4 + static_cast<int64_t>(access.mode));
+    result.add(static_cast<int64_t>(moment.phase));
+    result.add(static_cast<int64_t>(moment.acquired.size()));
+    for (ArrayId id : moment.acquired) result.add(id.index());
+    result.add(static_cast<int64_t>(moment.accesses.size()));
+    for (const Access& access : moment.accesses) {
+      result.add(access.array.index() * 4 + static_cast<int64_t>(access.mode));
+    }
   }
-  return hash;
+  return result.value();
+}
+
+std::string hexadecimal(uint64_t value) {
+  std::ostringstream text;
+  text << std::hex << std::setw(16) << std::setfill('0') << value;
+  return text.str();
 }
 
 }  // namespace
@@ -91,6 +97,18 @@ std::vector<std::string> Collectives::exchange(const std::string& mine) {
   return control_->exchange(mine);
 }
 
+void Collectives::check_same_plan(uint64_t fingerprint) {
+  const std::string mine = hexadecimal(fingerprint);
+  const std::vector<std::string> all = exchange(mine);
+  if (std::all_of(all.begin(), all.end(), [&](const std::string& theirs) { return theirs == all.front(); })) return;
+  std::string who;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    who += (rank == 0 ? "rank " : ", rank ") + std::to_string(rank) + " has " + all[rank];
+  }
+  PS_CHECK(false, StateError, "the ranks came to have different plans (", who,
+           ") and would gather in different orders; run the same version of PatrickStar on all ranks, and report this");
+}
+
 int64_t Collectives::max_over_ranks(int64_t mine) {
   int64_t highest = mine;
   for (const std::string& message : exchange(packed(std::vector<int64_t>{mine}))) {
@@ -105,24 +123,32 @@ void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
   }
 }
 
-bool Collectives::agree_on(Timeline& timeline) {
-  if (num_ranks_ == 1) return true;
-  std::vector<int64_t> mine{static_cast<int64_t>(fingerprint(timeline))};
+StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note) {
+  StepAgreement agreement;
+  if (num_ranks_ == 1) {
+    agreement.notes = {note};
+    return agreement;
+  }
+  const size_t num_moments = timeline.moments.size();
+  std::vector<int64_t> mine{static_cast<int64_t>(fingerprint(timeline)), static_cast<int64_t>(num_moments)};
   for (const Moment& moment : timeline.moments) mine.push_back(moment.tide_peak_bytes);
   std::vector<std::vector<int64_t>> all;
-  bool same = true;
   int64_t highest = 0;
-  for (const std::string& message : exchange(packed(mine))) {
-    all.push_back(unpacked<int64_t>(message));
-    same = same && all.back().size() == mine.size() && all.back().front() == mine.front();
-    for (size_t t = 1; t < all.back().size(); ++t) highest = std::max(highest, all.back()[t]);
+  for (const std::string& message : exchange(packed(mine) + note)) {
+    const auto head = unpacked<int64_t>(message.substr(0, 2 * sizeof(int64_t)));
+    PS_CHECK(head.size() == 2, StateError, "ranks are not at the same point of a step");
+    const size_t size = (2 + static_cast<size_t>(head[1])) * sizeof(int64_t);
+    all.push_back(unpacked<int64_t>(message.substr(0, size)));
+    agreement.notes.push_back(message.substr(std::min(size, message.size())));
+    agreement.alike = agreement.alike && head[0] == mine[0] && all.back().size() == mine.size();
+    for (size_t t = 2; t < all.back().size(); ++t) highest = std::max(highest, all.back()[t]);
   }
-  for (size_t t = 0; t < timeline.moments.size(); ++t) {
+  for (size_t t = 0; t < num_moments; ++t) {
     int64_t& tide = timeline.moments[t].tide_peak_bytes;
-    if (!same) tide = highest;
-    for (size_t rank = 0; same && rank < all.size(); ++rank) tide = std::max(tide, all[rank][t + 1]);
+    if (!agreement.alike) tide = highest;
+    for (size_t rank = 0; agreement.alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank][t + 2]);
   }
-  return same;
+  return agreement;
 }
 
 }  // namespace patrickstar

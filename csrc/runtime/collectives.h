@@ -30,6 +30,12 @@
 
 namespace patrickstar {
 
+// What all ranks know at the end of a step.
+struct StepAgreement {
+  bool alike = true;               // all ranks saw the same moments
+  std::vector<std::string> notes;  // by rank: what it said beside its timeline
+};
+
 class Collectives {
  public:
   // One rank.
@@ -56,14 +62,19 @@ class Collectives {
   // Forgets what was noted (an exception left the phase).
   void abandon_phase() { complete_.clear(); }
 
+  // Whenever a plan was made, with its fingerprint (plan/planner.h): ranks with different ones would wait for each other,
+  // or gather what does not belong together. Throws StateError, on every rank, when they have. One exchange.
+  void check_same_plan(uint64_t fingerprint);
+
   // By rank. All ranks must be here; throws SystemError when one does not come.
   std::vector<std::string> exchange(const std::string& mine);
   int64_t max_over_ranks(int64_t mine);
   int64_t min_over_ranks(int64_t mine) { return -max_over_ranks(-mine); }
   // Bit by bit.
   void any_over_ranks(std::vector<uint8_t>& flags);
-  // True when all ranks saw the same moments. Their tides become the highest of all ranks, moment by moment if so.
-  bool agree_on(Timeline& timeline);
+  // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments. One
+  // exchange, which takes a note of each rank to all others.
+  StepAgreement agree_on(Timeline& timeline, const std::string& note = {});
 
  private:
   static constexpr ChunkId kPhaseOver = -1;

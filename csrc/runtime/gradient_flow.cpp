@@ -149,16 +149,20 @@ void GradientFlow::scatter(ChunkId chunk) {
   core_.transfer.await_slot(Queue::kScatter, scratch);
   core_.transfer.await_slot(Queue::kScatter, shard_record.slot);
   core_.backend.wait(Queue::kScatter, core_.backend.record(Queue::kCompute));
-  core_.backend.enqueue(Queue::kScatter,
-                        [&group = core_.collectives.scatter_group(), whole = grad_record.slot.data,
-                         to = again ? more : sum, scratch = scratch.data, numel = spec.shard_numel,
-                         dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
+  const int64_t others_bytes = spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
+  {
+    const TraceScope span(core_.tracer, {Track::kScatter, StallCause::kNone, grad, others_bytes});
+    core_.backend.enqueue(Queue::kScatter,
+                          [&group = core_.collectives.scatter_group(), whole = grad_record.slot.data,
+                           to = again ? more : sum, scratch = scratch.data, numel = spec.shard_numel,
+                           dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
+  }
   if (again) {
     core_.backend.enqueue(Queue::kScatter, [&compute = core_.device_compute, sum, more, dtype = spec.dtype,
                                             numel = spec.shard_numel] { compute.add(sum, more, dtype, numel); });
   }
   if (!accumulates_) statistics_.enqueue_scattered(chunk, sum);
-  core_.counters.scattered_bytes += spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
+  core_.counters.scattered_bytes += others_bytes;
   last_scatter_ = core_.backend.record(Queue::kScatter);
   shard_record.device_ready = last_scatter_;
   shard_record.slot.busy = {last_scatter_, nullptr};
@@ -344,7 +348,10 @@ double GradientFlow::sum_of_squares() {
     params.insert(params.end(), here.begin(), here.end());
   }
   std::sort(params.begin(), params.end());
-  core_.backend.wait(Queue::kCompute, last_scatter_);
+  {
+    const TraceScope stall(core_.tracer, {Track::kStall, StallCause::kCollective});
+    core_.backend.wait(Queue::kCompute, last_scatter_);
+  }
   return statistics_.sum(params);
 }
 

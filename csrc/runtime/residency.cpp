@@ -97,11 +97,7 @@ DeviceBudget Residency::device_budget() const {
   return budget;
 }
 
-PlanProblem Residency::plan_problem(const Timeline& last) const {
-  std::vector<uint8_t> states_on_device;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    states_on_device.push_back(core_.store.array({chunk, ArrayKind::kMaster}).on_device);
-  }
+PlanProblem Residency::plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const {
   return pose_problem(layout(), last, states_on_device, device_budget());
 }
 

@@ -51,7 +51,8 @@ class Residency {
   void place_in_margin(const Timeline& step);
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
-  PlanProblem plan_problem(const Timeline& last) const;
+  // `states_on_device` by chunk, as all ranks agree.
+  PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
   // Whether transfers take time that compute can hide, and memory may be given to that.
   bool prefetches_far() const { return options_.partition == Partition::kTide && device_budget().prefetches_far; }
 

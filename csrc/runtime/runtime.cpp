@@ -287,15 +287,18 @@ double Runtime::prepare_step() {
   tracker_->release_all();
   const double sum = gradients_->sum_of_squares();
   recorder_.note_tide(pager_->tide_of_running_moment());
-  if (!warmed_up_ && recorder_.position() >= 0) residency_->place_in_margin(agreed(recorder_.running()));
+  if (!warmed_up_ && recorder_.position() >= 0) {
+    Timeline timeline = recorder_.running();
+    agree_on(timeline, {});
+    residency_->place_in_margin(timeline);
+  }
   return sum;
 }
 
-Timeline Runtime::agreed(Timeline timeline) {
-  if (!layout().is_sharded()) return timeline;
-  const bool alike = collectives_->agree_on(timeline);
-  ranks_go_alike_ = ranks_go_alike_ && alike;
-  return timeline;
+std::vector<std::string> Runtime::agree_on(Timeline& timeline, const std::string& note) {
+  StepAgreement agreement = collectives_->agree_on(timeline, note);
+  ranks_go_alike_ = ranks_go_alike_ && agreement.alike;
+  return std::move(agreement.notes);
 }
 
 void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -370,16 +373,19 @@ void Runtime::finish_step(StepOutcome outcome) {
   // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
   // optimizer states would be taken for tide.
   recorder_.finish_step();
-  if (layout().is_sharded()) recorder_.set_last(agreed(recorder_.last()));
   if (first) {
     warmed_up_ = true;
     backend_->set_limit_policy(LimitPolicy::kEnforce);
     step_->choose_speculation();
   }
+  Timeline last = recorder_.last();
+  std::vector<PlanVote> votes;
+  for (const std::string& note : agree_on(last, packed(planner_->vote(previous)))) votes.push_back(unpacked_vote(note));
+  recorder_.set_last(std::move(last));
   tracer_.end_step(recorder_.last(), outcome);
   residency_->limit_payloads(recorder_.last());
   if (!ranks_go_alike_) return planner_->forget_plan();  // all ranks found so
-  planner_->end_step(previous);
+  planner_->end_step(previous, agreed(votes));
 }
 
 int Runtime::num_device_state_chunks() const {

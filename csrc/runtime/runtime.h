@@ -142,8 +142,8 @@ class Runtime final : public UseListener {
   Core core();
   void check_least_limit(const char* when);
   void finish_step(StepOutcome outcome);
-  // With several ranks, what decisions are made from must be the same on all.
-  Timeline agreed(Timeline timeline);
+  // With several ranks, what decisions are made from must be the same on all: `timeline` becomes so. What the others say.
+  std::vector<std::string> agree_on(Timeline& timeline, const std::string& note);
   void forget_running_step();
 
   RuntimeOptions options_;

@@ -72,6 +72,8 @@ Rates measured_rates(const StepTrace& trace) {
   Rates rates;
   rates.upload_gbps = median_gbps(trace, Track::kUpload);
   rates.download_gbps = median_gbps(trace, Track::kDownload);
+  rates.gather_gbps = median_gbps(trace, Track::kGather);
+  rates.scatter_gbps = median_gbps(trace, Track::kScatter);
   rates.host_adam_params_per_second = adam_params_per_second(trace, Track::kHostAdam);
   rates.device_adam_params_per_second = adam_params_per_second(trace, Track::kDeviceAdam);
   rates.synchronize_seconds = synchronize_seconds(trace);

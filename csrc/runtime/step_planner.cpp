@@ -41,42 +41,47 @@ StepPlanner::StepPlanner(Core core, Pager& pager, const Residency& residency, co
       traces_(traces) {}
 
 void StepPlanner::begin_step() {
-  if (core_.store.layout().is_sharded()) return;  // ranks would measure other times, and plan otherwise
-  if (stage_ != Stage::kUnmeasured || num_steps_ < kWarmupSteps || !alike_) return;
-  if (!residency_.prefetches_far() || core_.arena.is_preparing()) return;
+  if (stage_ != Stage::kUnmeasured || !all_can_measure_) return;
   traces_.ask(TraceReader::kPlanner);
   stage_ = Stage::kAsked;
 }
 
-void StepPlanner::end_step(const Timeline& previous) {
-  ++num_steps_;
+PlanVote StepPlanner::vote(const Timeline& previous) {
   const bool alike = same_structure(previous, core_.recorder.last());
-  alike_ = alike;
-  const bool measured = measure(alike);
-  if (!alike) {
-    times_.reset();
-    if (stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
-  }
-  if (measured || needs_plan(previous, alike)) make_next_plan();
+  measure(alike);
+  return {can_measure(alike), !pager_.plan().moments.empty(), updates(), own_times_};
 }
 
-bool StepPlanner::needs_plan(const Timeline& previous, bool alike) const {
-  if (pager_.plan().moments.empty() || !alike || tide_rose(previous, core_.recorder.last())) return true;
-  return times_ && times_->shape.updates != updates();
+bool StepPlanner::can_measure(bool alike) const {
+  if (stage_ != Stage::kUnmeasured) return true;
+  return num_steps_ + 1 >= kWarmupSteps && alike && residency_.prefetches_far() && !core_.arena.is_preparing();
 }
 
-bool StepPlanner::measure(bool alike) {
-  if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) {
-    stage_ = Stage::kTraced;
-    return false;
-  }
-  if (stage_ != Stage::kTraced) return false;
+void StepPlanner::measure(bool alike) {
+  if (!alike) own_times_.reset();
+  if (stage_ == Stage::kMeasured && !alike) stage_ = Stage::kUnmeasured;
+  if (stage_ != Stage::kTraced) return;
   stage_ = Stage::kUnmeasured;
   const std::optional<StepTrace> trace = traces_.take(TraceReader::kPlanner);
-  if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return false;
-  times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
+  if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return;
+  own_times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
   stage_ = Stage::kMeasured;
-  return true;
+}
+
+void StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
+  ++num_steps_;
+  const bool alike = same_structure(previous, core_.recorder.last());
+  all_can_measure_ = agreed.can_measure;
+  agreed_updates_ = agreed.updates;
+  if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) stage_ = Stage::kTraced;
+  if (!alike) times_.reset();
+  if (agreed.times) {
+    own_times_.reset();
+    times_ = agreed.times;
+  }
+  const bool holds = agreed.has_plan && !agreed.times && alike && !tide_rose(previous, core_.recorder.last()) &&
+                     !(times_ && times_->shape.updates != agreed_updates_);
+  if (!holds) make_next_plan();
 }
 
 void StepPlanner::adopt(std::optional<StepTimes> times) {
@@ -99,8 +104,16 @@ void StepPlanner::forget_plan() {
   predicted_.reset();
 }
 
+PlanProblem StepPlanner::untimed_problem() const {
+  std::vector<uint8_t> states_on_device;
+  for (UpdateAt where : agreed_updates_.empty() ? updates() : agreed_updates_) {
+    states_on_device.push_back(where == UpdateAt::kDeviceAfterNorm);
+  }
+  return residency_.plan_problem(core_.recorder.last(), states_on_device);
+}
+
 PlanProblem StepPlanner::problem() const {
-  PlanProblem problem = residency_.plan_problem(core_.recorder.last());
+  PlanProblem problem = untimed_problem();
   if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
   return problem;
 }
@@ -123,12 +136,13 @@ std::vector<UpdateAt> StepPlanner::updates() const {
 
 void StepPlanner::make_next_plan() {
   const Timeline& last = core_.recorder.last();
-  const PlanProblem untimed = residency_.plan_problem(last);
+  const PlanProblem untimed = untimed_problem();
   predicted_.reset();
   Plan plan;
   if (times_) {
     StepShape& shape = times_->shape;
-    if (num_steps_ > 0) shape.updates = updates();
+    if (num_steps_ > 0) shape.updates = agreed_updates_;
+    shape.num_ranks = core_.store.layout().sharding().num_ranks;
     shape.numels.clear();
     for (const ChunkSpec& chunk : core_.store.layout().chunks()) shape.numels.push_back(chunk.shard_numel);
     PlanChoice choice = choose_plan(untimed, times_->rates, shape);
@@ -138,6 +152,7 @@ void StepPlanner::make_next_plan() {
   } else {
     plan = make_plan(untimed);
   }
+  core_.collectives.check_same_plan(fingerprint(plan));
   pager_.set_plan(std::move(plan), NextUse(last, core_.store.num_arrays()));
 }
 

@@ -1,14 +1,16 @@
 // The step planner makes the plan of the next step: by moments alone at first, with time once a step was measured.
 //
 // [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
-// asking: the first from the third on that begins while no host memory is being prepared, after two that went alike. One
+// asking: the first from the third on before which no host memory is being prepared, after two that went alike. One
 // step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans are
-// chosen by their predicted steps (plan/plan_choice.h). Times belong to the sequence of moments: they stay while steps go
+// chosen by their predicted steps (plan/plan_choice.h). With several ranks all of this is as they agree: a step is traced
+// when it can be on all, and plans follow from what the slowest measured ([Note: one plan on all ranks]). Times belong to the sequence of moments: they stay while steps go
 // alike, whatever the tide; a step that goes otherwise has the planner forget them, follow the rule for the room of
 // prefetches (placement.h), and measure again. A model that goes otherwise in every step is never measured.
 //
-//   planner.begin_step();                 // before the tracer's
-//   planner.end_step(previous_timeline);  // after the tracer's, and after the recorder's
+//   planner.begin_step();                       // before the tracer's
+//   PlanVote vote = planner.vote(previous);     // the step is recorded
+//   planner.end_step(previous, agreed(votes));  // and its trace complete
 //
 // Owned by Runtime, guarded by its lock. What it decides changes no number.
 #pragma once
@@ -20,16 +22,11 @@
 #include "plan/plan_choice.h"
 #include "runtime/optimizer_step.h"
 #include "runtime/pager.h"
+#include "runtime/plan_vote.h"
 #include "runtime/residency.h"
 #include "trace/trace_requests.h"
 
 namespace patrickstar {
-
-// What a step's measurement gave, and what the simulator takes beside a plan.
-struct StepTimes {
-  Rates rates;
-  StepShape shape;
-};
 
 class StepPlanner {
  public:
@@ -38,8 +35,10 @@ class StepPlanner {
 
   // A training step begins.
   void begin_step();
-  // It is over, recorded and its trace complete; the step before it went as `previous` says.
-  void end_step(const Timeline& previous);
+  // It is recorded; the step before it went as `previous` says. What this rank alone knows of the next plan.
+  PlanVote vote(const Timeline& previous);
+  // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
+  void end_step(const Timeline& previous, const PlanVote& agreed);
   // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times, if
   // there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the timeline.
   void adopt(std::optional<StepTimes> times);
@@ -55,16 +54,17 @@ class StepPlanner {
  private:
   enum class Stage : uint8_t {
     kUnmeasured,
-    kAsked,   // for a trace of the next step that begins
-    kTraced,  // in the step before this one
-    kMeasured,
+    kAsked,     // for a trace of the next step that begins
+    kTraced,    // in the step before this one
+    kMeasured,  // here; all ranks' times, or this one's until all have theirs
   };
 
-  bool needs_plan(const Timeline& previous, bool alike) const;
-  // True when the traced step has become times.
-  bool measure(bool alike);
-  // As things are.
+  // The traced step becomes this rank's times, if it went as usual.
+  void measure(bool alike);
+  bool can_measure(bool alike) const;
+  // As things are here.
   std::vector<UpdateAt> updates() const;
+  PlanProblem untimed_problem() const;
   void make_next_plan();
 
   Core core_;
@@ -75,8 +75,10 @@ class StepPlanner {
   TraceRequests& traces_;
   Stage stage_ = Stage::kUnmeasured;
   int64_t num_steps_ = 0;
-  bool alike_ = false;  // the last two steps
-  std::optional<StepTimes> times_;
+  bool all_can_measure_ = false;            // in the next step
+  std::vector<UpdateAt> agreed_updates_;    // by chunk; none before the first step
+  std::optional<StepTimes> own_times_;      // until all ranks have theirs
+  std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan
   int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen
 };

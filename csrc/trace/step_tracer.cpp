@@ -16,6 +16,10 @@ Queue queue_of(Track track) {
       return Queue::kUpload;
     case Track::kDownload:
       return Queue::kDownload;
+    case Track::kGather:
+      return Queue::kGather;
+    case Track::kScatter:
+      return Queue::kScatter;
     default:
       return Queue::kCompute;
   }

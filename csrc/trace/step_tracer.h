@@ -157,7 +157,7 @@ class StepTracer final : public Tracer {
   Mark end_;
   StepOutcome outcome_ = StepOutcome::kApplied;
   std::vector<OpenSpan> spans_;
-  std::array<size_t, 5> running_ = {};  // by track: index of the span that was begun last
+  std::array<size_t, kNumTracks> running_ = {};  // by track: index of the span that was begun last
   int open_stalls_ = 0;
   std::vector<OpenHostSpan> host_spans_;
   std::vector<OpenMoment> moments_;

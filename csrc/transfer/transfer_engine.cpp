@@ -66,7 +66,9 @@ void TransferEngine::await_on_device(ArrayId id) {
   if (array.device_ready == nullptr) return;
   // An upload that has not begun waits for what makes the array on the host.
   const bool made = !tracer_.is_on() || backend_.is_complete(array.host_ready);
-  const TraceScope stall(tracer_, {Track::kStall, made ? StallCause::kUpload : maker_on_host(id), id});
+  const bool gathered = id.kind == ArrayKind::kParam && store_.layout().is_sharded();
+  const StallCause bringer = gathered ? StallCause::kCollective : StallCause::kUpload;
+  const TraceScope stall(tracer_, {Track::kStall, made ? bringer : maker_on_host(id), id});
   backend_.wait(Queue::kCompute, array.device_ready);
   array.device_ready = nullptr;
 }

@@ -45,9 +45,13 @@ class Gpu:
         return min(self.attention_tflops * 1e12, self.matmul_flops(dtype))
 
 
+# Through host memory per updated parameter: gradient 2, states 12 in and 12 out, parameter 2 (csrc/optim/kernels.h).
+ADAM_HOST_BYTES = 28
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A GPU and its host."""
+    """A GPU and its part of a host: cores come with GPUs, the host's memory is shared (cluster.py)."""
 
     name: str
     source: str
@@ -62,9 +66,17 @@ class Machine:
     transfer_latency_seconds: float
     """Of one transfer."""
     host_adam_gparams: float
-    """Updates on the host, all threads, 1e9 parameters per second."""
+    """Updates on the host with the threads that one GPU has (15 on 16 cores), 1e9 parameters per second."""
     device_adam_gparams: float
     """Updates on the GPU."""
+    socket_memory_gbps: float
+    """Of the memory of one socket of the host, reads and writes together."""
+    gpus_per_socket: int
+    """That share it."""
+    nvlink_gather_gbps: float
+    """Of gathers within a node: bytes from other GPUs per second at each GPU ("bus bandwidth")."""
+    nvlink_scatter_gbps: float
+    """Of scatters within a node, likewise."""
     synchronize_seconds: float
     """From the end of backward until the launching thread goes on."""
     launch_ahead_seconds: float
@@ -99,6 +111,12 @@ H200 = Machine(
     transfer_latency_seconds=10e-6,
     host_adam_gparams=5.2,
     device_adam_gparams=123.0,
+    # Four GPUs of one socket, both directions: 26.6 GB/s each way for each, where one alone has 50.8.
+    socket_memory_gbps=213.0,
+    gpus_per_socket=4,
+    # Four GPUs, NCCL, shards of 64 MiB.
+    nvlink_gather_gbps=305.0,
+    nvlink_scatter_gbps=299.0,
     synchronize_seconds=4e-3,
     launch_ahead_seconds=0.1,
 )
@@ -112,11 +130,12 @@ H100 = dataclasses.replace(
     gpu_bytes=79 * 2**30,
     device_adam_gparams=H200.device_adam_gparams * 3.35 / 4.8,
 )
-# PCIe 4 instead of 5: half the link; arithmetic 312 against 989 TFLOPS, memory 2.0 against 4.8 TB/s.
+# PCIe 4 and NVLink 3 instead of 5 and 4: half and two thirds of the links; arithmetic 312 against 989 TFLOPS, memory
+# 2.0 against 4.8 TB/s.
 A100 = dataclasses.replace(
     H200,
     name="a100",
-    source="an H200's measured rates scaled by data sheets (arithmetic, memory, PCIe 4); not measured",
+    source="an H200's measured rates scaled by data sheets (arithmetic, memory, PCIe 4, NVLink 3); not measured",
     gpu=Gpu(
         matmul_tflops=H200.gpu.matmul_tflops * 312 / 989,
         matmul_float32_tflops=19.5 * 0.9,
@@ -128,6 +147,8 @@ A100 = dataclasses.replace(
     upload_gbps=H200.upload_gbps / 2,
     download_gbps=H200.download_gbps / 2,
     device_adam_gparams=H200.device_adam_gparams * 2.0 / 4.8,
+    nvlink_gather_gbps=H200.nvlink_gather_gbps * 2 / 3,
+    nvlink_scatter_gbps=H200.nvlink_scatter_gbps * 2 / 3,
 )
 
 MACHINES = {machine.name: machine for machine in (H200, H100, A100)}

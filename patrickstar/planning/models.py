@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 _VOCAB = 50304
-# hidden size x layers of the GPTs that the benchmarks train; 16 heads, untied output layer
+# hidden size x layers of the GPTs that the benchmarks train; untied output layer
 _SIZES = {
     "0.1b": (768, 12),
     "1.6b": (1600, 48),
@@ -20,8 +20,10 @@ _SIZES = {
     "10.5b": (4096, 50),
     "16.1b": (4096, 78),
     "18.5b": (4096, 90),
+    "21b": (8192, 25),
+    "68b": (9216, 66),
 }
-_HEADS = {768: 12, 1600: 25}
+_HEADS = {768: 12, 1600: 25, 8192: 64, 9216: 72}  # others: 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

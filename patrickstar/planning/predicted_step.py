@@ -12,6 +12,9 @@ _RATES = (
     "upload_gbps",
     "download_gbps",
     "transfer_latency_seconds",
+    "gather_gbps",
+    "scatter_gbps",
+    "collective_latency_seconds",
     "host_adam_params_per_second",
     "device_adam_params_per_second",
     "synchronize_seconds",
@@ -22,6 +25,10 @@ _WHAT_HELPS = {
     "upload": "more device memory or a larger batch (more work per uploaded byte)",
     "download": "more device memory or a larger batch (more work per downloaded byte)",
     "host_adam": "more device memory (states on the GPU), more or faster cores, or a larger batch",
+    "gather": "a faster link between GPUs, larger chunks where its latency counts, or a larger batch",
+    "scatter": "a faster link between GPUs, larger chunks where its latency counts, or a larger batch",
+    "collective": "a faster link between GPUs, more device memory for prefetches, or a larger batch",
+    "host_memory": "fewer GPUs per node, more device memory (states on the GPU), or a larger batch",
     "memory": "more device memory, or smaller chunks: fetches wait for memory that is still in use",
     "host_update": "more host memory (updates start in backward) or more device memory",
     "launch": "a larger batch: the step is too short for its synchronisation",
@@ -42,16 +49,26 @@ class Prediction:
     """The upload queue is busy."""
     download_seconds: float
     """The download queue is busy."""
+    gather_seconds: float
+    """The queue of gathers is busy (several ranks)."""
+    scatter_seconds: float
+    """The queue of scatters is busy (several ranks)."""
     host_adam_seconds: float
     """The host updates."""
     stall_seconds: dict[str, float]
-    """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``."""
+    """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``, ``collective``."""
     uploaded_bytes: int
     """Per step."""
     downloaded_bytes: int
     """Per step."""
+    gathered_bytes: int
+    """From other ranks, per step."""
+    scattered_bytes: int
+    """To other ranks, per step."""
     peak_bytes: int
     """Of the device."""
+    host_memory_seconds: float = 0.0
+    """What transfers and updates take of the host's memory bandwidth, where ranks share it; 0: not counted."""
 
     @property
     def roofline(self) -> dict[str, float]:
@@ -60,7 +77,10 @@ class Prediction:
             "compute": self.compute_seconds + self.device_adam_seconds,
             "upload": self.upload_seconds,
             "download": self.download_seconds,
+            "gather": self.gather_seconds,
+            "scatter": self.scatter_seconds,
             "host_adam": self.host_adam_seconds,
+            "host_memory": self.host_memory_seconds,
         }
 
     @property
@@ -79,8 +99,10 @@ class Prediction:
         return _WHAT_HELPS[self.bound]
 
     def roofline_line(self) -> str:
-        """The roofline in one line."""
-        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in self.roofline.items())
+        """The roofline in one line; of collectives and the host's memory where there are several ranks."""
+        always = ("compute", "upload", "download", "host_adam")
+        shown = {name: seconds for name, seconds in self.roofline.items() if seconds > 0 or name in always}
+        parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in shown.items())
         return f"roofline: {parts}; {self.bound.replace('_', ' ')} bounds the step of {self.seconds:.3f} s"
 
 

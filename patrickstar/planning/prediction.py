@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
 from patrickstar.config import Speculation
-from patrickstar.planning.machines import Machine
+from patrickstar.planning.cluster import Cluster, HostTraffic
+from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
@@ -20,6 +22,9 @@ from patrickstar.planning.uses import StepUses
 _CUDA_SLACK = 0.04
 _INITIAL_DEVICE_SHARE = 0.9
 _RESERVED_GRADIENTS = 4
+# Of choosing a plan and learning what it takes of the host's memory.
+_ROUNDS = 4
+_ONE_GPU = Cluster()
 
 
 def predict(
@@ -49,7 +54,8 @@ def predict(
         rates,
         compute_seconds=list(compute_seconds),
         updates=_updates(plan.chunks, num_speculated_chunks),
-        numels=[chunk.numel for chunk in plan.chunks],
+        numels=[chunk.shard_numel for chunk in plan.chunks],
+        num_ranks=plan.num_ranks,
         **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes")},
     )
     return Prediction(**step)
@@ -57,7 +63,7 @@ def predict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an engine is given."""
+    """What an engine is given, on each rank."""
 
     device_bytes: int
     """``device_memory``."""
@@ -84,7 +90,7 @@ class Case:
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
     host_bytes: int
-    """Parameters and optimizer states on the host."""
+    """Parameters and optimizer states on the host, of one rank."""
     least_device_bytes: int
     """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
@@ -97,18 +103,25 @@ class Case:
     """While clipping acts in every step: updates on the host start when the norm is known."""
 
 
-def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: Setting) -> Case:
-    """What an engine on CUDA does with this layout: see csrc/runtime/residency.cpp.
+def predict_case(
+    uses: StepUses, layout: _C.Layout, machine: Machine, setting: Setting, cluster: Cluster = _ONE_GPU
+) -> Case:
+    """What an engine on CUDA does with this layout: see csrc/runtime/residency.cpp. ``layout`` is for the ranks of
+    ``cluster``; budgets, steps and bytes are one rank's.
 
     Raises:
         MemoryBudgetError: it does not fit; the message says by how much.
+        ValueError: the layout is for another number of ranks.
     """
+    if layout.num_ranks != cluster.num_ranks:
+        raise ValueError(f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs")
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     homes = [_home_bytes(chunk) for chunk in chunks]
     largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
     budget = _C.DeviceBudget()
     budget.limit_bytes = int(setting.device_bytes * (1 - _CUDA_SLACK))
     budget.margin_use_ratio = setting.margin_use_ratio
+    budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
     nowhere = [False] * len(chunks)
     all_on_host = make_timeline(uses, layout, nowhere).moments
     least_limit = _C.make_plan(all_on_host, **_C.pose_problem(layout, all_on_host, nowhere, budget))[
@@ -129,7 +142,10 @@ def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: S
         setting.speculation, _first_without_room(planned, homes, room)
     )
     plan, clipped_plan = (
-        _choose_plan(layout, timed, on_device, budget, machine.rates(), num_early) for num_early in (first_late, 0)
+        _shared_host_plan(
+            functools.partial(_choose_plan, layout, timed, on_device, budget, num_early), machine, cluster, planned
+        )
+        for num_early in (first_late, 0)
     )
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
@@ -150,13 +166,39 @@ def predict_case(uses: StepUses, layout: _C.Layout, machine: Machine, setting: S
     )
 
 
+def _shared_host_plan(
+    choose: Callable[[_C.Rates], Plan], machine: Machine, cluster: Cluster, chunks: Sequence[PlannedChunk]
+) -> Plan:
+    """What ``choose`` makes of the rates that are left when all GPUs of a node do the same: how fast transfers and
+    updates are depends on how much of the host's memory bandwidth they take, and that on the step. A few rounds settle
+    it.
+    """
+    updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
+    traffic = HostTraffic()
+    for _ in range(1 if cluster.gpus_per_node == 1 else _ROUNDS):
+        plan = choose(cluster.rates(machine, traffic))
+        step = plan.prediction
+        assert step is not None
+        per_second = 1e-9 / step.seconds
+        traffic = HostTraffic(
+            upload_gbps=step.uploaded_bytes * per_second,
+            download_gbps=step.downloaded_bytes * per_second,
+            adam_gbps=updated * ADAM_HOST_BYTES * per_second,
+        )
+    if cluster.gpus_per_node == 1:
+        return plan
+    moved = step.uploaded_bytes + step.downloaded_bytes + updated * ADAM_HOST_BYTES
+    busy = moved / (cluster.host_gbps(machine) * 1e9)
+    return dataclasses.replace(plan, prediction=dataclasses.replace(step, host_memory_seconds=busy))
+
+
 def _choose_plan(
     layout: _C.Layout,
     timed: TimedTimeline,
     on_device: Sequence[bool],
     budget: _C.DeviceBudget,
-    rates: _C.Rates,
     num_early: int,
+    rates: _C.Rates,
 ) -> Plan:
     """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h), with ``num_early``
     chunks, from the first on, updated during backward.
@@ -169,7 +211,8 @@ def _choose_plan(
         rates=rates,
         compute_seconds=timed.seconds,
         updates=updates,
-        numels=[chunk.numel for chunk in chunks],
+        numels=[chunk.shard_numel for chunk in chunks],
+        num_ranks=layout.num_ranks,
         **problem,
     )
     return plan_of(
@@ -223,8 +266,8 @@ def _first_without_room(chunks: Sequence[PlannedChunk], homes: Sequence[int], ro
 
 
 def _grad_bytes(chunk: Mapping) -> int:
-    return chunk["numel"] * itemsize(chunk)
+    return chunk["shard_numel"] * itemsize(chunk)
 
 
 def _home_bytes(chunk: Mapping) -> int:
-    return chunk["numel"] * (itemsize(chunk) + (12 if chunk["trainable"] else 0))
+    return chunk["shard_numel"] * (itemsize(chunk) + (12 if chunk["trainable"] else 0))

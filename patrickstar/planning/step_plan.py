@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 
-VERSION = 2
+VERSION = 3
 _FORMAT = "patrickstar.plan"
 _GIB = 2**30
 
@@ -22,6 +23,8 @@ class PlannedChunk:
 
     numel: int
     """Elements."""
+    shard_numel: int
+    """Elements of one rank's share."""
     dtype: str
     """Compute dtype, a name of ``_C.DType``."""
     trainable: bool
@@ -58,6 +61,11 @@ class Plan:
         """The highest tide of the step."""
         return max((moment["tide_peak_bytes"] for moment in self.timeline), default=0)
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share each chunk."""
+        return max((chunk.numel // chunk.shard_numel for chunk in self.chunks), default=1)
+
     def as_core(self) -> dict[str, Any]:
         """The plan as ``_C.simulate`` takes it."""
         return {
@@ -69,6 +77,11 @@ class Plan:
 
     def check_layout(self, layout: _C.Layout, source: str) -> None:
         """Raises ValueError when ``layout`` is not the one that the plan was made for. ``source`` names the plan."""
+        if layout.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"{source} is a plan for {self.num_ranks} ranks, this run has {layout.num_ranks}; start as many as it "
+                "was made with, or leave 'plan' out"
+            )
         if layout.num_chunks != len(self.chunks):
             raise ValueError(
                 f"{source} is a plan for {len(self.chunks)} chunks, this engine has {layout.num_chunks}; give the "
@@ -85,8 +98,16 @@ class Plan:
                     "with, or leave 'plan' out"
                 )
 
+    @property
+    def digest(self) -> str:
+        """Tells plans from each other, for comparing what ranks have."""
+        return hashlib.sha256(self._as_json().encode()).hexdigest()[:16]
+
     def save(self, path: str | Path) -> None:
         """Writes JSON of version ``VERSION``."""
+        Path(path).write_text(self._as_json() + "\n", encoding="utf-8")
+
+    def _as_json(self) -> str:
         fields = {
             "format": _FORMAT,
             "version": VERSION,
@@ -95,7 +116,7 @@ class Plan:
             "steps": [{key: _plain_arrays(arrays) for key, arrays in step.items()} for step in self.steps],
             "problem": {**self.problem, "costs": [[*_plain(id), *cost] for id, cost in self.problem["costs"].items()]},
         }
-        Path(path).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+        return json.dumps(fields)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -200,7 +221,7 @@ def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple
     """What a plan says of the chunks of ``layout``."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     return tuple(
-        PlannedChunk(chunk["numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
+        PlannedChunk(chunk["numel"], chunk["shard_numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
         for chunk, on_device in zip(chunks, states_on_device, strict=True)
     )
 

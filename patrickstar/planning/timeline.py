@@ -35,7 +35,9 @@ class TimedTimeline:
 
 
 def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
-    """The timeline of a step with these uses. ``states_on_device`` by chunk: gradients of such chunks do not leave."""
+    """The timeline of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
+    not leave; with several all do, when they are scattered.
+    """
     model = _AccessModel(layout, states_on_device, uses)
     for use in uses.uses:
         model.play(use)
@@ -79,7 +81,7 @@ class _AccessModel:
         self._param_bytes = _param_bytes(specs, layout)
         self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
         self._static_bytes = uses.static_bytes
-        self._states_on_device = states_on_device
+        self._leaves = [layout.num_ranks > 1 or not at for at in states_on_device]  # by chunk: its gradient's slot
         self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}
         self._num_uses = [0] * len(self._chunk_of)
         self._holds = [0] * len(chunks)
@@ -204,7 +206,7 @@ class _AccessModel:
         if chunk in self._retired:
             return
         self._retired.add(chunk)
-        if not self._states_on_device[chunk]:
+        if self._leaves[chunk]:
             self._add((chunk, _GRAD, _RETIRE))
 
     def _add(self, access: tuple[int, _C.ArrayKind, _C.AccessMode]) -> None:

@@ -12,11 +12,13 @@ from patrickstar import _C
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
-_COMPUTE, _UPLOAD, _DOWNLOAD, _HOST_ADAM, _DEVICE_ADAM, _STREAMED_ADAM = range(1, 7)
+_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM, _STREAMED_ADAM = range(1, 9)
 _ROWS = {
     _COMPUTE: "compute",
     _UPLOAD: "upload stream",
     _DOWNLOAD: "download stream",
+    _GATHER: "gather stream",
+    _SCATTER: "scatter stream",
     _HOST_ADAM: "host Adam",
     _DEVICE_ADAM: "device Adam",
     _STREAMED_ADAM: "streamed Adam",
@@ -25,6 +27,8 @@ _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
     _C.Track.UPLOAD: _UPLOAD,
     _C.Track.DOWNLOAD: _DOWNLOAD,
+    _C.Track.GATHER: _GATHER,
+    _C.Track.SCATTER: _SCATTER,
     _C.Track.HOST_ADAM: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
     _C.Track.STREAMED_ADAM: _STREAMED_ADAM,
@@ -36,7 +40,10 @@ Event = dict[str, Any]
 def chrome_trace(trace: dict[str, Any], step: int) -> dict[str, Any]:
     """The JSON object of what ``_C.Runtime.take_trace`` returned for the engine's ``step``-th step."""
     events = [_name("process_name", 0, f"PatrickStar, step {step}")]
+    used = {_ROW_OF[span["track"]] for span in trace["spans"]}
     for row, name in _ROWS.items():
+        if row in (_GATHER, _SCATTER) and row not in used:
+            continue  # one rank
         events.append(_name("thread_name", row, name))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
     for index, moment in enumerate(trace["moments"]):
@@ -75,7 +82,7 @@ def _span(span: dict[str, Any]) -> Event:
         name, category = f"stall: {CAUSES[span['cause']]}", "stall"
         if array:
             args["array"] = array
-    elif track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD):
+    elif track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER):
         name, category = array, "transfer"
         args["bytes"] = span["num_bytes"]
         args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9

@@ -13,16 +13,25 @@ from patrickstar import _C
 from patrickstar.profiling.summary import CAUSES
 
 _STATES = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
+_VALUES = (
+    _C.ArrayKind.PARAM,
+    _C.ArrayKind.GRAD,
+    _C.ArrayKind.GRAD_SUM,
+    _C.ArrayKind.PARAM_SHARD,
+    _C.ArrayKind.GRAD_SHARD,
+)
 _COLORS = {
     "optimizer states": "#4e5d94",
     "param": "#7aa6c2",
     "grad": "#e0a458",
     "grad_sum": "#c9712f",
+    "param_shard": "#a9c9db",
+    "grad_shard": "#ecc791",
     "idle slots": "#d9d9d9",
     "tide": "#9fd3c7",
 }
 _STALL_COLORS = dict(
-    zip(CAUSES.values(), ("#d1495b", "#edae49", "#8f2d56", "#6b4c9a", "#a26769", "#30638e"), strict=True)
+    zip(CAUSES.values(), ("#d1495b", "#edae49", "#8f2d56", "#6b4c9a", "#a26769", "#30638e", "#3d7068"), strict=True)
 )
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
@@ -49,7 +58,7 @@ def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
     for moment in trace["moments"]:
         payloads = moment["payload_bytes"]
         bands["optimizer states"].append(sum(payloads[kind] for kind in _STATES))
-        for kind in (_C.ArrayKind.PARAM, _C.ArrayKind.GRAD, _C.ArrayKind.GRAD_SUM):
+        for kind in _VALUES:
             bands[kind.name.lower()].append(payloads[kind])
         bands["idle slots"].append(moment["idle_bytes"])
         bands["tide"].append(moment["tide_bytes"])

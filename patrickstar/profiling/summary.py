@@ -14,6 +14,7 @@ CAUSES = {
     _C.StallCause.HOST_WORK: "host work",
     _C.StallCause.ROOM: "room",
     _C.StallCause.NORM: "norm",
+    _C.StallCause.COLLECTIVE: "collective",
 }
 """What the compute queue waits for, as files name it (csrc/common/tracing.h)."""
 
@@ -51,6 +52,10 @@ class Summary:
     """Host to device."""
     download: Work
     """Device to host."""
+    gather: Work
+    """Values from other ranks, waits for these included; bytes."""
+    scatter: Work
+    """Gradients to other ranks, waits for these included; bytes."""
     host_adam: Work
     """Updates on the host that this step started, also those whose result was not used."""
     device_adam: Work
@@ -74,6 +79,8 @@ class Summary:
             "compute": self.compute_seconds,
             "upload": self.upload.seconds,
             "download": self.download.seconds,
+            "gather": self.gather.seconds,
+            "scatter": self.scatter.seconds,
             "host Adam": self.host_adam.seconds,
             "streamed Adam": self.streamed_adam.seconds,
         }
@@ -92,7 +99,7 @@ class Summary:
         adam += f"{self.host_adam.rate:.2f} Gparam/s, {_seconds(self.late_seconds)} of it after the step's end"
         if self.dropped_seconds > 0:
             adam += f", {_seconds(self.dropped_seconds)} for nothing"
-        busy = ", ".join(f"{name} {_seconds(value)}" for name, value in self.roofline.items())
+        busy = ", ".join(f"{name} {_seconds(value)}" for name, value in self.roofline.items() if value > 0)
         ratio = self.seconds / max(self.roofline[self.bound], 1e-12)
         lines = [
             f"step {step}: {_seconds(self.seconds)}{outcome}",
@@ -101,6 +108,7 @@ class Summary:
             f"  stalled      {_seconds(sum(self.stalled.values()))}{by_cause}",
             f"  upload       {_transfer(self.upload)}",
             f"  download     {_transfer(self.download)}",
+            *self._collective_lines(),
             f"  host Adam    {adam}",
             f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
@@ -109,6 +117,11 @@ class Summary:
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
         return "\n".join(lines) + "\n"
+
+    def _collective_lines(self) -> list[str]:
+        if self.gather.amount == self.scatter.amount == 0:
+            return []
+        return [f"  gather       {_transfer(self.gather)}", f"  scatter      {_transfer(self.scatter)}"]
 
 
 def summarize(trace: dict[str, Any]) -> Summary:
@@ -129,6 +142,8 @@ def summarize(trace: dict[str, Any]) -> Summary:
         optimizer_seconds=trace["seconds"] - trace["optimizer_begin_seconds"],
         upload=_work(on_track[_C.Track.UPLOAD], "num_bytes"),
         download=_work(on_track[_C.Track.DOWNLOAD], "num_bytes"),
+        gather=_work(on_track[_C.Track.GATHER], "num_bytes"),
+        scatter=_work(on_track[_C.Track.SCATTER], "num_bytes"),
         host_adam=_work(host_adam, "numel"),
         device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
         streamed_adam=_work(on_track[_C.Track.STREAMED_ADAM], "numel"),

@@ -19,11 +19,13 @@ GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
 FAST = 1e9
 
 
-def rates_of(upload=FAST, download=FAST, adam=FAST, device_adam=FAST, **seconds):
+def rates_of(upload=FAST, download=FAST, adam=FAST, device_adam=FAST, gather=FAST, scatter=FAST, **seconds):
     """GB/s, and chunks (of GB elements) per second."""
     rates = _C.Rates()
     rates.upload_gbps = upload
     rates.download_gbps = download
+    rates.gather_gbps = gather
+    rates.scatter_gbps = scatter
     rates.host_adam_params_per_second = adam * GB
     rates.device_adam_params_per_second = device_adam * GB
     for name, value in seconds.items():
@@ -44,12 +46,13 @@ def forward(count):
     return [moment(FORWARD, (i, PARAM, READ)) for i in range(count)]
 
 
-def costs_of(count, device_states=()):
+def costs_of(count, device_states=(), ranks=1):
+    """With several ranks as csrc/runtime/placement.cpp poses it: shards go up and down, no value outlives a step."""
     costs = {}
     for i in range(count):
         on_device = i in device_states
-        costs[i, PARAM] = (GB, 0 if on_device else GB, 0, 0, on_device)
-        costs[i, GRAD] = (GB, GB, GB, GB, False)
+        costs[i, PARAM] = (GB, 0 if on_device else GB // ranks, 0, 0, on_device and ranks == 1)
+        costs[i, GRAD] = (GB, GB, GB, 0 if on_device and ranks > 1 else GB // ranks, False)
     return costs
 
 
@@ -65,6 +68,7 @@ def simulate(
     spare=0,
     device_states=(),
     fixed=0,
+    ranks=1,
 ):
     """``limit``, ``prefetch`` and ``spare`` (beyond what the plan was made for) in chunks; ``seconds`` per moment, or
     one for all. Whatever the step, it moves what the plan says.
@@ -74,7 +78,7 @@ def simulate(
         "limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB),
         "fixed_bytes": fixed,
     }
-    costs = costs_of(count, device_states)
+    costs = costs_of(count, device_states, ranks)
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=int(prefetch * GB))
     if not prefetches:
         for planned in plan["moments"]:
@@ -88,7 +92,8 @@ def simulate(
         rates,
         compute_seconds=seconds if isinstance(seconds, list) else [seconds] * len(moments),
         updates=[ON_DEVICE if i in device_states else update for i in range(count)],
-        numels=[GB] * count,
+        numels=[GB // ranks] * count,
+        num_ranks=ranks,
         **limits,
     )
     assert (step["uploaded_bytes"], step["downloaded_bytes"]) == (plan["uploaded_bytes"], plan["downloaded_bytes"])
@@ -182,6 +187,71 @@ def test_a_launching_thread_that_runs_ahead_starts_transfers_earlier():
     assert simulate(forward(4), rates, seconds=1.0, prefetches=False)["seconds"] == pytest.approx(0.5 + 4 * 1)
 
 
+def test_gather_bound():
+    """Two ranks: half of each chunk comes from the other one, and the gathers follow each other."""
+    step = simulate(forward(4), rates_of(gather=1), seconds=0.25, limit=4, prefetch=3, ranks=2)
+    assert step["seconds"] == pytest.approx(4 * 0.5 + 0.25)
+    assert step["gather_seconds"] == pytest.approx(4 * 0.5)
+    assert step["gathered_bytes"] == 4 * GB // 2
+    assert step["stall_seconds"]["collective"] == pytest.approx(4 * 0.5 - 3 * 0.25)
+
+
+def test_a_gather_follows_its_shard():
+    """Four ranks: a quarter goes up in a second, then three quarters are gathered in half of one, beside the next one's
+    upload.
+    """
+    rates = rates_of(upload=0.25, gather=1.5)
+    step = simulate(forward(4), rates, seconds=0.125, limit=4, prefetch=3, ranks=4)
+    assert step["seconds"] == pytest.approx(4 * 1 + 0.5 + 0.125)
+    assert step["upload_seconds"] == pytest.approx(4)
+    rates.gather_gbps = 0.5  # a second and a half: the gathers are slower
+    step = simulate(forward(4), rates, seconds=0.125, limit=4, prefetch=3, ranks=4)
+    assert step["seconds"] == pytest.approx(1 + 4 * 1.5 + 0.125)
+
+
+@pytest.mark.parametrize("update", [AT_RETIRE, AFTER_NORM])
+def test_a_scatter_comes_before_the_norm_the_way_down_and_the_update(update):
+    """One chunk, two ranks: compute 3, scatter 0.5, then the shard: 0.25 down, 1 of update, 0.5 up; gather 0.25."""
+    rates = rates_of(upload=1, download=2, adam=0.5, gather=2, scatter=1)
+    step = simulate(one_pass(1), rates, seconds=3.0, update=update, ranks=2)
+    assert step["seconds"] == pytest.approx(3 + 0.5 + 0.25 + 1 + 0.5 + 0.25)
+    assert step["scatter_seconds"] == pytest.approx(0.5)
+    assert step["scattered_bytes"] == GB // 2
+    rates.synchronize_seconds = 0.75
+    begin = {AT_RETIRE: 0.25, AFTER_NORM: 0.75}[update]
+    step = simulate(one_pass(1), rates, seconds=3.0, update=update, ranks=2)
+    assert step["seconds"] == pytest.approx(3 + 0.5 + begin + 1 + 0.5 + 0.25)
+
+
+def test_scatters_hold_memory():
+    """Room for two gradients: the third waits until the first is scattered, though nothing goes down."""
+    moments = [moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(5)]
+    step = simulate(moments, rates_of(scatter=0.5), seconds=0.25, limit=2, device_states=range(5), ranks=2)
+    assert step["seconds"] == pytest.approx(5 * 1 + 0.25)  # the first one's compute has nothing to hide behind
+    assert step["downloaded_bytes"] == 0
+
+
+def test_states_on_the_device_of_several_ranks():
+    """Nothing goes up: values are gathered from what each rank casts, between two moments of the compute queue."""
+    step = simulate(one_pass(4), rates_of(device_adam=4, gather=1), seconds=1.0, device_states=range(4), ranks=2)
+    assert step["uploaded_bytes"] == 0
+    assert step["device_adam_seconds"] == pytest.approx(4 / 2 / 4)
+    # The first gather has nothing to hide behind; the others run beside the moment before theirs.
+    assert step["seconds"] == pytest.approx(0.5 + 4 * 1 + 0.5)
+    assert step["stall_seconds"]["collective"] == pytest.approx(0.5)
+
+
+def test_the_latency_of_collectives():
+    step = simulate(forward(5), rates_of(collective_latency_seconds=0.5), seconds=1e-6, limit=1, ranks=8)
+    assert step["seconds"] == pytest.approx(5 * 0.5, rel=1e-4)
+
+
+def test_one_rank_gathers_nothing():
+    step = simulate(one_pass(3), rates_of(gather=1e-9, scatter=1e-9, collective_latency_seconds=9.0), seconds=1.0)
+    assert step["seconds"] == pytest.approx(3, rel=1e-4)
+    assert step["gathered_bytes"] == step["scattered_bytes"] == step["gather_seconds"] == 0
+
+
 def test_peak():
     moments = [moment(FORWARD, (0, PARAM, READ), tide=5), moment(FORWARD, (1, PARAM, READ), (2, PARAM, READ), tide=7)]
     step = simulate(moments, rates_of(), seconds=1.0, limit=2.5, fixed=11)
@@ -194,6 +264,8 @@ def test_peak():
         ({"compute_seconds": [1.0]}, "2 moments"),
         ({"updates": []}, "0 updates"),
         ({"rates": rates_of(upload=0)}, "not positive: upload 0"),
+        ({"rates": rates_of(gather=-1)}, "gathers at -1 GB/s"),
+        ({"num_ranks": 0}, "between 0 ranks"),
     ],
 )
 def test_what_does_not_agree_is_refused(change, match):
@@ -223,9 +295,12 @@ def steps(draw):
     }
 
 
+RANKS = st.sampled_from([1, 2, 4])
+
+
 def draw_rates(data):
     rate = st.floats(0.2, 20.0)
-    names = ("upload", "download", "adam", "device_adam")
+    names = ("upload", "download", "adam", "device_adam", "gather", "scatter")
     rates = {name: data.draw(rate, name) for name in names}
     rates["synchronize_seconds"] = data.draw(st.floats(0, 0.5))
     rates["launch_ahead_seconds"] = data.draw(st.floats(0, 2.0))
@@ -233,11 +308,11 @@ def draw_rates(data):
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps(), st.data(), st.sampled_from([AT_RETIRE, AFTER_NORM]))
-def test_between_the_roofline_and_the_sum(problem, data, update):
+@given(steps(), st.data(), st.sampled_from([AT_RETIRE, AFTER_NORM]), RANKS)
+def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     rates = draw_rates(data)
-    step = simulate(**problem, rates=rates_of(**rates), update=update)
-    busy = [step[f"{name}_seconds"] for name in ("upload", "download", "host_adam")]
+    step = simulate(**problem, rates=rates_of(**rates), update=update, ranks=ranks)
+    busy = [step[f"{name}_seconds"] for name in ("upload", "download", "host_adam", "gather", "scatter")]
     compute = step["compute_seconds"] + step["device_adam_seconds"]
     assert step["seconds"] >= max(*busy, compute) - 1e-9
     assert step["seconds"] <= sum(busy) + compute + rates["synchronize_seconds"] + 1e-9
@@ -246,12 +321,12 @@ def test_between_the_roofline_and_the_sum(problem, data, update):
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps(), st.data(), st.sampled_from(["upload", "download", "adam"]))
-def test_faster_is_not_slower(problem, data, name):
+@given(steps(), st.data(), st.sampled_from(["upload", "download", "adam", "gather", "scatter"]), RANKS)
+def test_faster_is_not_slower(problem, data, name, ranks):
     rates = draw_rates(data)
-    slow = simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE)["seconds"]
+    slow = simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE, ranks=ranks)["seconds"]
     rates[name] *= data.draw(st.floats(1, 10), "factor")
-    assert simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE)["seconds"] <= slow * (1 + 1e-9)
+    assert simulate(**problem, rates=rates_of(**rates), update=AT_RETIRE, ranks=ranks)["seconds"] <= slow * (1 + 1e-9)
 
 
 @settings(max_examples=100, deadline=None)

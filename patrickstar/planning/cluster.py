@@ -1,0 +1,156 @@
+"""Several GPUs: what those of a node share, and how fast chunks travel between ranks.
+
+*Within a node* GPUs share the host's memory: uploads, downloads and updates of all ranks read and write it. A rank's
+transfers and updates get what the others leave of its part on average over the step (:meth:`Cluster.rates`).
+
+*Between ranks* a collective over p of them takes ``latency + bytes x (p - 1) / p / bus bandwidth``: every rank gets (or
+gives) that much over its own link. Of what comes from other nodes
+
+* a gather (NCCL's ring) lets each value into a node once, over all adapters of the node together;
+* a scatter sends each rank's share straight to that rank, since its mean must be summed in the order of ranks: every
+  GPU has (N - 1) / N of the whole chunk to send over its own adapter, N being the number of nodes.
+
+The latency is that of a ring: p - 1 hops, of which N - 1 lead to other nodes, as in NCCL's own model
+(src/graph/tuning.cc, ring, protocol Simple: 8.4 us, and 3.4 us per hop over NVLink, 14 us over a network).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from patrickstar import _C
+from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
+
+_COLLECTIVE_SECONDS = 8.4e-6
+_NVLINK_HOP_SECONDS = 3.4e-6
+_NETWORK_HOP_SECONDS = 14e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """How GPUs of different nodes reach each other."""
+
+    name: str
+    gbps: float | None
+    """Of each GPU's own adapter, each way, 1e9 bytes per second; None: nodes are of one NVLink domain."""
+
+
+# 400 and 25 Gbit/s, of which 92 % are taken to be of use (not measured here).
+LINKS = {
+    "nvlink": Link(name="nvlink", gbps=None),
+    "ib400": Link(name="ib400", gbps=46.0),
+    "eth25": Link(name="eth25", gbps=2.9),
+}
+
+
+def parse_link(text: str) -> Link:
+    """The link that ``--link`` names: one of ``LINKS``, or GB/s for each GPU.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text in LINKS:
+        return LINKS[text]
+    try:
+        gbps = float(text)
+    except ValueError:
+        gbps = 0.0
+    if not 0 < gbps < float("inf"):
+        raise ValueError(f"--link is {text!r}; give one of {', '.join(LINKS)}, or GB/s for each GPU, such as 12.5")
+    return Link(name=f"{gbps:g} GB/s", gbps=gbps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTraffic:
+    """What one rank moves through the host's memory on average over a step, 1e9 bytes per second."""
+
+    upload_gbps: float = 0.0
+    download_gbps: float = 0.0
+    adam_gbps: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """So many nodes of so many GPUs, each GPU a rank."""
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    link: Link = LINKS["nvlink"]
+    """Between nodes. Within a node it is NVLink."""
+
+    @property
+    def num_ranks(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.gpus_per_node
+
+    def of_size(self, num_gpus: int) -> Cluster:
+        """The same with so many GPUs in all: whole nodes, or a part of one.
+
+        Raises:
+            ValueError: the last node would not be full.
+        """
+        per_node = min(num_gpus, self.gpus_per_node)
+        if num_gpus < 1 or num_gpus % per_node:
+            raise ValueError(f"{num_gpus} GPUs are not whole nodes of {self.gpus_per_node} GPUs")
+        return dataclasses.replace(self, nodes=num_gpus // per_node, gpus_per_node=per_node)
+
+    def gather_gbps(self, machine: Machine) -> float:
+        """Bus bandwidth of gathers; 0 with one rank, where there are none."""
+        if self.link.gbps is None:
+            return self._bus_gbps(machine.nvlink_gather_gbps, None)
+        return self._bus_gbps(machine.nvlink_gather_gbps, self.gpus_per_node * self.link.gbps)
+
+    def scatter_gbps(self, machine: Machine) -> float:
+        """Bus bandwidth of scatters; 0 with one rank, where there are none."""
+        return self._bus_gbps(machine.nvlink_scatter_gbps, self.link.gbps)
+
+    def _bus_gbps(self, within: float, between: float | None) -> float:
+        """``between``: how fast what comes from other nodes, (N - 1) / N of a chunk, gets to a node or rank."""
+        if self.num_ranks == 1:
+            return 0.0
+        if self.nodes == 1 or between is None:
+            return within
+        from_ranks = (self.num_ranks - 1) / self.num_ranks
+        from_nodes = (self.nodes - 1) / self.nodes
+        return min(within, between * from_ranks / from_nodes)
+
+    @property
+    def latency_seconds(self) -> float:
+        """Of each collective."""
+        if self.num_ranks == 1:
+            return 0.0
+        network_hops = 0 if self.link.gbps is None else self.nodes - 1
+        nvlink_hops = self.num_ranks - 1 - network_hops
+        return _COLLECTIVE_SECONDS + nvlink_hops * _NVLINK_HOP_SECONDS + network_hops * _NETWORK_HOP_SECONDS
+
+    def host_gbps(self, machine: Machine) -> float:
+        """One rank's part of its host's memory bandwidth, 1e9 bytes per second."""
+        sockets = -(-self.gpus_per_node // machine.gpus_per_socket)
+        return machine.socket_memory_gbps * sockets / self.gpus_per_node
+
+    def rates(self, machine: Machine, traffic: HostTraffic) -> _C.Rates:
+        """What the simulator takes, where each rank moves ``traffic``. With one GPU per node, the machine's own rates:
+        they were measured so.
+        """
+        rates = machine.rates()
+        rates.gather_gbps = self.gather_gbps(machine)
+        rates.scatter_gbps = self.scatter_gbps(machine)
+        rates.collective_latency_seconds = self.latency_seconds
+        if self.gpus_per_node == 1:
+            return rates
+        wanted = {
+            "upload": machine.upload_gbps,
+            "download": machine.download_gbps,
+            "adam": machine.host_adam_gparams * ADAM_HOST_BYTES,
+        }
+        used = {name: getattr(traffic, f"{name}_gbps") for name in wanted}
+        there = self.host_gbps(machine)
+        share = {}
+        for name, gbps in wanted.items():
+            left = there - sum(other for key, other in used.items() if key != name)
+            fair = there * gbps / sum(wanted.values())  # if all three were busy all the time
+            share[name] = min(gbps, max(left, fair))
+        rates.upload_gbps = share["upload"]
+        rates.download_gbps = share["download"]
+        rates.host_adam_params_per_second = share["adam"] / ADAM_HOST_BYTES * 1e9
+        return rates
