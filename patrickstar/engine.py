@@ -198,8 +198,17 @@ class Engine(nn.Module):
         return self._session.plan()
 
     def close(self) -> None:
-        """Turns the module back into an ordinary one and frees all chunks. May be called twice."""
+        """Turns the module back into an ordinary one and frees all chunks. May be called twice.
+
+        The module is whole again on each rank of several; :meth:`discard` ends a run without that.
+        """
         self._session.close()
+
+    def discard(self) -> None:
+        """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
+        not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
+        """
+        self._session.discard()
 
     def __enter__(self) -> Engine:
         return self

@@ -29,7 +29,7 @@ from patrickstar.materialize import DeferredInit
 from patrickstar.observer import Observer
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
-from patrickstar.preprocess import adopt_params, move_rest, plan_params, release_params
+from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
 from patrickstar.profiling import StepProfiler
 from patrickstar.rank_sync import BufferSync, check_same_run, mean_over_ranks
 
@@ -316,6 +316,13 @@ class Session:
 
     def close(self) -> None:
         """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""
+        self._end(release_params)
+
+    def discard(self) -> None:
+        """Frees all chunks without giving the module its values back. Idempotent."""
+        self._end(discard_params)
+
+    def _end(self, give_up_params: Callable[[ParamPlan, _C.Layout, _C.Runtime], None]) -> None:
         if self.closed:
             return
         self.closed = True
@@ -325,7 +332,7 @@ class Session:
         self.managed.remove()
         for handle in self._handles:
             handle.remove()
-        release_params(self._plan, self.layout, self.runtime)
+        give_up_params(self._plan, self.layout, self.runtime)
         self.runtime.close()
         self._segments.close()
         self.ranks.close()
