@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning
 
 import matplotlib
 import torch
+from pretraining.recipe import decay_groups, warmup_then_cosine
 from ranks import Ranks
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -147,28 +148,6 @@ def engine_config(args: argparse.Namespace) -> dict:
     if args.precision != "fp32":
         config[args.precision] = {"enabled": True}
     return config
-
-
-def decay_groups(weight_decay: float) -> Callable[[nn.Module], list[dict]]:
-    """Two parameter groups: matrices decay, biases and norms (they have one dimension) do not."""
-
-    def groups(module: nn.Module) -> list[dict]:
-        matrices = [param for param in module.parameters() if param.dim() >= 2]
-        vectors = [param for param in module.parameters() if param.dim() < 2]
-        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-    return groups
-
-
-def warmup_then_cosine(warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """The learning rate's factor by step, for ``LambdaLR``: up in a line, down along a cosine."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps))
-
-    return factor
 
 
 def num_rows(data: Batch) -> int:

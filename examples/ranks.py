@@ -51,11 +51,11 @@ class Ranks:
         return [total / self.size for total in self.sums(*values)]
 
     def from_first(self, values: torch.Tensor | None) -> torch.Tensor:
-        """Rank 0's tensor (1-dimensional, int64, on the CPU), which the others give as None."""
+        """Rank 0's tensor (1-dimensional, uint8, on the CPU), which the others give as None."""
         if self.size > 1:
             numel = torch.tensor([values.numel() if values is not None else 0])
             dist.broadcast(numel, src=0)
-            values = torch.empty(int(numel), dtype=torch.int64) if values is None else values
+            values = torch.empty(int(numel), dtype=torch.uint8) if values is None else values
             dist.broadcast(values, src=0)
         return values
 
