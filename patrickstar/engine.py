@@ -213,5 +213,8 @@ class Engine(nn.Module):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or len(self._session.ranks.members) == 1:
+            self.close()
+        else:  # what the other ranks hold of the module cannot be had any more
+            self._session.leave(error)

@@ -322,7 +322,15 @@ class Session:
         """Frees all chunks without giving the module its values back. Idempotent."""
         self._end(discard_params)
 
-    def _end(self, give_up_params: Callable[[ParamPlan, _C.Layout, _C.Runtime], None]) -> None:
+    def leave(self, error: BaseException) -> None:
+        """As :meth:`discard`, but the other ranks are told of ``error`` instead of waited for. Idempotent."""
+        self._end(discard_params, error)
+
+    def _end(
+        self,
+        give_up_params: Callable[[ParamPlan, _C.Layout, _C.Runtime], None],
+        error: BaseException | None = None,
+    ) -> None:
         if self.closed:
             return
         self.closed = True
@@ -335,7 +343,7 @@ class Session:
         give_up_params(self._plan, self.layout, self.runtime)
         self.runtime.close()
         self._segments.close()
-        self.ranks.close()
+        self.ranks.__exit__(type(error) if error is not None else None, error, None)
 
     def check_open(self) -> None:
         """Raises StateError when it is closed."""
