@@ -21,7 +21,6 @@ import dataclasses
 import os
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
@@ -86,12 +85,6 @@ def make_tokens(options: RunOptions) -> tuple[np.ndarray, str | None]:
     return tokens, tokenizer
 
 
-def profile_folder(options: RunOptions, ranks: Ranks) -> Path | None:
-    """``--profile``; with several ranks a folder below it for each."""
-    folder = options.training.profile
-    return folder / f"rank{ranks.rank}" if folder is not None and ranks.size > 1 else folder
-
-
 class Progress:
     """Collects what happened since the last line and prints one every ``--log-every`` steps."""
 
@@ -148,7 +141,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
     torch.manual_seed(options.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
     training = Pretraining(
         lambda: build_model(options.shape),
-        dataclasses.replace(options.training, profile=profile_folder(options, ranks)),
+        options.training,
         model_parameters=decay_groups(options.training.weight_decay),
     )
     batches = Batches(

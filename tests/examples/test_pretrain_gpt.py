@@ -112,7 +112,7 @@ def test_two_ranks_train_as_one_with_their_batches_together(script, text, tmp_pa
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
     assert (tmp_path / "one" / "tokenizer.json").read_text() == (tmp_path / "two" / "tokenizer.json").read_text()
     for rank in range(2):
-        assert (tmp_path / "profile" / f"rank{rank}" / "step4.trace.json").is_file()
+        assert (tmp_path / "profile" / f"rank-{rank}" / "step4.trace.json").is_file()
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 2
 
 
