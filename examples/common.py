@@ -1,4 +1,4 @@
-"""What the examples share: their command line, the training loop around an engine, the curves and the closing report.
+"""What the fine-tuning examples share: their command line, the training loop around an engine, curves and report.
 
 Usage: ``import common`` before torch and transformers; it sets the environment variables that they read when they load.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,14 +22,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning
 
 import matplotlib
 import torch
+from pretraining.recipe import decay_groups, warmup_then_cosine
+from ranks import Ranks
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from patrickstar.runtime import initialize_engine
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+
+NUM_EVALUATIONS = 5
+"""On the held-out data, in one training run."""
 
 IGNORED = -100
 """The label that transformers leaves out of a loss."""
@@ -70,11 +78,12 @@ class Run:
     report: dict
     """``model.report()`` at the end."""
     scores: list[Score]
-    """Of every step's training batch."""
+    """Of every step's training batch, all ranks' together."""
     evaluations: dict[int, Score]
     """Held-out scores by the number of steps before them."""
     test: Score | None
     tokens_per_second: float
+    """Of all ranks."""
 
     @property
     def final(self) -> Score:
@@ -94,7 +103,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=float, default=3.0)
     training.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
-    training.add_argument("--batch-size", type=int, default=8, help="examples per forward")
+    training.add_argument("--batch-size", type=int, default=8, help="examples per forward and rank")
     training.add_argument("--accumulation", type=int, default=1, help="forwards and backwards per optimizer step")
     training.add_argument("--lr", type=float, default=5e-4, help="the highest learning rate, after the warm-up")
     training.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")
@@ -105,6 +114,17 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="where the curves (PNG) go")
     output.add_argument("--save", action="store_true", help="also write OUTPUT_DIR/model, in Hugging Face's format")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Ends the program where the flags ask for what would fail after the training."""
+    if args.save and saved_model(args).exists() and any(saved_model(args).iterdir()):
+        sys.exit(f"--save: {saved_model(args)} exists and is not empty; remove it or give another --output-dir")
+
+
+def saved_model(args: argparse.Namespace) -> Path:
+    """Where ``--save`` writes."""
+    return args.output_dir / "model"
 
 
 def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
@@ -130,28 +150,6 @@ def engine_config(args: argparse.Namespace) -> dict:
     return config
 
 
-def decay_groups(weight_decay: float) -> Callable[[nn.Module], list[dict]]:
-    """Two parameter groups: matrices decay, biases and norms (they have one dimension) do not."""
-
-    def groups(module: nn.Module) -> list[dict]:
-        matrices = [param for param in module.parameters() if param.dim() >= 2]
-        vectors = [param for param in module.parameters() if param.dim() < 2]
-        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-    return groups
-
-
-def warmup_then_cosine(warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """The learning rate's factor by step, for ``LambdaLR``: up in a line, down along a cosine."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps))
-
-    return factor
-
-
 def num_rows(data: Batch) -> int:
     """The number of examples."""
     return len(data["input_ids"])
@@ -162,11 +160,17 @@ def count_tokens(data: Batch) -> int:
     return int(data["attention_mask"].sum()) if "attention_mask" in data else data["input_ids"].numel()
 
 
-def endless_batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Training batches of one size, in a seeded order that is another one in each epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(num_rows(task.train), generator=generator)
+def endless_batches(task: Task, batch_size: int, seed: int, ranks: Ranks) -> Iterator[Batch]:
+    """This rank's training batches of one size, in a seeded order that is another one in each epoch.
+
+    The ranks' n-th batches together are the n-th batch of one rank with batches as large as all of theirs.
+    """
+    rows = range(num_rows(task.train))
+    share = DistributedSampler(rows, num_replicas=ranks.size, rank=ranks.rank, seed=seed, drop_last=ranks.size > 1)
+    generator = torch.Generator().manual_seed(seed + ranks.rank)
+    for epoch in itertools.count():
+        share.set_epoch(epoch)
+        order = torch.tensor(list(share))
         for start in range(0, len(order) - batch_size + 1, batch_size):
             batch = {name: values[order[start : start + batch_size]] for name, values in task.train.items()}
             yield task.prepare(batch, generator) if task.prepare else batch
@@ -189,22 +193,35 @@ def count_correct(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> tu
     return (logits.argmax(-1) == labels).sum(), (labels != IGNORED).sum()
 
 
-def evaluate(model: nn.Module, data: Batch, batch_size: int, shift: bool) -> Score:
-    """The model's score on ``data``."""
+def share_of(data: Batch, ranks: Ranks) -> Batch:
+    """Every ``ranks.size``-th row. All shares have as many rows; labels of those that fill up do not count."""
+    rows = torch.arange(ranks.rank, ranks.rank + -(-num_rows(data) // ranks.size) * ranks.size, ranks.size)
+    share = {name: values[rows.clamp(max=num_rows(data) - 1)] for name, values in data.items()}
+    share["labels"][rows >= num_rows(data)] = IGNORED
+    return share
+
+
+def evaluate(model: nn.Module, data: Batch, args: argparse.Namespace, shift: bool, ranks: Ranks) -> Score:
+    """The model's score on ``data``, of which each rank takes a share."""
     loss, correct, total = 0.0, 0, 0
+    share = share_of(data, ranks)
     model.eval()
     with torch.no_grad():
-        for start in range(0, num_rows(data), batch_size):
-            batch = {name: values[start : start + batch_size] for name, values in data.items()}
+        for start in range(0, num_rows(share), args.batch_size):
+            batch = {name: values[start : start + args.batch_size] for name, values in share.items()}
             output = model(**batch)
             hits, count = (number.item() for number in count_correct(output.logits, batch["labels"], shift))
-            loss, correct, total = loss + output.loss.item() * count, correct + hits, total + count
+            if count > 0:  # else the loss is not a number
+                loss, correct, total = loss + output.loss.item() * count, correct + hits, total + count
     model.train()
+    loss, correct, total = ranks.sums(loss, correct, total)
     return Score(loss / total, correct / total)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], shift: bool) -> Score:
-    """One step of the optimizer on the mean gradient of ``batches``."""
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], shift: bool, ranks: Ranks
+) -> Score:
+    """One step of the optimizer on the mean gradient of all ranks' ``batches``."""
     scores = []
     optimizer.zero_grad()
     for batch in batches:
@@ -214,27 +231,31 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
         scores.append(torch.stack([output.loss.detach(), hits / count]))
         del output  # else its logits would stay during the next forward
     optimizer.step()
-    return Score(*torch.stack(scores).mean(0).tolist())
+    return Score(*ranks.means(*torch.stack(scores).mean(0).tolist()))
 
 
-def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namespace, num_evaluations: int = 5) -> Run:
-    """Trains what ``model_func`` builds on ``task``."""
-    batch_size = min(args.batch_size, num_rows(task.train))
-    num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / (batch_size * args.accumulation)))
-    evaluate_every = math.ceil(num_steps / num_evaluations)
-    batches = endless_batches(task, batch_size, args.seed)
+def train(
+    model_func: Callable[[], nn.Module], task: Task, args: argparse.Namespace, ranks: Ranks, save_to: Path | None = None
+) -> Run:
+    """Trains what ``model_func`` builds on ``task``; exports its weights to ``save_to``."""
+    batch_size = min(args.batch_size, num_rows(task.train) // ranks.size)
+    examples_per_step = batch_size * args.accumulation * ranks.size
+    num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / examples_per_step))
+    evaluate_every = math.ceil(num_steps / NUM_EVALUATIONS)
+    batches = endless_batches(task, batch_size, args.seed, ranks)
     scores, evaluations, seconds, num_tokens = [], {}, 0.0, 0
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
     model, optimizer = initialize_engine(
         model_func, local_rank=0, config=engine_config(args), model_parameters=decay_groups(args.weight_decay)
     )
-    with model, tqdm(total=num_steps, desc=task.name, unit="step", mininterval=1.0) as progress:
+    progress = tqdm(total=num_steps, desc=task.name, unit="step", mininterval=1.0, disable=not ranks.is_first)
+    with model, progress:
         scheduler = LambdaLR(optimizer, warmup_then_cosine(max(1, round(args.warmup * num_steps)), num_steps))
         model.train()
         for step in range(1, num_steps + 1):
             started = time.perf_counter()
             step_batches = [next(batches) for _ in range(args.accumulation)]
-            score = train_step(model, optimizer, step_batches, task.shift)
+            score = train_step(model, optimizer, step_batches, task.shift, ranks)
             scheduler.step()
             seconds += time.perf_counter() - started
             num_tokens += sum(count_tokens(batch) for batch in step_batches)
@@ -242,9 +263,13 @@ def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namesp
             progress.set_postfix(loss=f"{score.loss:.3f}", accuracy=f"{score.accuracy:.3f}", refresh=False)
             progress.update()
             if step % evaluate_every == 0 or step == num_steps:
-                evaluations[step] = held_out = evaluate(model, task.held_out, args.batch_size, task.shift)
-                progress.write(f"step {step}: held-out loss {held_out.loss:.4f}, accuracy {held_out.accuracy:.2%}")
-        test = evaluate(model, task.test, args.batch_size, task.shift) if task.test else None
+                evaluations[step] = held_out = evaluate(model, task.held_out, args, task.shift, ranks)
+                line = f"step {step}: held-out loss {held_out.loss:.4f}, accuracy {held_out.accuracy:.2%}"
+                if ranks.is_first:
+                    progress.write(line)
+        test = evaluate(model, task.test, args, task.shift, ranks) if task.test else None
+        if save_to is not None:
+            model.export_weights(save_to)  # by all ranks, each what it holds
         report = model.report()
     return Run(
         module=model.module,
@@ -252,7 +277,7 @@ def train(model_func: Callable[[], nn.Module], task: Task, args: argparse.Namesp
         scores=scores,
         evaluations=evaluations,
         test=test,
-        tokens_per_second=num_tokens / seconds,
+        tokens_per_second=ranks.sums(num_tokens)[0] / seconds,
     )
 
 
@@ -266,24 +291,30 @@ def model_data_bytes(run: Run, args: argparse.Namespace) -> int:
     return run.report["num_parameters"] * (16 if args.precision == "fp32" else 14)
 
 
-def print_run(run: Run, task: Task, args: argparse.Namespace) -> None:
-    """Prints how well the run learned, how fast it was, and what memory it took."""
+def print_run(run: Run, task: Task, args: argparse.Namespace, ranks: Ranks) -> None:
+    """Prints how well the run learned, how fast it was, and what memory it took (on rank 0)."""
+    if not ranks.is_first:
+        return
     report = run.report
     budget = f"of a budget of {format_bytes(report['device_budget_bytes'])}" if args.device_memory else "(no budget)"
+    together = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+    each = " on each rank" if ranks.size > 1 else ""
     parameters, data = f"{report['num_parameters'] / 1e6:.1f} M parameters", format_bytes(model_data_bytes(run, args))
-    print(f"{task.name}: {len(run.scores)} steps, {parameters} in {args.precision}, {data} of model data")
+    print(f"{task.name}: {len(run.scores)} steps{together}, {parameters} in {args.precision}, {data} of model data")
     print(f"  training loss      {run.scores[-1].loss:.4f}, accuracy {run.scores[-1].accuracy:.2%} (last batch)")
     print(f"  held-out loss      {run.final.loss:.4f} ({task.baseline_name}: {task.baseline.loss:.4f})")
     print(f"  held-out accuracy  {run.final.accuracy:.2%} ({task.baseline_name}: {task.baseline.accuracy:.2%})")
     if run.test:
         print(f"  test loss          {run.test.loss:.4f}, accuracy {run.test.accuracy:.2%}")
     print(f"  speed              {run.tokens_per_second:.0f} tokens/s")
-    print(f"  device peak        {format_bytes(report['device_peak_bytes'])} {budget}")
-    print(f"  host peak          {format_bytes(report['host_peak_bytes'])} of model data")
+    print(f"  device peak        {format_bytes(report['device_peak_bytes'])} {budget}{each}")
+    print(f"  host peak          {format_bytes(report['host_peak_bytes'])} of model data{each}")
 
 
-def save_curves(run: Run, task: Task, path: Path) -> None:
-    """Draws loss and accuracy over the steps as a PNG."""
+def save_curves(run: Run, task: Task, path: Path, ranks: Ranks) -> None:
+    """Draws loss and accuracy over the steps as a PNG (on rank 0)."""
+    if not ranks.is_first:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, plot in zip(("loss", "accuracy"), axes, strict=True):

@@ -4,6 +4,7 @@ Usage:
     python examples/finetune_clue.py --data tnews --arch bert             # a small model with its own vocabulary
     python examples/finetune_clue.py --data tnews --arch gpt2 --device-memory 192MiB
     python examples/finetune_clue.py --data afqmc --pretrained FOLDER --lr 5e-5        # a local Hugging Face folder
+    torchrun --nproc_per_node=2 examples/finetune_clue.py --data tnews                 # by two processes
 
 Without --pretrained the small model is first trained as a language model, on the training sentences and, if the folder
 has it, unlabeled.json.
@@ -20,6 +21,7 @@ import common
 import torch
 import transformers
 from common import IGNORED, Batch, Task
+from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -54,7 +56,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     small.add_argument("--lm-lr", type=float, default=1e-3)
     common.add_training_arguments(parser)
     parser.set_defaults(batch_size=32, epochs=8.0, lr=2e-4)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    common.check_arguments(args)
+    return args
 
 
 # Data.
@@ -241,23 +245,36 @@ def classification_task(
     return Task(name=args.data.name, baseline_name="majority class", baseline=baseline, **sets)
 
 
-def main(argv: list[str]) -> int:
-    """Runs the example; returns the exit code."""
-    args = parse_arguments(argv)
-    if args.data is None:
-        print(WHERE_CLUE_IS, file=sys.stderr)
-        return 2
-    files = {"train": read_examples(find_file(args.data, TRAIN_FILES))}
-    files["held_out"] = read_examples(find_file(args.data, HELD_OUT_FILES))
-    if (args.data / TEST_FILE).is_file():
-        files["test"] = read_examples(args.data / TEST_FILE)
+def read_task(folder: Path) -> dict[str, list[dict]]:
+    """The labelled examples of the task's sets: ``train``, ``held_out`` and, where there is one, ``test``."""
+    files = {"train": read_examples(find_file(folder, TRAIN_FILES))}
+    files["held_out"] = read_examples(find_file(folder, HELD_OUT_FILES))
+    if (folder / TEST_FILE).is_file():
+        files["test"] = read_examples(folder / TEST_FILE)
+    return files
+
+
+def train_language_model(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, ...]], ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    """The values of a language model of ``texts``, without its head."""
+    task = language_model_task(encode(tokenizer, texts, args), args, len(tokenizer))
+    lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
+    run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args, ranks)
+    common.print_run(run, task, lm_args, ranks)
+    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png", ranks)
+    return run.module.base_model.state_dict()
+
+
+def run_example(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Trains the language model, then the classifier, and reports."""
+    files = read_task(args.data)
     labels = sorted({str(example["label"]) for example in files["train"]})
     texts = [texts_of(example) for example in files["train"]]
     if not args.pretrained and (args.data / UNLABELED_FILE).is_file():
         unlabeled = [texts_of(example) for example in read_examples(args.data / UNLABELED_FILE)]
     else:
         unlabeled = []
-
     if args.pretrained:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.pretrained)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # GPT-2's own has none
@@ -266,20 +283,24 @@ def main(argv: list[str]) -> int:
     args.seq_len = args.seq_len or choose_seq_len(tokenizer, texts)
     body = None
     if not args.pretrained and args.lm_epochs > 0:
-        task = language_model_task(encode(tokenizer, texts + unlabeled, args), args, len(tokenizer))
-        lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
-        run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args)
-        common.print_run(run, task, lm_args)
-        common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png")
-        body = run.module.base_model.state_dict()
-
+        body = train_language_model(args, tokenizer, texts + unlabeled, ranks)
     task = classification_task(files, args, tokenizer, labels)
-    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args)
-    common.print_run(run, task, args)
-    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png")
-    if args.save:
-        run.module.save_pretrained(args.output_dir / "model")
-        tokenizer.save_pretrained(args.output_dir / "model")
+    save_to = common.saved_model(args) if args.save else None
+    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args, ranks, save_to)
+    common.print_run(run, task, args, ranks)
+    common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png", ranks)
+    if save_to is not None and ranks.is_first:
+        tokenizer.save_pretrained(save_to)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the example; returns the exit code."""
+    args = parse_arguments(argv)
+    if args.data is None:
+        print(WHERE_CLUE_IS, file=sys.stderr)
+        return 2
+    with joined_ranks() as ranks:
+        run_example(args, ranks)
     return 0
 
 

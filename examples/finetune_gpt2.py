@@ -5,12 +5,14 @@ Usage:
     python examples/finetune_gpt2.py --demo           # with and without a budget: the same losses, bit by bit
     python examples/finetune_gpt2.py --model-size gpt2-xl --device-memory 8GiB --checkpointing --text book.txt
     python examples/finetune_gpt2.py --pretrained FOLDER --text book.txt --lr 5e-5     # a local Hugging Face folder
+    torchrun --nproc_per_node=2 examples/finetune_gpt2.py --demo                       # the same by two processes
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import pydoc_data.topics
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import common
 import torch
 from common import Run, Task, format_bytes
+from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -36,6 +39,16 @@ MODEL_SIZES = {  # hidden, layers, heads
     "4b": (3072, 36, 24),
 }
 CPU_DEMO = {"device_memory": "96MiB", "vocab_size": 512, "batch_size": 2, "steps": 200, "lr": 4e-4}
+RANKS_DEMO = {  # several processes on the cores of one: less of everything
+    "device_memory": "24MiB",
+    "vocab_size": 512,
+    "batch_size": 1,
+    "steps": 60,
+    "lr": 1e-3,
+    "hidden": 256,
+    "layers": 4,
+    "heads": 4,
+}
 GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 8, "steps": 240, "lr": 3e-4}
 
 
@@ -55,8 +68,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     common.add_training_arguments(parser)
     parser.set_defaults(dropout=0.0, batch_size=4)
     if "--demo" in argv:
-        parser.set_defaults(**(GPU_DEMO if torch.cuda.is_available() else CPU_DEMO))
-    return parser.parse_args(argv)
+        several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        parser.set_defaults(**(GPU_DEMO if torch.cuda.is_available() else RANKS_DEMO if several else CPU_DEMO))
+    args = parser.parse_args(argv)
+    common.check_arguments(args)
+    return args
 
 
 def python_reference() -> str:
@@ -135,35 +151,33 @@ def state_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def compare_with_unbounded(run: Run, task: Task, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> bool:
+def compare_with_unbounded(
+    run: Run, task: Task, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> bool:
     """Trains again without the budget, prints the demo's summary and returns whether both runs are bitwise equal."""
     bounded_hash = state_hash(run.module)
-    print("\nThe same run without the budget")
+    ranks.say("\nThe same run without the budget")
     unbounded_args = argparse.Namespace(**vars(args) | {"device_memory": None})
-    unbounded = common.train(lambda: build_model(args, tokenizer), task, unbounded_args)
-    common.print_run(unbounded, task, unbounded_args)
+    unbounded = common.train(lambda: build_model(args, tokenizer), task, unbounded_args, ranks)
+    common.print_run(unbounded, task, unbounded_args, ranks)
     same_scores = run.scores == unbounded.scores and run.evaluations == unbounded.evaluations
     same_state = bounded_hash == state_hash(unbounded.module)
     verdicts = {True: "bitwise the same without the budget", False: "DIFFERENT WITHOUT THE BUDGET"}
     report, peak = run.report, format_bytes(unbounded.report["device_peak_bytes"])
-    print("\nDemo")
-    print(f"  model data         {format_bytes(common.model_data_bytes(run, args))}")
-    print(f"  device budget      {format_bytes(report['device_budget_bytes'])}")
-    print(f"  device peak        {format_bytes(report['device_peak_bytes'])} (without the budget: {peak})")
-    print(f"  to the device      {format_bytes(report['uploaded_bytes'])} in {len(run.scores)} steps")
-    print(f"  final loss         {run.scores[-1].loss:.6f}")
-    print(f"  held-out loss      {run.final.loss:.6f} (unigram baseline: {task.baseline.loss:.6f})")
-    print(f"  {len(run.scores)} losses, {len(run.evaluations)} held-out scores: {verdicts[same_scores]}")
-    print(f"  final state_dict: {verdicts[same_state]} (sha256 {bounded_hash[:16]})")
+    ranks.say("\nDemo")
+    ranks.say(f"  model data         {format_bytes(common.model_data_bytes(run, args))}")
+    ranks.say(f"  device budget      {format_bytes(report['device_budget_bytes'])}")
+    ranks.say(f"  device peak        {format_bytes(report['device_peak_bytes'])} (without the budget: {peak})")
+    ranks.say(f"  to the device      {format_bytes(report['uploaded_bytes'])} in {len(run.scores)} steps")
+    ranks.say(f"  final loss         {run.scores[-1].loss:.6f}")
+    ranks.say(f"  held-out loss      {run.final.loss:.6f} (unigram baseline: {task.baseline.loss:.6f})")
+    ranks.say(f"  {len(run.scores)} losses, {len(run.evaluations)} held-out scores: {verdicts[same_scores]}")
+    ranks.say(f"  final state_dict: {verdicts[same_state]} (sha256 {bounded_hash[:16]})")
     return same_scores and same_state
 
 
-def main(argv: list[str]) -> int:
-    """Runs the example; returns the exit code."""
-    args = parse_arguments(argv)
-    if args.demo:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Trains, reports and, with ``--demo``, trains again; returns the exit code."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in args.text) if args.text else python_reference()
     cut = int(len(text) * (1 - HELD_OUT_SHARE))
     train_text, held_out_text = text[:cut], text[cut:]
@@ -172,15 +186,25 @@ def main(argv: list[str]) -> int:
     else:
         tokenizer = train_tokenizer(train_text, args.vocab_size)
     task = make_task(tokenizer, train_text, held_out_text, args.seq_len)
-    run = common.train(lambda: build_model(args, tokenizer), task, args)
-    common.print_run(run, task, args)
-    common.save_curves(run, task, args.output_dir / "gpt2-curves.png")
-    if args.save:
-        run.module.save_pretrained(args.output_dir / "model")
-        tokenizer.save_pretrained(args.output_dir / "model")
-    if args.demo and not compare_with_unbounded(run, task, args, tokenizer):
+    save_to = common.saved_model(args) if args.save else None
+    run = common.train(lambda: build_model(args, tokenizer), task, args, ranks, save_to)
+    common.print_run(run, task, args, ranks)
+    common.save_curves(run, task, args.output_dir / "gpt2-curves.png", ranks)
+    if save_to is not None and ranks.is_first:
+        tokenizer.save_pretrained(save_to)
+    if args.demo and not compare_with_unbounded(run, task, args, tokenizer, ranks):
         return 1
     return 0
+
+
+def main(argv: list[str]) -> int:
+    """Runs the example; returns the exit code."""
+    args = parse_arguments(argv)
+    if args.demo:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    with joined_ranks() as ranks:
+        return run_example(args, ranks)
 
 
 if __name__ == "__main__":

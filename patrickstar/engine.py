@@ -198,11 +198,23 @@ class Engine(nn.Module):
         return self._session.plan()
 
     def close(self) -> None:
-        """Turns the module back into an ordinary one and frees all chunks. May be called twice."""
+        """Turns the module back into an ordinary one and frees all chunks. May be called twice.
+
+        The module is whole again on each rank of several; :meth:`discard` ends a run without that.
+        """
         self._session.close()
+
+    def discard(self) -> None:
+        """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
+        not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
+        """
+        self._session.discard()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or len(self._session.ranks.members) == 1:
+            self.close()
+        else:  # what the other ranks hold of the module cannot be had any more
+            self._session.leave(error)

@@ -302,6 +302,19 @@ def release_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime) -> N
         runtime.release_chunk(chunk)
 
 
+def discard_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime) -> None:
+    """Frees all chunks; parameters are ordinary ones without elements afterwards."""
+    for chunk in range(layout.num_chunks):
+        for param_id in layout.chunk(chunk)["params"]:
+            param = plan.chunked[param_id].param
+            handle = param._patrickstar
+            del param._patrickstar
+            param.__class__ = nn.Parameter
+            with _C.HostAllocations():
+                param.data = torch.empty(0, dtype=handle.original_dtype, device=handle.original_device)
+        runtime.release_chunk(chunk)
+
+
 def move_rest(module: nn.Module, plan: ParamPlan, device: torch.device) -> None:
     """Moves buffers (dtype kept) and the parameters that stay with PyTorch to the device; CPU embeddings stay on the
     host.

@@ -29,7 +29,7 @@ from patrickstar.materialize import DeferredInit
 from patrickstar.observer import Observer
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
-from patrickstar.preprocess import adopt_params, move_rest, plan_params, release_params
+from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
 from patrickstar.profiling import StepProfiler
 from patrickstar.rank_sync import BufferSync, check_same_run, mean_over_ranks
 
@@ -316,6 +316,21 @@ class Session:
 
     def close(self) -> None:
         """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""
+        self._end(release_params)
+
+    def discard(self) -> None:
+        """Frees all chunks without giving the module its values back. Idempotent."""
+        self._end(discard_params)
+
+    def leave(self, error: BaseException) -> None:
+        """As :meth:`discard`, but the other ranks are told of ``error`` instead of waited for. Idempotent."""
+        self._end(discard_params, error)
+
+    def _end(
+        self,
+        give_up_params: Callable[[ParamPlan, _C.Layout, _C.Runtime], None],
+        error: BaseException | None = None,
+    ) -> None:
         if self.closed:
             return
         self.closed = True
@@ -325,10 +340,10 @@ class Session:
         self.managed.remove()
         for handle in self._handles:
             handle.remove()
-        release_params(self._plan, self.layout, self.runtime)
+        give_up_params(self._plan, self.layout, self.runtime)
         self.runtime.close()
         self._segments.close()
-        self.ranks.close()
+        self.ranks.__exit__(type(error) if error is not None else None, error, None)
 
     def check_open(self) -> None:
         """Raises StateError when it is closed."""

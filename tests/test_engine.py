@@ -217,12 +217,26 @@ def test_close_gives_an_ordinary_module_back(trained):
     torch.optim.SGD(module.parameters(), lr=0.1).step()
 
 
-def test_memory_is_returned_on_close():
+def test_discard_gives_no_values_back(trained):
+    engine, _ = trained
+    module, names = engine.module, list(engine.state_dict())
+    engine.discard()
+    engine.discard()
+    engine.close()  # too late for values
+    params = dict(module.named_parameters(remove_duplicate=False))
+    assert {type(param) for param in params.values()} == {nn.Parameter} and set(params) <= set(names)
+    assert all(param.numel() == 0 and param.dtype == torch.float32 for param in params.values())
+    with pytest.raises(_C.StateError, match="this engine is closed"):
+        engine.report()
+
+
+@pytest.mark.parametrize("end", ["close", "discard"])
+def test_memory_is_returned_at_the_end(end):
     """Nothing of a closed engine counts, and its device memory is free."""
     engine, optimizer = initialize_engine(Mlp, 0, make_config())
     step(engine, optimizer)
     runtime = weakref.ref(engine._session.runtime)
-    engine.close()
+    getattr(engine, end)()
     del engine, optimizer
     gc.collect()
     assert runtime() is None

@@ -1,4 +1,4 @@
-"""PatrickStar as a system: the model is built on the meta device and gets its values chunk by chunk."""
+"""PatrickStar as a system: the core of examples/pretrain_gpt.py, with the benchmark's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import patrickstar
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import training_device
 from benchmark.systems.weights import build_meta_gpt
-from patrickstar.runtime import initialize_engine
+from examples.pretraining import Pretraining, TrainingOptions
 
 _CHUNK_NUMEL = 64 * 2**20
 MARGIN_USE_RATIO = 0.95  # the default, 0.8, leaves more for steps that vary
@@ -27,29 +27,23 @@ class Chunked:
     """See :class:`benchmark.systems.System`."""
 
     def __init__(self, job: Job):
-        config = {
-            "optimizer": {"type": "AdamW", "params": ADAMW, "speculation": job.speculation, "streaming": job.streaming},
-            "bf16": {"enabled": True},
-            "gradient_clipping": job.clipping,
-            "default_chunk_size": _CHUNK_NUMEL,
-            "device_memory": job.gpu_bytes,
-            "host_memory": job.host_bytes // job.ranks if job.host_bytes is not None else None,
-            "client": {"mem_tracer": {"margin_use_ratio": MARGIN_USE_RATIO}},
-        }
-        self.version = patrickstar.__version__
-        self.settings: dict[str, Any] = {"config": config}
-        self.device = training_device()
-        self._engine, self._optimizer = initialize_engine(
-            lambda: build_meta_gpt(job.shape), self.device.index or 0, config
+        options = TrainingOptions(
+            **ADAMW,
+            speculation=job.speculation,
+            streaming=job.streaming,
+            clipping=job.clipping,
+            chunk_numel=_CHUNK_NUMEL,
+            gpu_memory=job.gpu_bytes,
+            host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
+            margin_use_ratio=MARGIN_USE_RATIO,
         )
-        self._engine.train()
+        self.version = patrickstar.__version__
+        self.settings: dict[str, Any] = {"config": options.engine_config()}
+        self.device = training_device()
+        self._training = Pretraining(lambda: build_meta_gpt(job.shape), options, local_rank=self.device.index or 0)
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self._optimizer.zero_grad()
-        loss = self._engine(**batch).loss
-        self._engine.backward(loss)
-        self._optimizer.step()
-        return loss.detach()
+        return self._training.step(batch)
 
     def report(self) -> dict[str, Any]:
-        return self._engine.report()
+        return self._training.report()

@@ -53,7 +53,8 @@ class Backend : public DeviceAllocator {
   virtual void delay(Queue queue, double seconds) = 0;
 
   virtual Event record(Queue queue) = 0;
-  // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller.
+  // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller, and throws what a task
+  // of another queue has thrown.
   virtual void wait(Queue queue, const Event& event) = 0;
   // These two may be called by any thread at any time.
   virtual void synchronize(const Event& event) = 0;

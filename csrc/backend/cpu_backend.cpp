@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -29,6 +31,30 @@ struct CpuMark final : MarkState {
 
   HostEvent reached;
   TraceClock::time_point time;
+};
+
+// [Note: a task that throws] Who enqueued a task cannot be told any more that it failed (a collective whose other rank is
+// gone), so the queue goes on and its events complete, and everybody who waits on the compute queue from then on, and would
+// read what the task did not write, gets the first failure. Any thread.
+class FirstFailure {
+ public:
+  template <typename Task>
+  void keep_of(Task& task) {
+    try {
+      task();
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (first_ == nullptr) first_ = std::current_exception();
+    }
+  }
+  void rethrow() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (first_ != nullptr) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr first_;
 };
 
 class CpuBackend final : public Backend {
@@ -76,6 +102,7 @@ class CpuBackend final : public Backend {
     if (event == nullptr) return;
     if (queue == Queue::kCompute) {
       synchronize(event);
+      failure_.rethrow();
     } else {
       worker(queue).submit([event] { static_cast<HostEvent&>(*event).wait(); });
     }
@@ -138,12 +165,13 @@ class CpuBackend final : public Backend {
     if (queue == Queue::kCompute) {
       task();
     } else {
-      worker(queue).submit(task);
+      worker(queue).submit([this, task]() mutable { failure_.keep_of(task); });
     }
   }
 
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
+  FirstFailure failure_;                           // [Note: a task that throws]
   std::array<WorkQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
 };
 

@@ -130,7 +130,9 @@ class MemTracerConfig:
     margin_use_ratio: float = 0.8
     """Share of the device memory left after compute copies and the tide that optimizer states may take."""
     use_fake_dist: bool = False
-    """Several processes share one device: budgets are divided by ``LOCAL_WORLD_SIZE``."""
+    """Several processes share one device: budgets that follow from ratios are divided by ``LOCAL_WORLD_SIZE``. Ranks of
+    one run can do so on the simulated device; on a GPU they are refused, since NCCL wants one for each.
+    """
     with_static_partition: bool = False
     """Chunks get a fixed share of the device (``warmup_gpu_chunk_mem_ratio``) instead of what the tide leaves."""
 

@@ -67,6 +67,7 @@ def _open_ranks(local_rank: int, config: Config) -> RankGroups:
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
     local_rank = local_rank or int(os.environ.get("LOCAL_RANK") or 0) if several else local_rank
     if device.type == "cuda" and several:
+        _check_one_gpu_per_rank(config)
         device = _device(local_rank)
     ranks = open_ranks(
         device_type=device.type, timeout_seconds=config.rank_timeout_seconds, local_rank=local_rank if several else None
@@ -74,6 +75,14 @@ def _open_ranks(local_rank: int, config: Config) -> RankGroups:
     if len(ranks.members) == 1:
         ranks.context = dataclasses.replace(ranks.context, device=device)
     return ranks
+
+
+def _check_one_gpu_per_rank(config: Config) -> None:
+    if config.client.mem_tracer.use_fake_dist:
+        raise ValueError(
+            "client.mem_tracer.use_fake_dist puts the ranks of this run on one GPU, but NCCL wants a GPU for each; "
+            "leave it out, or try several ranks without a GPU (CUDA_VISIBLE_DEVICES= simulates a device for each)"
+        )
 
 
 def _device(local_rank: int) -> torch.device:

@@ -14,13 +14,20 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _PACKAGE_PARENT = str(Path(patrickstar.__file__).resolve().parents[1])
 
 
-def run_example(script: str, *flags: object) -> subprocess.CompletedProcess[str]:
-    """Runs ``examples/<script>`` with the tests' patrickstar on the simulated device; prints its output."""
+def run_example(
+    script: str, *flags: object, ranks: int = 1, timeout_seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``examples/<script>`` with the tests' patrickstar on the simulated device, by torchrun for several ranks;
+    prints its output.
+    """
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]
     python_path = os.pathsep.join(path for path in paths if path)
     environment = {**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(EXAMPLES / script), *map(str, flags)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(EXAMPLES / script), *map(str, flags)]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
+    )
     print(" ".join(command), result.stdout, result.stderr[-2000:], sep="\n")
     return result
 

@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 from example_runs import check_report, figure, is_png, run_example
 
 TOPICS = {"103": "球赛队员冠军射门", "104": "股市银行利率基金", "107": "汽车轮胎油耗引擎"}
@@ -87,6 +88,28 @@ def test_gpt2_learns_pairs(tmp_path):
     assert result.returncode == 0, result.stderr
     check_report(result.stdout, "majority class")
     assert is_png(tmp_path / "clue-gpt2-curves.png")
+
+
+def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
+    """60 held-out and 61 test sentences: shares of one size, of which one is filled up with what does not count."""
+    write_sentence_task(tmp_path)
+    lines = (tmp_path / "test_public.json").read_text(encoding="utf-8")
+    (tmp_path / "test_public.json").write_text(lines + lines.splitlines()[0] + "\n", encoding="utf-8")
+    flags = ("--data", tmp_path, *SMALL[:-2], "--lm-epochs", 0, "--dropout", 0, "--steps", 12, "--output-dir", tmp_path)
+    one = run_example("finetune_clue.py", *flags, "--batch-size", 16)
+    two = run_example("finetune_clue.py", *flags, "--batch-size", 8, ranks=2, timeout_seconds=120)
+    assert one.returncode == two.returncode == 0
+    for number in (r"training loss +([0-9.]+)", r"held-out loss +([0-9.]+)", r"test loss +([0-9.]+)"):
+        assert figure(two.stdout, number) == pytest.approx(figure(one.stdout, number), rel=1e-3)
+
+
+def test_two_ranks_train_a_language_model_first(tmp_path):
+    write_pair_task(tmp_path)
+    flags = ("--data", tmp_path, *SMALL, "--lm-epochs", 0.5, "--steps", 4, "--output-dir", tmp_path)
+    result = run_example("finetune_clue.py", *flags, ranks=2, timeout_seconds=120)
+    assert result.returncode == 0
+    assert result.stdout.count("training loss") == 2
+    assert is_png(tmp_path / "clue-bert-lm-curves.png")
 
 
 def test_without_data_says_where_clue_is():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_runs import EXAMPLES, check_report, figure, is_png, run_example
+from transformers import GPT2LMHeadModel
 
 TINY = ("--model-size", "tiny", "--seq-len", 32, "--vocab-size", 300, "--batch-size", 16)
 
@@ -60,6 +61,31 @@ def test_demo_is_bitwise_equal_within_the_budget(tmp_path):
     assert "final state_dict: bitwise the same without the budget" in summary
 
 
+def test_two_ranks_train_as_one_with_their_batches_together(tmp_path):
+    """The numbers up to rounding, the output once, and weights that load."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text(encoding="utf-8") * 2, encoding="utf-8")
+    flags = ("--hidden", 64, "--layers", 2, "--heads", 2, "--seq-len", 32, "--vocab-size", 300, "--text", text)
+    flags += ("--steps", 12, "--lr", "5e-3", "--save", "--output-dir")
+    one = run_example("finetune_gpt2.py", *flags, tmp_path / "one", "--batch-size", 8)
+    two = run_example("finetune_gpt2.py", *flags, tmp_path / "two", "--batch-size", 4, ranks=2, timeout_seconds=120)
+    assert one.returncode == two.returncode == 0
+    assert two.stdout.count("training loss") == 1 and "12 steps on 2 ranks" in two.stdout
+    for number in (r"training loss +([0-9.]+)", r"held-out loss +([0-9.]+)", r"held-out accuracy +([0-9.]+)"):
+        assert figure(two.stdout, number) == pytest.approx(figure(one.stdout, number), rel=1e-3)
+    weights = [GPT2LMHeadModel.from_pretrained(tmp_path / name / "model").state_dict() for name in ("one", "two")]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-2, atol=2e-3)
+
+
+def test_save_onto_something_is_refused_before_the_training(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").write_text("")
+    result = run_example("finetune_gpt2.py", "--save", "--output-dir", tmp_path)
+    assert result.returncode == 1
+    assert "exists and is not empty" in result.stderr and "Traceback" not in result.stderr
+
+
 @pytest.fixture(scope="module")
 def example():
     """The script as a module; neither it nor its environment variables stay behind."""
@@ -67,7 +93,7 @@ def example():
         patch.syspath_prepend(str(EXAMPLES))
         patch.setattr(os, "environ", os.environ.copy())
         yield importlib.import_module("finetune_gpt2")
-    for name in ("finetune_gpt2", "common"):
+    for name in ("finetune_gpt2", "common", "ranks"):
         del sys.modules[name]
 
 
@@ -92,6 +118,7 @@ def test_demo_notices_every_difference(difference, example, monkeypatch, capsys)
     }
     monkeypatch.setattr(example.common, "train", lambda *_: dataclasses.replace(run, **changes[difference]))
     task = example.common.Task(name="task", train={}, held_out={}, baseline=score, baseline_name="baseline")
-    same = example.compare_with_unbounded(run, task, example.parse_arguments(["--demo"]), tokenizer=None)
+    args = example.parse_arguments(["--demo"])
+    same = example.compare_with_unbounded(run, task, args, tokenizer=None, ranks=example.Ranks())
     assert same == (difference == "none")
     assert ("DIFFERENT" in capsys.readouterr().out) == (difference != "none")

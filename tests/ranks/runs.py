@@ -105,6 +105,56 @@ def train_plain(task: Task, size: int) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+UNEVEN_ROWS = [(2, 2), (3, 1), (1, 3), (3, 1)]
+"""Of each step's four rows, how many the first and the second of two ranks take."""
+
+
+def uneven_rows(case: Case, generator: torch.Generator, counts: tuple[int, int]) -> list[dict[str, torch.Tensor]]:
+    """Both ranks' rows of a step."""
+    batches = [case.batch(generator) for _ in range(2)]
+    rows = {key: torch.cat([batch[key] for batch in batches]).split(counts) for key in batches[0]}
+    return [{key: values[rank] for key, values in rows.items()} for rank in range(2)]
+
+
+def train_uneven() -> dict[str, Any]:
+    """Batches that are not of one size on both ranks, as the last of an epoch."""
+    rank, _ = rank_and_size()
+    case = MODELS["gpt2"]
+    torch.manual_seed(0)
+    options = {"client": {"mem_tracer": {"use_fake_dist": True}}}  # both ranks on one device: here it is simulated
+    engine, optimizer = initialize_engine(case.build, 0, make_config("fp32", gradient_clipping=1.0, **options))
+    with engine:
+        engine.train()
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for counts in UNEVEN_ROWS:
+            optimizer.zero_grad()
+            loss = case.loss(engine(**uneven_rows(case, generator, counts)[rank]))
+            engine.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+        return {"losses": losses, "state": engine.state_dict()}
+
+
+def train_uneven_plain() -> dict[str, Any]:
+    """The mean of the ranks' mean gradients, with plain PyTorch; ``losses`` by rank."""
+    case = MODELS["gpt2"]
+    torch.manual_seed(0)
+    module = case.build()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    generator = torch.Generator().manual_seed(1)
+    losses: list[list[float]] = [[], []]
+    for counts in UNEVEN_ROWS:
+        optimizer.zero_grad()
+        for rank, batch in enumerate(uneven_rows(case, generator, counts)):
+            loss = case.loss(module(**batch))
+            (loss / 2).backward()
+            losses[rank].append(loss.item())
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    return {"losses": losses, "state": {name: value.detach() for name, value in module.state_dict().items()}}
+
+
 class Branches(nn.Module):
     """Each rank goes through a layer of its own, and all through a common one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar import runtime
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.runs import (
     Task,
@@ -19,6 +20,8 @@ from tests.ranks.runs import (
     train_managed_plain,
     train_plain,
     train_tasks,
+    train_uneven,
+    train_uneven_plain,
 )
 
 MODELS = ["gpt2", "shared", "unused", "frozen", "mixture_of_experts", "t5"]
@@ -125,6 +128,26 @@ def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
         assert_same_state(by_rank[0]["state"], by_rank[1]["state"])
         assert relative_error(by_rank[0]["state"], expected) < 1e-6
         assert torch.equal(by_rank[0]["state"]["never.weight"], expected["never.weight"])
+
+
+def test_batches_of_uneven_size_count_as_in_ddp():
+    """Ranks with three rows and one: the mean of both means, and each rank's loss its own."""
+    expected = train_uneven_plain()
+    results = run_ranks(2, train_uneven, timeout_seconds=100)
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(expected["losses"][rank], rel=1e-5)
+        assert_same_state(result["state"], results[0]["state"])
+    error = relative_error(results[0]["state"], expected["state"])
+    print(f"relative error to plain PyTorch {error:.2g}")
+    assert error < 2e-6
+
+
+def test_several_ranks_on_one_gpu_are_refused(monkeypatch):
+    """Before they wait for each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(runtime, "_device", lambda local_rank: torch.device("cuda", local_rank))
+    with pytest.raises(ValueError, match="use_fake_dist puts the ranks of this run on one GPU"):
+        runtime.initialize_engine(torch.nn.Module, 0, {"client": {"mem_tracer": {"use_fake_dist": True}}})
 
 
 def test_parameters_that_stay_with_pytorch():

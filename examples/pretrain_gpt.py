@@ -1,0 +1,215 @@
+"""Pre-trains GPT or BERT of any size on random tokens, text, or token ids. Nothing is downloaded.
+
+Usage:
+    python examples/pretrain_gpt.py                                            # a tiny GPT on random tokens
+    python examples/pretrain_gpt.py --size 4.3b --batch 16 --checkpointing --gpu-mem 24GiB
+    python examples/pretrain_gpt.py --model bert --data book.txt --vocab 8192 --steps 1000 --save-folder run --resume
+    torchrun --nproc_per_node=4 examples/pretrain_gpt.py --size 68b --batch 16 --checkpointing
+
+The model is built without memory, initialised on the device that trains, and never whole in any memory. A run that goes
+on from a checkpoint (--save-folder, --resume) has bitwise the numbers of one that was never stopped. It may go on with
+another number of ranks: where ranks x batch x accumulate is the same, each step sees the same data.
+
+--data: a text file or a folder of *.txt is made tokens of at each start, by rank 0, within its memory; token 0 ends a
+text. Token ids of other origin, or those that --save-tokens wrote, are read from a .bin file: little-endian uint16, one
+after the other, memory-mapped by each rank. --help lists all flags, docs/config.md what is behind them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
+
+import numpy as np
+import torch
+from pretraining import Pretraining
+from pretraining.arguments import RunOptions, parse_arguments
+from pretraining.batches import Batches
+from pretraining.log import StepFigures, summary_json, summary_text
+from pretraining.models import build_model
+from pretraining.recipe import decay_groups
+from pretraining.tokens import Corpus, RandomTokens, TokenSource, make_byte_tokens, map_tokens, text_files, train_bpe
+from ranks import Ranks, joined_ranks
+
+from patrickstar import CheckpointError, MemoryBudgetError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run learns from."""
+
+    source: TokenSource
+    """Of sequences."""
+    tokenizer: str | None = None
+    """Of a text, as JSON, on rank 0."""
+
+
+def open_data(options: RunOptions, ranks: Ranks) -> Data:
+    """The data that the flags ask for; a text's tokens are made by rank 0 and given to all.
+
+    Raises:
+        ValueError: it is not usable.
+    """
+    shape = options.shape
+    if options.data is None:
+        return Data(source=RandomTokens(shape.num_data_tokens, shape.length, options.seed))
+    tokenizer = None
+    if options.reads_text:
+        tokens = None
+        if ranks.is_first:
+            tokens, tokenizer = make_tokens(options)
+        shared = ranks.from_first(None if tokens is None else torch.from_numpy(tokens.view(np.uint8)))
+        tokens = shared.numpy().view("<u2")
+    else:
+        tokens = map_tokens(options.data)
+    source = Corpus(tokens, shape.num_data_tokens, shape.length, options.seed, str(options.data))
+    return Data(source=source, tokenizer=tokenizer)
+
+
+def make_tokens(options: RunOptions) -> tuple[np.ndarray, str | None]:
+    """A text's tokens and tokenizer; written to ``--save-tokens``."""
+    files = text_files(options.data)
+    if options.tokenizer == "bytes":
+        tokens, tokenizer = make_byte_tokens(files), None
+    else:
+        tokens, tokenizer = train_bpe(files, options.shape.num_data_tokens)
+    if options.save_tokens is not None:
+        tokens.tofile(options.save_tokens)
+        if tokenizer is not None:
+            options.save_tokens.with_suffix(".tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    return tokens, tokenizer
+
+
+class Progress:
+    """Collects what happened since the last line and prints one every ``--log-every`` steps."""
+
+    def __init__(self, options: RunOptions, batches: Batches, ranks: Ranks):
+        self._options = options
+        self._batches = batches
+        self._ranks = ranks
+        self._losses: list[torch.Tensor] = []
+        self._started = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """What was done since the last line is no part of the steps to come."""
+        self._started = time.perf_counter()
+
+    def add(self, step: int, loss: torch.Tensor, lr: float, training: Pretraining) -> None:
+        """After each step, by all ranks."""
+        self._losses.append(loss)
+        options, ranks = self._options, self._ranks
+        if step % options.log_every and step != options.steps and not saves_after(options, step):
+            return
+        loss_here = torch.stack(self._losses).double().mean().item()  # waits for the device
+        seconds = (time.perf_counter() - self._started) / len(self._losses)
+        report = training.report()
+        samples = self._batches.samples_per_step
+        flops = options.shape.model_flops(report["num_parameters"], self._batches.num_rows)
+        figures = StepFigures(
+            step=step,
+            loss=ranks.means(loss_here)[0],
+            grad_norm=report["grad_norm"],
+            lr=lr,
+            seconds=seconds,
+            tokens_per_second=samples * options.shape.length / seconds,
+            model_tflops_per_gpu=flops / seconds / 1e12,
+        )
+        ranks.say(figures.as_json() if options.json else figures.as_text())
+        self._losses.clear()
+        self.restart_clock()
+
+
+def saves_after(options: RunOptions, step: int) -> bool:
+    """Whether a checkpoint is due."""
+    return options.save_folder is not None and (
+        step == options.steps or (options.save_every is not None and step % options.save_every == 0)
+    )
+
+
+def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
+    """Trains to ``--steps`` and writes what is asked for.
+
+    Raises:
+        CheckpointError: the run in ``--save-folder`` is another one, or was longer.
+        MemoryBudgetError: the model does not fit.
+    """
+    torch.manual_seed(options.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
+    training = Pretraining(
+        lambda: build_model(options.shape),
+        options.training,
+        model_parameters=decay_groups(options.training.weight_decay),
+    )
+    batches = Batches(
+        source=data.source,
+        shape=options.shape,
+        num_rows=options.batch * options.training.accumulate,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+        seed=options.seed,
+    )
+    state = {"num_steps": 0, "num_samples": 0, "seed": options.seed}
+    if options.resume:
+        state = training.resume(options.save_folder)
+        if state["seed"] != options.seed:
+            raise CheckpointError(f"--resume: the run began with --seed {state['seed']}, not {options.seed}; give that")
+        if state["num_steps"] >= options.steps:
+            made = state["num_steps"]
+            raise CheckpointError(f"--resume: {made} steps were made, --steps is {options.steps}; give more")
+    first = state["num_steps"] + 1
+    progress = Progress(options, batches, ranks)
+    for step in range(first, options.steps + 1):
+        lr = training.lr
+        loss = training.step(batches.after(state["num_samples"]))
+        state |= {"num_steps": step, "num_samples": state["num_samples"] + batches.samples_per_step}
+        progress.add(step, loss, lr, training)
+        if saves_after(options, step):
+            training.save(options.save_folder, state)
+            progress.restart_clock()
+    finish(options, training, data, ranks, num_steps=options.steps - first + 1)
+
+
+def finish(options: RunOptions, training: Pretraining, data: Data, ranks: Ranks, *, num_steps: int) -> None:
+    """Plan, weights and summary of a run of ``num_steps``."""
+    if options.save_plan is not None and ranks.is_first:
+        training.save_plan(options.save_plan)
+    if options.export is not None:
+        training.export(options.export)
+        if ranks.is_first and data.tokenizer is not None:
+            (options.export / "tokenizer.json").write_text(data.tokenizer, encoding="utf-8")
+    report = training.report()
+    ranks.say(summary_json(report, ranks.size) if options.json else summary_text(report, num_steps, ranks.size))
+    training.discard()
+
+
+def main(argv: list[str]) -> int:
+    """Runs the script; returns 2 when an argument is wrong, 1 when the model or a checkpoint does not fit."""
+    try:
+        options = parse_arguments(argv, __doc__)
+    except ValueError as error:
+        return refuse(error, 2)
+    try:
+        with joined_ranks() as ranks:
+            try:
+                data = open_data(options, ranks)
+            except ValueError as error:
+                return refuse(error, 2)
+            pretrain(options, data, ranks)
+    except (MemoryBudgetError, CheckpointError) as error:
+        return refuse(error, 1)
+    return 0
+
+
+def refuse(error: Exception, exit_code: int) -> int:
+    """Says, on rank 0, what all ranks found wrong."""
+    if int(os.environ.get("RANK") or 0) == 0:
+        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

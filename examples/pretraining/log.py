@@ -1,0 +1,81 @@
+"""What a run says of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """The steps since the line before, or one."""
+
+    step: int
+    """The last of them, counted from 1 since the beginning of the training."""
+    loss: float
+    """Mean over these steps and all ranks."""
+    grad_norm: float
+    """Of the last step, before clipping; not a number where it was skipped."""
+    lr: float
+    """Of the last step."""
+    seconds: float
+    """Per step."""
+    tokens_per_second: float
+    """Of all ranks."""
+    model_tflops_per_gpu: float
+    """10^12 floating point operations of the model per second and rank, recomputation not counted."""
+
+    def as_json(self) -> str:
+        """One line; what is not finite is null."""
+        figures = {name: value if math.isfinite(value) else None for name, value in dataclasses.asdict(self).items()}
+        return json.dumps({"event": "step", **figures})
+
+    def as_text(self) -> str:
+        """One line."""
+        return (
+            f"step {self.step:6}  loss {self.loss:.4f}  norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
+            f"{self.seconds:.3f} s  {self.tokens_per_second:.0f} tokens/s  "
+            f"{self.model_tflops_per_gpu:.3g} model TFLOPS per GPU"
+        )
+
+
+_SUMMARY = (
+    "num_parameters",
+    "device_budget_bytes",
+    "device_peak_bytes",
+    "host_budget_bytes",
+    "host_peak_bytes",
+    "num_chunks",
+    "num_chunk_elements",
+    "num_device_state_chunks",
+    "num_host_threads",
+    "uploaded_bytes",
+    "downloaded_bytes",
+    "gathered_bytes",
+    "scattered_bytes",
+    "predicted_step_seconds",
+)
+
+
+def summary_json(report: dict[str, Any], num_ranks: int) -> str:
+    """The last line: rank 0's figures of the whole run."""
+    return json.dumps({"event": "end", "num_ranks": num_ranks, **{key: report[key] for key in _SUMMARY}})
+
+
+def summary_text(report: dict[str, Any], num_steps: int, num_ranks: int) -> str:
+    """The same for people."""
+    gib = 2**30
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    return "\n".join(
+        [
+            f"{report['num_parameters'] / 1e9:.3g} B parameters, {report['num_device_state_chunks']} of "
+            f"{report['num_chunks']} chunks with optimizer states on the device",
+            f"device peak {report['device_peak_bytes'] / gib:.2f} GiB, host peak {report['host_peak_bytes'] / gib:.2f} "
+            f"GiB of model data{each}",
+            f"per step {report['uploaded_bytes'] / num_steps / gib:.3f} GiB up, "
+            f"{report['downloaded_bytes'] / num_steps / gib:.3f} GiB down, "
+            f"{(report['gathered_bytes'] + report['scattered_bytes']) / num_steps / gib:.3f} GiB between ranks",
+        ]
+    )
