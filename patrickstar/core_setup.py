@@ -13,10 +13,9 @@ from patrickstar import _C
 from patrickstar.allocator import ExpandableSegments
 from patrickstar.config import Config
 from patrickstar.distributed import RankGroups
-from patrickstar.memory import Budgets, make_budgets
+from patrickstar.memory import Budgets
 from patrickstar.planning.step_plan import Plan
 from patrickstar.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
-from patrickstar.rank_sync import common_budgets
 from patrickstar.runtime_options import make_runtime_options
 
 logger = logging.getLogger("patrickstar")
@@ -32,23 +31,19 @@ class Core:
     runtime: _C.Runtime
     segments: ExpandableSegments
     """To be closed after the runtime."""
-    saved_plan: Plan | None
-    """What the configuration's ``plan`` names."""
 
 
-def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: RankGroups) -> Core:
-    """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet.
+def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: RankGroups, budgets: Budgets) -> Core:
+    """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
+    other rank.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
-        ValueError: ``config.plan`` cannot be read, or is for other chunks.
     """
     global _open_runtime
     here = ranks.context
-    budgets = common_budgets(ranks, make_budgets(config, here.device, here.local_world_size))
     size = _choose_chunk_size(module, params, config, budgets)
     layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
-    saved_plan = _load_plan(config, layout, ranks)
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:
@@ -61,7 +56,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
         segments.close()
         raise
     _open_runtime = weakref.ref(runtime)
-    return Core(layout=layout, runtime=runtime, segments=segments, saved_plan=saved_plan)
+    return Core(layout=layout, runtime=runtime, segments=segments)
 
 
 def check_no_open_engine() -> None:
@@ -92,7 +87,13 @@ def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, bud
     return size
 
 
-def _load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | None:
+def load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | None:
+    """The plan that the configuration names, the same on all ranks, or None.
+
+    Raises:
+        ValueError: it cannot be read, or is for other chunks.
+        DisagreementError: ranks have different ones.
+    """
     plan = None
     try:
         if config.plan is not None:

@@ -39,14 +39,56 @@ def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
         yield
 
 
-def check_same_run(ranks: RankGroups, config: Config, plan: ParamPlan) -> None:
-    """Every rank has the same configuration and the same parameters, in the same order.
+class Turn:
+    """A rank's turn to build its model; see :func:`take_turns`."""
+
+    def __init__(self, ranks: RankGroups, num_before: int, num_after: int):
+        self._ranks = ranks
+        self._num_after = num_after
+        self._wait(num_before)
+
+    def end(self) -> None:
+        """The next rank may begin. Returns when all have had their turns, unless this one had ended already."""
+        num_after, self._num_after = self._num_after, 0
+        self._wait(num_after)
+
+    def _wait(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            with self._ranks.guard("waiting while another rank builds its model"):
+                self._ranks.control.exchange(b"")
+
+
+@contextlib.contextmanager
+def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
+    """Within it this rank builds its model, while no other rank of its machine does; it ends the turn at the latest.
+
+    So of a model built in host memory, whole as it is, one at a time exists on a machine beside the shards that ranks
+    have taken already: together they never take more than 8 bytes per parameter, of the 14 of training. With
+    ``release_after_init`` all ranks build at once. One turn may take up to ``rank_timeout_seconds``.
+    """
+    here = ranks.context
+    if len(ranks.members) == 1 or config.release_after_init:
+        yield Turn(ranks, 0, 0)
+        return
+    most = max(int(size) for size in ranks.control.exchange(str(here.local_world_size).encode()))
+    index = min(here.local_rank, most - 1)
+    turn = Turn(ranks, index, most - index)
+    yield turn
+    turn.end()
+
+
+def check_same_config(ranks: RankGroups, config: Config) -> None:
+    """Every rank has the same configuration.
 
     Raises:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
     shared = dataclasses.replace(config, profile=None, plan=None)
     ranks.check_agreement("the configuration", repr(shared))
+
+
+def check_same_model(ranks: RankGroups, plan: ParamPlan) -> None:
+    """The same for parameters, in order: their names, shapes, dtypes, and which of them are trained."""
     chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.param.requires_grad}" for s in plan.chunked]
     ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked))
 

@@ -11,7 +11,6 @@ import enum
 import logging
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,19 +18,20 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
-from patrickstar.config import Config, ProfileConfig, Speculation, make_loss_scaler
-from patrickstar.core_setup import build_core, check_no_open_engine
+from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.core_setup import build_core, check_no_open_engine, load_plan
 from patrickstar.distributed import RankGroups
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
+from patrickstar.memory import Budgets
 from patrickstar.observer import Observer
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
-from patrickstar.profiling import StepProfiler
-from patrickstar.rank_sync import BufferSync, check_same_run, mean_over_ranks
+from patrickstar.profiling import make_profiler
+from patrickstar.rank_sync import BufferSync, check_same_model, mean_over_ranks
 
 logger = logging.getLogger("patrickstar")
 
@@ -68,7 +68,14 @@ class Session:
         StateError: another engine is open in this process.
     """
 
-    def __init__(self, module: nn.Module, config: Config, ranks: RankGroups, deferred: DeferredInit | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        ranks: RankGroups,
+        budgets: Budgets,
+        deferred: DeferredInit | None = None,
+    ):
         check_no_open_engine()
         self.module = module
         self.config = config
@@ -86,8 +93,7 @@ class Session:
         """Optimizer steps so far, skipped ones too."""
         self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
         self.num_parameters = sum(p.numel() for p in module.parameters())
-        check_same_run(ranks, config, self._plan)
-        core = build_core(module, self._plan, config, ranks)
+        core = build_core(module, self._plan, config, ranks, budgets)
         self.layout, self.runtime, self._segments = core.layout, core.runtime, core.segments
         self.observer = Observer(self.runtime)
         adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
@@ -103,11 +109,20 @@ class Session:
             for param, hook in zip(trainable, self._gradient_hooks, strict=True)
         ]
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
-        self._profiler = StepProfiler(self.runtime, _own_profile(config.profile, ranks)) if config.profile else None
-        if core.saved_plan is not None:
-            times = core.saved_plan.times
-            self.runtime.adopt_timeline(core.saved_plan.timeline, times.as_core() if times is not None else None)
+        self._profiler = make_profiler(self.runtime, config.profile, ranks.context.rank, len(ranks.members))
         self._num_pressure_evictions = 0
+
+    def join(self) -> None:
+        """What ranks do together once each has its share of the model.
+
+        Raises:
+            DisagreementError: their models, or the plans they begin with, differ.
+            ValueError: the configuration's ``plan`` cannot be read, or is for other chunks.
+        """
+        check_same_model(self.ranks, self._plan)
+        saved = load_plan(self.config, self.layout, self.ranks)
+        if saved is not None:
+            self.runtime.adopt_timeline(saved.timeline, saved.times.as_core() if saved.times is not None else None)
 
     # Forward and backward.
 
@@ -351,13 +366,6 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
-
-
-def _own_profile(profile: ProfileConfig, ranks: RankGroups) -> ProfileConfig:
-    """Each of several ranks has a folder of its own in the one that was asked for."""
-    if len(ranks.members) == 1:
-        return profile
-    return dataclasses.replace(profile, output=str(Path(profile.output) / f"rank-{ranks.context.rank}"))
 
 
 def _explain(error: BaseException, num_committed: int) -> None:

@@ -236,7 +236,10 @@ class Config:
     default_chunk_size: int = 32 * 1024 * 1024
     """Elements per chunk. A smaller size is chosen when the device budget is too small for this one."""
     release_after_init: bool = False
-    """Whether each process keeps only its share after the initialisation (with several processes)."""
+    """Of several processes on a machine: True: all build the model at once, whole, and keep their shares afterwards.
+    False: one after the other does, so that no more than one whole model exists at a time. A model on the meta device
+    is initialised piece by piece by all at once in either case.
+    """
     use_cpu_embedding: bool = False
     """Keep ``nn.Embedding`` weights in host memory and look them up there."""
     client: ClientConfig = dataclasses.field(default_factory=ClientConfig)

@@ -16,9 +16,10 @@ from patrickstar.distributed import RankGroups, open_ranks
 from patrickstar.engine import Engine
 from patrickstar.groups import ModelParameters, make_groups
 from patrickstar.materialize import DeferredInit
+from patrickstar.memory import make_budgets
 from patrickstar.optim import HybridAdam
 from patrickstar.preprocess import build_module
-from patrickstar.rank_sync import common_random_numbers
+from patrickstar.rank_sync import check_same_config, common_budgets, common_random_numbers, take_turns
 from patrickstar.session import Session
 
 __all__ = ["initialize_engine"]
@@ -50,25 +51,35 @@ def initialize_engine(
     parsed = parse_config(config)
     log_accepted_options(parsed)
     ranks = _open_ranks(local_rank, parsed)
+    session = None
     try:
-        with common_random_numbers(ranks):
+        check_same_config(ranks, parsed)
+        here = ranks.context
+        budgets = common_budgets(ranks, make_budgets(parsed, here.device, here.local_world_size))
+        with common_random_numbers(ranks), take_turns(ranks, parsed) as turn:
             module = build_module(model_func)
             deferred = DeferredInit.of(module)
+            if deferred is not None:
+                turn.end()  # it takes no memory
             groups = make_groups(module, model_parameters)
-            session = Session(module, parsed, ranks, deferred)
+            session = Session(module, parsed, ranks, budgets, deferred)
+        session.join()
     except BaseException as error:
-        ranks.__exit__(type(error), error, None)
+        if session is not None:
+            session.leave(error)
+        else:
+            ranks.__exit__(type(error), error, None)
         raise
     return Engine(session), HybridAdam(session, groups, parsed)
 
 
 def _open_ranks(local_rank: int, config: Config) -> RankGroups:
-    device = _device(local_rank)
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
-    local_rank = local_rank or int(os.environ.get("LOCAL_RANK") or 0) if several else local_rank
-    if device.type == "cuda" and several:
+    if several and local_rank == 0:  # not said: torchrun knows
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    device = _device(local_rank)
+    if several and device.type == "cuda":
         _check_one_gpu_per_rank(config)
-        device = _device(local_rank)
     ranks = open_ranks(
         device_type=device.type, timeout_seconds=config.rank_timeout_seconds, local_rank=local_rank if several else None
     )

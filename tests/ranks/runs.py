@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import time
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -270,6 +274,31 @@ def overflow_on_one_rank() -> dict[str, Any]:
             applied.append(engine.report()["num_skipped_steps"])
             scales.append(engine.report()["loss_scale"])
         return {"skipped": applied, "scales": scales, "state": engine.state_dict()}
+
+
+def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:
+    """When this rank's model came to be in memory of its own, and when that was freed, for one model after another."""
+
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = np.ones(1 << 20, dtype=np.float32)
+            times.append([time.monotonic(), math.inf])
+            weakref.finalize(values, lambda: times[-1].__setitem__(1, time.monotonic()))
+            self.weight = nn.Parameter(torch.from_numpy(values))
+            del values
+            time.sleep(0.3)
+
+    times: list[list[float]] = []
+    config = make_config("fp32", release_after_init=release_after_init)
+    dist.init_process_group("gloo")
+    for _ in range(num_models):
+        engine, _ = initialize_engine(Weighed, 0, config)
+        with engine:
+            assert torch.equal(engine.state_dict()["weight"], torch.ones(1 << 20))
+    dist.barrier()
+    dist.destroy_process_group()
+    return [(begin, end) for begin, end in times]
 
 
 def other_config() -> str:

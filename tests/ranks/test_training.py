@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.ranks.runs import (
     other_model,
     overflow_on_one_rank,
     shares_of_this_machine,
+    times_of_whole_model,
     train,
     train_branches,
     train_branches_plain,
@@ -207,3 +210,12 @@ def test_ranks_of_a_machine_divide_it():
     for rank in run_ranks(2, shares_of_this_machine, timeout_seconds=60):
         assert rank["host_budget_bytes"] == pytest.approx(alone["host_budget_bytes"] / 2, rel=0.05)
         assert rank["num_host_threads"] == max(1, alone["num_host_threads"] // 2)
+
+
+@pytest.mark.parametrize("release_after_init", [False, True])
+def test_one_whole_model_at_a_time(release_after_init):
+    """A model that is built on the host exists whole on one rank after the other, unless all may build at once."""
+    by_rank = run_ranks(3, times_of_whole_model, release_after_init, 2, timeout_seconds=100)
+    for times in zip(*by_rank, strict=True):
+        overlaps = [later[0] < earlier[1] for earlier, later in itertools.pairwise(sorted(times))]
+        assert overlaps == [release_after_init] * 2
