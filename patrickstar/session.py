@@ -111,6 +111,7 @@ class Session:
         self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
         self._profiler = make_profiler(self.runtime, config.profile, ranks.context.rank, len(ranks.members))
         self._num_pressure_evictions = 0
+        self._replayed_with_others = False  # in the forward that failed
 
     def join(self) -> None:
         """What ranks do together once each has its share of the model.
@@ -127,18 +128,24 @@ class Session:
     # Forward and backward.
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out."""
+        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
+
+        Not on several ranks that replay their plan: the others would not gather once more what this one needs.
+        """
         self.check_open()
-        if len(self.ranks.members) > 1:  # the other ranks would not run theirs again
-            with self.ranks.guard("forward"), self._forward():
-                return call()
+        with self.ranks.guard("forward"):
+            if self._is_training():
+                self._buffer_sync.run()
+            return self._attempt(call)
+
+    def _attempt(self, call: Callable[[], Any]) -> Any:
         attempt = ForwardAttempt(self._buffers, self.device)
         for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
             try:
                 with self._forward():
                     return call()
             except torch.OutOfMemoryError as error:
-                if not attempt.can_repeat():
+                if not attempt.can_repeat() or self._replayed_with_others:
                     raise
                 # The error itself is let go of: its traceback keeps the activations alive.
                 logger.warning("%s; the forward is run again with what can leave the device pushed off", _first(error))
@@ -155,19 +162,21 @@ class Session:
                     f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with "
                     "it trainable and set requires_grad to False afterwards"
                 )
-        training = self.module.training and torch.is_grad_enabled()
-        if training:
-            self._buffer_sync.run()
+        training = self._is_training()
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
         try:
             yield
             self.runtime.end_forward()
         except BaseException:
+            self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
             self.observer.uses.forget_scopes()
             self.runtime.abort_forward()
             raise
         if training:
             self.stage = Stage.FORWARDED
+
+    def _is_training(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""

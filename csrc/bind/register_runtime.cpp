@@ -260,6 +260,7 @@ void register_runtime(py::module_& module) {
       .def("take_trace", &take_trace)
       .def_property_readonly("closed", &Runtime::closed)
       .def_property_readonly("num_committed", [](Runtime& self) { return self.optimizer().num_committed(); })
+      .def_property_readonly("replays", &Runtime::replays, "The running step goes as planned so far.")
       .def_property_readonly("num_pressure_evictions",
                              [](const Runtime& self) { return self.counters().num_pressure_evictions; })
       .def("report", &report)

@@ -37,4 +37,10 @@ std::string ChunkStore::describe(ArrayId id) const {
   return text + "), " + array_kind_name(id.kind);
 }
 
+int ChunkStore::num_on_device(ArrayKind kind) const {
+  int count = 0;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) count += array({chunk, kind}).on_device;
+  return count;
+}
+
 }  // namespace patrickstar

@@ -41,6 +41,8 @@ class ChunkStore {
   const Layout& layout() const { return layout_; }
   ArrayRecord& array(ArrayId id) { return arrays_[static_cast<size_t>(id.index())]; }
   const ArrayRecord& array(ArrayId id) const { return arrays_[static_cast<size_t>(id.index())]; }
+  // Chunks whose array of this kind has its value on the device.
+  int num_on_device(ArrayKind kind) const;
   int num_arrays() const { return static_cast<int>(arrays_.size()); }
   int64_t num_bytes(ArrayId id) const { return layout_.num_bytes(id); }
 

@@ -388,13 +388,6 @@ void Runtime::finish_step(StepOutcome outcome) {
   planner_->end_step(previous, agreed(votes));
 }
 
-int Runtime::num_device_state_chunks() const {
-  int count = 0;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk)
-    count += store_.array({chunk, ArrayKind::kMaster}).on_device;
-  return count;
-}
-
 void Runtime::reset_report() {
   const Entry entry(*this);
   counters_ = {};

@@ -125,7 +125,9 @@ class Runtime final : public UseListener {
   // What a step takes, and what the next one is predicted to take; none before a step was measured.
   const std::optional<StepTimes>& step_times() const { return planner_->times(); }
   const std::optional<SimulatedStep>& predicted_step() const { return planner_->predicted(); }
-  int num_device_state_chunks() const;
+  int num_device_state_chunks() const { return store_.num_on_device(ArrayKind::kMaster); }
+  // The running step goes as planned so far.
+  bool replays() const { return pager_->replays(); }
   int64_t payload_bytes() const { return slots_.used_bytes(); }
   void reset_report();
 
