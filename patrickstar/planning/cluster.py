@@ -12,6 +12,8 @@ gives) that much over its own link. Of what comes from other nodes
 
 The latency is that of a ring: p - 1 hops, of which N - 1 lead to other nodes, as in NCCL's own model
 (src/graph/tuning.cc, ring, protocol Simple: 8.4 us, and 3.4 us per hop over NVLink, 14 us over a network).
+
+*Beside collectives* kernels take longer, by one factor whatever the collectives are (:meth:`Cluster.slowdown`).
 """
 
 from __future__ import annotations
@@ -122,6 +124,10 @@ class Cluster:
         network_hops = 0 if self.link.gbps is None else self.nodes - 1
         nvlink_hops = self.num_ranks - 1 - network_hops
         return _COLLECTIVE_SECONDS + nvlink_hops * _NVLINK_HOP_SECONDS + network_hops * _NETWORK_HOP_SECONDS
+
+    def slowdown(self, machine: Machine) -> float:
+        """Of the GPU's kernels, by what the others do meanwhile; 1 with one rank."""
+        return machine.several_gpus_slowdown if self.num_ranks > 1 else 1.0
 
     def host_gbps(self, machine: Machine) -> float:
         """One rank's part of its host's memory bandwidth, 1e9 bytes per second."""

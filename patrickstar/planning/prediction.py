@@ -134,7 +134,7 @@ def predict_case(
             "give at least that, or a smaller batch, a shorter length or --checkpointing"
         )
     on_device = _place(layout, all_on_host, largest_grad, budget, setting)
-    timed = make_timeline(uses, layout, on_device)
+    timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
     room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
     planned = planned_chunks(layout, on_device)
@@ -164,6 +164,10 @@ def predict_case(
         step=plan.prediction,
         clipped_step=clipped_plan.prediction,
     )
+
+
+def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
+    return dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
 
 
 def _shared_host_plan(

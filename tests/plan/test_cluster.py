@@ -119,3 +119,12 @@ def test_more_ranks_fit_where_fewer_do_not(capsys):
 def test_bad_input_is_named(capsys, args, match):
     assert main([*SMALL, *args]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_kernels_take_longer_beside_collectives(capsys):
+    """By the machine's factor, for any number of ranks but one."""
+    assert Cluster().slowdown(H200) == 1
+    assert Cluster(nodes=2).slowdown(H200) == Cluster(gpus_per_node=8).slowdown(H200) == H200.several_gpus_slowdown
+    args = ["--margin-use-ratio", "0.001", "--chunk-numel", "1048576"]
+    one, two = (as_json(capsys, *args, "--gpus-per-node", ranks)["roofline_seconds"]["compute"] for ranks in "12")
+    assert two == pytest.approx(H200.several_gpus_slowdown * one, rel=0.01)
