@@ -2,6 +2,7 @@
 # missing.
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 RUN = $(PYTHON) tools/environment.py
 
 .PHONY: help build demo test test-gpu lint format check-cuda wheel env clean distclean
@@ -16,8 +17,8 @@ build:  ## compile the extension in place; recompiles what changed
 demo: build  ## fine-tune GPT-2 within less memory than its states take (examples/finetune_gpt2.py)
 	$(RUN) --extras build,examples -- examples/finetune_gpt2.py --demo $(ARGS)
 
-test: build  ## all tests that need no GPU (ARGS="tests/optim -k adam")
-	$(RUN) --extras build,test -- -m pytest $(ARGS)
+test: build  ## all tests that need no GPU, two at a time (JOBS=1 ARGS="tests/optim -k adam")
+	$(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: build  ## the tests that need one, or several, GPUs
 	$(RUN) --extras build,test -- -m pytest -m gpu $(ARGS)

@@ -276,6 +276,46 @@ def overflow_on_one_rank() -> dict[str, Any]:
         return {"skipped": applied, "scales": scales, "state": engine.state_dict()}
 
 
+class RunsOut(nn.Module):
+    """Runs out of device memory in this rank's ``failures``-th forwards, half way through."""
+
+    def __init__(self, failures: set[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.failures = failures
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = nn.functional.dropout(self.layers[1](torch.relu(self.layers[0](x))), 0.2)
+        if self.calls in self.failures:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB.")
+        return self.layers[3](torch.relu(self.layers[2](x))).square().mean()
+
+
+def run_out(failures_of_last: set[int]) -> dict[str, Any]:
+    """Four steps, and an evaluation after the third; the last rank's forwards fail."""
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    failures = failures_of_last if rank == size - 1 else set()
+    engine, optimizer = initialize_engine(lambda: RunsOut(failures), 0, make_config("fp32", default_chunk_size=4096))
+    losses = []
+    with engine:
+        torch.manual_seed(rank)  # of dropout
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = engine(torch.randn(8, 64))
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            if step == 2:
+                engine.eval()
+                with torch.no_grad():
+                    losses.append(engine(torch.ones(8, 64)).item())
+                engine.train()
+        return {"losses": losses, "state": engine.state_dict(), "calls": engine.module.calls}
+
+
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:
     """When this rank's model came to be in memory of its own, and when that was freed, for one model after another."""
 

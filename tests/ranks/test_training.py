@@ -14,6 +14,7 @@ from tests.ranks.runs import (
     other_config,
     other_model,
     overflow_on_one_rank,
+    run_out,
     shares_of_this_machine,
     times_of_whole_model,
     train,
@@ -219,3 +220,21 @@ def test_one_whole_model_at_a_time(release_after_init):
     for times in zip(*by_rank, strict=True):
         overlaps = [later[0] < earlier[1] for earlier, later in itertools.pairwise(sorted(times))]
         assert overlaps == [release_after_init] * 2
+
+
+def test_a_forward_that_ran_out_of_memory_is_repeated():
+    """On one rank alone: in the first step (twice) and in an evaluation, where ranks negotiate."""
+    expected = run_ranks(2, run_out, set(), timeout_seconds=100)
+    repeated = run_ranks(2, run_out, {1, 2, 6}, timeout_seconds=100)
+    assert [result["calls"] for result in expected] == [5, 5]
+    assert [result["calls"] for result in repeated] == [5, 8]
+    for one, other in zip(expected, repeated, strict=True):
+        assert one["losses"] == other["losses"]
+        assert_same_state(one["state"], other["state"])
+
+
+def test_a_forward_that_ran_out_of_memory_in_a_replay_is_not():
+    """The others would not gather again; all are told."""
+    first, second = rank_outcomes(2, run_out, {3}, timeout_seconds=100)
+    assert second.error.startswith("OutOfMemoryError")
+    assert first.error.startswith("RankFailure") and "rank 1" in first.error and "out of memory" in first.error
