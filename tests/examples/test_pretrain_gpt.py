@@ -13,6 +13,7 @@ from example_runs import EXAMPLES, run_example
 from safetensors.torch import load_file
 
 from benchmark.common import SHAPES
+from patrickstar.plan import Plan
 
 MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--length", "16", "--vocab", "300"]
 TINY = [*MODEL, "--precision", "fp32", "--json"]
