@@ -429,3 +429,6 @@ MODELS: dict[str, Case] = {
     "attention": Case(Attention, token_batch),
     "frozen": Case(Frozen, token_batch),
 }
+
+VARIED = ["gpt2", "t5", "lora", "unused", "shared", "parametrized", "mixture_of_experts", "frozen"]
+"""Of these, one for each way to use parameters: for tests of which another one goes through all models."""
