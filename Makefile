@@ -18,7 +18,7 @@ demo: build  ## fine-tune GPT-2 within less memory than its states take (example
 	$(RUN) --extras build,examples -- examples/finetune_gpt2.py --demo $(ARGS)
 
 test: build  ## all tests that need no GPU, two at a time (JOBS=1 ARGS="tests/optim -k adam")
-	$(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: build  ## the tests that need one, or several, GPUs
 	$(RUN) --extras build,test -- -m pytest -m gpu $(ARGS)

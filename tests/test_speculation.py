@@ -47,11 +47,11 @@ def test_clipping_that_acts_now_and_then(precision):
 
 
 def test_clipping_that_always_acts_ends_speculation():
-    run = train(WIDE, on_host("bf16", "always", gradient_clipping=1e-3), steps=40)
+    run = train(WIDE, on_host("bf16", "always", gradient_clipping=1e-3), steps=24)
     started, taken = updates(run)
     assert taken == 0
     assert started <= 6 * run.report["num_chunks"]
-    assert_same(run, train(WIDE, on_host("bf16", "never", gradient_clipping=1e-3), steps=40))
+    assert_same(run, train(WIDE, on_host("bf16", "never", gradient_clipping=1e-3), steps=24))
 
 
 def test_overflow():

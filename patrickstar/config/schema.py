@@ -73,11 +73,12 @@ class OptimizerConfig:
     memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
     ``"auto"`` (with a GPU), ``"always"`` or ``"never"``. It changes no number.
 
-    ``"commit"`` starts them in backward in place, which needs no memory, and is for good. It is a promise: every
-    backward is followed by exactly one step with the options it began with (no accumulation, no values read or written
-    in between; what would break the promise is refused), there is neither clipping nor loss scaling, and gradients that
-    are not finite are applied as ``torch.optim`` applies them. A backward that fails half way leaves a model that is
-    updated in part: go on from a checkpoint.
+    ``"commit"`` starts them in backward in place, which needs no memory, and is for good; so are then the updates of
+    chunks whose states are on the device. It is a promise: every backward is followed by exactly one step with the
+    options it began with (no accumulation, no values read or written in between; what would break the promise is
+    refused), there is neither clipping nor loss scaling, and gradients that are not finite are applied as
+    ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
+    checkpoint.
     """
     streaming: Streaming = Streaming.NEVER
     """Whether optimizer states that stay on the host may be updated by the GPU, through which they pass (14 bytes per
