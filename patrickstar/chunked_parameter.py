@@ -314,3 +314,18 @@ def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
         grad = _GRAD_GET(param)
         _GRAD_SET(param, None)
     return grad
+
+
+def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:
+    """Called when autograd has finished the gradient of ``param``, it folds that into the parameter's chunk."""
+    handle = param._patrickstar
+    return _C.GradientHook(
+        runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
+    )
+
+
+def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """The gradient with the parameter's strides."""
+    handle = param._patrickstar
+    grad = grad.to_dense() if grad.is_sparse else grad
+    return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)

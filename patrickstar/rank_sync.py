@@ -133,14 +133,14 @@ class BufferSync:
 
     def run(self) -> None:
         """To be called by all ranks, before a training forward."""
-        changed = [index for index, buffer in enumerate(self._buffers) if buffer._version != self._versions[index]]
         if not self._buffers:
             return
         message = io.BytesIO()
         if self._ranks.context.rank == self._ranks.members[0]:
-            for index in changed:
-                np.save(message, np.array([index]), allow_pickle=False)
-                np.save(message, self._buffers[index].detach().cpu().numpy(), allow_pickle=False)
+            for index, buffer in enumerate(self._buffers):
+                if buffer._version != self._versions[index]:
+                    np.save(message, np.array([index]), allow_pickle=False)
+                    np.save(message, buffer.detach().cpu().numpy(), allow_pickle=False)
         received = self._ranks.control.exchange(message.getvalue())[0]
         source = io.BytesIO(received)
         with torch.no_grad():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import ChunkedParameter, folded_gradient
+from patrickstar.chunked_parameter import ChunkedParameter, make_gradient_hook
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.core_setup import build_core, check_no_open_engine, load_plan
 from patrickstar.distributed import RankGroups
@@ -103,7 +103,7 @@ class Session:
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
         self._hooks = ModuleHooks(module, self.observer)
         trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
-        self._gradient_hooks = [_gradient_hook(param, self.runtime) for param in trainable]
+        self._gradient_hooks = [make_gradient_hook(param, self.runtime) for param in trainable]
         self._handles = [
             param.register_post_accumulate_grad_hook(hook)
             for param, hook in zip(trainable, self._gradient_hooks, strict=True)
@@ -393,17 +393,3 @@ def _explain(error: BaseException, num_committed: int) -> None:
 def _first(error: BaseException) -> str:
     """The first sentence of an error's message."""
     return str(error).split(". ")[0].split("; ")[0]
-
-
-def _gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:
-    handle = param._patrickstar
-    return _C.GradientHook(
-        runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
-    )
-
-
-def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """The gradient with the parameter's strides."""
-    handle = param._patrickstar
-    grad = grad.to_dense() if grad.is_sparse else grad
-    return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)

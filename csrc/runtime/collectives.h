@@ -69,7 +69,6 @@ class Collectives {
   // By rank. All ranks must be here; throws SystemError when one does not come.
   std::vector<std::string> exchange(const std::string& mine);
   int64_t max_over_ranks(int64_t mine);
-  int64_t min_over_ranks(int64_t mine) { return -max_over_ranks(-mine); }
   // Bit by bit.
   void any_over_ranks(std::vector<uint8_t>& flags);
   // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments. One
