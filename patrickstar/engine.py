@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.checkpoint.engine_export import export_session
@@ -35,18 +34,13 @@ class Engine(nn.Module):
         self._session = session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Tensors are moved to the engine's device, floating point ones cast to the compute
+        """The module's forward; the same as calling :attr:`module`.
+
+        Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
         dtype.
         """
-        session = self._session
-        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs))
-        return session.forward(lambda: self.module(*args, **kwargs))
-
-    def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
-        session = self._session
-        dtype = session.config.compute_dtype
-        cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
-        return tensor.to(session.device, dtype if cast else tensor.dtype, non_blocking=True)
+        self._session.check_open()
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate

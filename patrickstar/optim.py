@@ -104,7 +104,7 @@ class HybridAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             indices = []
             for param in group["params"]:
-                entry = self._session.optimizer_state(param)
+                entry = self._session.states.optimizer_state(param)
                 if entry:
                     state[index] = entry
                 indices.append(index)
@@ -143,7 +143,7 @@ class HybridAdam(torch.optim.Optimizer):
                     f"state {saved} has shape {tuple(entry['exp_avg'].shape)}, its parameter {tuple(param.shape)}"
                 )
         for param, saved in pairs:
-            self._session.set_optimizer_state(param, state_dict["state"].get(saved, {}))
+            self._session.states.set_optimizer_state(param, state_dict["state"].get(saved, {}))
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         if self._session.scaler is not None and "loss_scaler" in state_dict:

@@ -227,6 +227,18 @@ void register_runtime(py::module_& module) {
             self.read_own_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
+      .def(
+          "read_gradient",
+          [](Runtime& self, ParamId param, uintptr_t values) {
+            self.read_gradient(param, reinterpret_cast<float*>(values));
+          },
+          ReleaseGil())
+      .def(
+          "write_gradient",
+          [](Runtime& self, ParamId param, uintptr_t values, Tier where) {
+            self.write_gradient(param, {reinterpret_cast<const float*>(values), where});
+          },
+          ReleaseGil())
       .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())

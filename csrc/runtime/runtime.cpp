@@ -154,6 +154,21 @@ void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
   values_->read_own(param, kind, values);
 }
 
+void Runtime::read_gradient(ParamId param, float* values) {
+  const Entry entry(*this);
+  const ChunkId chunk = layout().placement(param).chunk;
+  step_->check_nothing_committed("a gradient was to be read");
+  values_->read_gradient(param, gradients_->source(chunk), values);
+}
+
+void Runtime::write_gradient(ParamId param, ParamValues values) {
+  const Entry entry(*this);
+  const ChunkId chunk = layout().placement(param).chunk;
+  step_->check_nothing_committed("a gradient was to be written");
+  gradients_->note_rewritten(chunk);
+  values_->write_gradient(param, gradients_->source(chunk), values);
+}
+
 void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
   const Entry entry(*this);
   PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");

@@ -60,6 +60,10 @@ class Runtime final : public UseListener {
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
   void read_own_values(ParamId param, ArrayKind kind, float* values);
+  // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is written
+  // is the ranks' mean, and prepare_step() must be called again.
+  void read_gradient(ParamId param, float* values);
+  void write_gradient(ParamId param, ParamValues values);
   // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
   // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
   // does.
