@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.chunked_parameter import ChunkedParameter
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
+
+_T = TypeVar("_T")
 
 
 class Engine(nn.Module):
@@ -42,6 +44,15 @@ class Engine(nn.Module):
         self._session.check_open()
         return self.module(*args, **kwargs)
 
+    def run_forward(self, call: Callable[[], _T]) -> _T:
+        """Runs ``call`` as one forward of the module and returns what it returns: for a step that is more than one call
+        of the module, such as a LightningModule's ``training_step``.
+
+        It may run twice: once more with an emptier device where memory ran out. Calls of the module within it are part
+        of this forward; inputs are taken as they are.
+        """
+        return self._session.forward(call)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
         gradients, in float32.
@@ -57,6 +68,26 @@ class Engine(nn.Module):
                 works.
         """
         self._session.backward(loss, **kwargs)
+
+    def grad_norm(self) -> float:
+        """Global L2 norm over all ranks of the gradients since the last step, without the loss scale, before clipping;
+        NaN when one is not finite. With several ranks all must ask.
+
+        Raises:
+            StateError: there are none.
+        """
+        return self._session.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Makes the coming step clip gradients to ``max_norm``, instead of the configuration's ``gradient_clipping``;
+        returns :meth:`grad_norm`. 0 or less: it does not clip.
+
+        Raises:
+            StateError: there are no gradients, or updates are committed in backward, before the norm is known.
+        """
+        norm = self.grad_norm()
+        self._session.gradients.clip(max_norm)
+        return torch.tensor(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
