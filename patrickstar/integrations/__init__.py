@@ -1,0 +1,1 @@
+"""PatrickStar inside other libraries' trainers: one module for each, imported by name."""
