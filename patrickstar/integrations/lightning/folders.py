@@ -30,11 +30,21 @@ _VALUES = ("master", "frozen", "managed", "buffer")
 def save_folder(
     engine: Engine,
     checkpoint: dict[str, Any],
-    path: Path,
+    path: str | os.PathLike[str],
     write: Callable[[dict[str, Any], Path], None] | None,
     barrier: Callable[[], None],
 ) -> None:
-    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone (None on the others)."""
+    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone (None on the others).
+
+    Raises:
+        CheckpointError: it was not saved, or ``path`` is a remote address.
+    """
+    if "://" in os.fspath(path):
+        raise CheckpointError(
+            f"{path} is a remote address, and folders are written to local or shared file systems; give a path, or "
+            'PatrickStarStrategy(checkpoint_format="file")'
+        )
+    path = Path(path)
     tag = f"global_step{checkpoint['global_step']}"
     if write is not None:
         path.mkdir(parents=True, exist_ok=True)

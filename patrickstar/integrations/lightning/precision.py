@@ -89,6 +89,9 @@ class PatrickStarPrecision(pl.plugins.precision.Precision):
             with torch.autocast(device_type, self.compute_dtype):
                 yield
             return
+        if self.precision == "32-true":
+            yield
+            return
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.compute_dtype)
         try:

@@ -10,8 +10,82 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from patrickstar.integrations.lightning.package import pl
 
-def join_ranks(environment: Any, num_local: int, device: torch.device, timeout_seconds: float) -> None:
+
+class RankedStrategy(pl.strategies.ParallelStrategy):
+    """A strategy of one process for each device: who each is, how they are started, what they tell each other.
+
+    Args:
+        timeout_seconds: for the processes' first meeting and for the collectives here.
+        **kwargs: of ``ParallelStrategy``.
+    """
+
+    def __init__(self, timeout_seconds: float, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._timeout_seconds = timeout_seconds
+        self.num_nodes = 1
+        """Set by the ``Trainer``."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """On this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning gives each rank its part of the data."""
+        return self.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning's environment, and whoever logs on the first rank only, who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        pl.utilities.rank_zero.rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1:
+            launcher = pl.strategies.launchers._SubprocessScriptLauncher
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Before the module's ``setup``: the device, and the other ranks."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            _join_ranks(self.cluster_environment, self.num_processes, self.root_device, self._timeout_seconds)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A metric over the ranks: the mean, or what ``reduce_op`` says."""
+        return _reduce(tensor, group, reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``, on all."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+
+def _join_ranks(environment: Any, num_local: int, device: torch.device, timeout_seconds: float) -> None:
     """Initialises ``torch.distributed`` unless somebody did; the engine's own groups are made within it.
 
     Args:
@@ -39,7 +113,7 @@ def _leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def reduce_over_ranks(value: Any, group: Any, reduce_op: Any) -> Any:
+def _reduce(value: Any, group: Any, reduce_op: Any) -> Any:
     """The mean, or what ``reduce_op`` says (``"mean"``, ``"sum"``, ... or a ``ReduceOp``), of a tensor over the ranks
     of ``group`` (None: all), as a new tensor; anything else as it is.
     """
@@ -51,12 +125,3 @@ def reduce_over_ranks(value: Any, group: Any, reduce_op: Any) -> Any:
     result = value.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=operation, group=group)
     return result / dist.get_world_size(group) if is_mean else result
-
-
-def broadcast_object(value: Any, source: int) -> Any:
-    """``value`` of rank ``source``."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, source)
-    return values[0]

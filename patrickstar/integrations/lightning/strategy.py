@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from patrickstar import _C
 from patrickstar.config import parse_config
 from patrickstar.engine import Engine
 from patrickstar.integrations.lightning import folders
+from patrickstar.integrations.lightning.modules import frozen, move_metrics
 from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
 from patrickstar.integrations.lightning.package import pl
 from patrickstar.integrations.lightning.precision import PatrickStarPrecision, check_clip_algorithm
-from patrickstar.integrations.lightning.ranks import broadcast_object, join_ranks, reduce_over_ranks
+from patrickstar.integrations.lightning.ranks import RankedStrategy
 from patrickstar.integrations.lightning.settings import HostSettings, UserConfig, merge, read_config
 from patrickstar.optim import HybridAdam
 from patrickstar.runtime import initialize_engine
@@ -64,7 +64,7 @@ class AfterRun(enum.Enum):
     """The module's parameters have no elements: for a model that fits in no rank's host memory."""
 
 
-class PatrickStarStrategy(pl.strategies.ParallelStrategy):
+class PatrickStarStrategy(RankedStrategy):
     """Trains, evaluates and predicts with a module that need not fit in GPU memory, on one device or several.
 
     Args:
@@ -90,17 +90,15 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
         after_run: AfterRun | str = AfterRun.MODULE,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
         self._config = read_config(config)
-        self._timeout_seconds = parse_config(self._config).rank_timeout_seconds
+        super().__init__(parse_config(self._config).rank_timeout_seconds, **kwargs)
         self._checkpoint_format = CheckpointFormat(checkpoint_format)
         self._module_init = ModuleInit(module_init)
         self._after_run = AfterRun(after_run)
         self._engine: Engine | None = None
         self._configured: ConfiguredOptimizer | None = None
+        self._unfreeze = contextlib.ExitStack()
         self._error: BaseException | None = None
-        self.num_nodes = 1
-        """Set by the ``Trainer``."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -130,61 +128,6 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         self._precision_plugin = None if plugin is None else PatrickStarPrecision.of(plugin)
-
-    # Processes.
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where this process computes."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """On this node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning gives each rank its part of the data."""
-        return self.world_size > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def set_world_ranks(self) -> None:
-        """Tells Lightning's environment, and whoever logs on the first rank only, who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        pl.utilities.rank_zero.rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:
-            launcher = pl.strategies.launchers._SubprocessScriptLauncher
-            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Before the module's ``setup``: the device, and the other ranks."""
-        super().setup_environment()
-        self.set_world_ranks()
-        if self.world_size > 1:
-            join_ranks(self.cluster_environment, self.num_processes, self.root_device, self._timeout_seconds)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A metric over the ranks."""
-        return reduce_over_ranks(tensor, group, reduce_op)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``, on all."""
-        return broadcast_object(obj, src)
 
     # A run's setup and teardown.
 
@@ -217,6 +160,8 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
         if trainer.state.fn == _FITTING:
             self.setup_optimizers(trainer)
             self._configured = ConfiguredOptimizer(self.lightning_module, self.optimizers)
+        else:
+            self._unfreeze.enter_context(frozen(self.lightning_module, self.precision_plugin.compute_dtype))
         self._open_engine(trainer.gradient_clip_val)
         self.setup_precision_plugin()
 
@@ -252,9 +197,7 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
         if configured is not None:
             configured.hand_over(optimizer)
             self.optimizers = [optimizer]
-        for child in self.lightning_module.modules():
-            if _is_metric(child):
-                child.to(self.root_device)
+        move_metrics(self.lightning_module, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """The other ranks are told in :meth:`teardown`, not waited for."""
@@ -268,6 +211,7 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
             if engine is not None:
                 self._close(engine)
         finally:
+            self._unfreeze.close()
             super().teardown()
 
     def _close(self, engine: Engine) -> None:
@@ -331,13 +275,12 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
         if not isinstance(optimizer, HybridAdam):
             return optimizer.state_dict()
-        if self._engine is None:
+        if self._engine is None and self.is_global_zero:
             logger.warning(
                 "the run is over, and this checkpoint has no optimizer state: fit cannot go on from it. Save within "
                 'the run (ModelCheckpoint(save_last=True)), or give PatrickStarStrategy(after_run="everything")'
             )
-            return {}
-        if self._writes_folders:
+        if self._engine is None or self._writes_folders:
             return {}
         with _C.HostAllocations():
             state = optimizer.state_dict()
@@ -353,7 +296,7 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
                 super().save_checkpoint(whole, filepath, storage_options)
             else:
                 write = self.checkpoint_io.save_checkpoint if self.is_global_zero else None
-                folders.save_folder(self.engine, checkpoint, Path(self.broadcast(filepath)), write, self.barrier)
+                folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write, self.barrier)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning keeps of a run; of a folder without the values, which the engine reads itself."""
@@ -390,10 +333,3 @@ class PatrickStarStrategy(pl.strategies.ParallelStrategy):
             )
         with _C.HostAllocations():
             self.optimizers[0].load_state_dict(states[0])
-
-
-def _is_metric(module: torch.nn.Module) -> bool:
-    """A torchmetrics metric: its state is no buffer, so it does not follow the module to the device."""
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__) and not any(
-        True for _ in module.parameters()
-    )
