@@ -3,15 +3,16 @@
 import logging
 import warnings
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional
 
 from patrickstar.integrations.lightning import PatrickStarStrategy
+from patrickstar.integrations.lightning.package import pl
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", module="lightning")
+for name in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
 WIDTH, LAYERS, BATCH = 90, 8, 4
 NUM_PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 CLIPPING = 0.05
@@ -68,6 +69,8 @@ class Regression(pl.LightningModule):
         if isinstance(strategy, PatrickStarStrategy):
             self.reports.append(strategy.engine.report())
 
+    on_predict_end = on_train_end
+
     def make_optimizer(self):
         weights = [param for param in self.parameters() if param.ndim > 1]
         biases = [param for param in self.parameters() if param.ndim == 1]
@@ -104,6 +107,12 @@ def fit(strategy, kind=Regression, ckpt_path=None, **options):
     module = make_module(kind)
     make_trainer(strategy, **options).fit(module, loader(), loader(), ckpt_path=ckpt_path)
     return module
+
+
+def relative_error(values, expected):
+    """The largest, of lists of numbers."""
+    assert len(values) == len(expected) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
 class SaveAfter(pl.Callback):

@@ -74,7 +74,7 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
         if dist.is_initialized():
-            dist.barrier()
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src``, on all."""

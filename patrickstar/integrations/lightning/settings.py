@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.config import AdamConfig, Bf16Config, Config, Fp16Config, OptimizerType, parse_config
+from patrickstar.config import AdamConfig, Bf16Config, Config, Fp16Config, OptimizerConfig, OptimizerType, parse_config
 
 UserConfig = Mapping[str, Any] | Config | str | os.PathLike[str] | None
 
@@ -86,10 +86,10 @@ def _check_precision(parsed: Config, host: HostSettings) -> None:
 def _check_optimizer(config: Mapping[str, Any] | Config | None, parsed: Config, host: HostSettings) -> None:
     if host.optimizer_type is None:
         return
-    said = parsed.optimizer.type if isinstance(config, Config) or "type" in _section(config) else host.optimizer_type
-    if said is not host.optimizer_type:
+    said = "type" in _section(config) or parsed.optimizer.type is not OptimizerConfig().type
+    if said and parsed.optimizer.type is not host.optimizer_type:
         raise ValueError(
-            f"optimizer.type is {said.value} in the configuration and configure_optimizers returned torch.optim."
+            f"optimizer.type is {parsed.optimizer.type.value} in the configuration and configure_optimizers returned torch.optim."
             f"{host.optimizer_type.value}; leave optimizer.type out"
         )
     unsaid = dataclasses.replace(AdamConfig(), use_hybrid_adam=parsed.optimizer.params.use_hybrid_adam)
