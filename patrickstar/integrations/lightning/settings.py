@@ -89,8 +89,8 @@ def _check_optimizer(config: Mapping[str, Any] | Config | None, parsed: Config, 
     said = "type" in _section(config) or parsed.optimizer.type is not OptimizerConfig().type
     if said and parsed.optimizer.type is not host.optimizer_type:
         raise ValueError(
-            f"optimizer.type is {parsed.optimizer.type.value} in the configuration and configure_optimizers returned torch.optim."
-            f"{host.optimizer_type.value}; leave optimizer.type out"
+            f"optimizer.type is {parsed.optimizer.type.value} in the configuration and configure_optimizers returned "
+            f"torch.optim.{host.optimizer_type.value}; leave optimizer.type out"
         )
     unsaid = dataclasses.replace(AdamConfig(), use_hybrid_adam=parsed.optimizer.params.use_hybrid_adam)
     if parsed.optimizer.params != unsaid:
