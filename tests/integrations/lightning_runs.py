@@ -62,7 +62,8 @@ class Regression(pl.LightningModule):
         if isinstance(strategy, PatrickStarStrategy):
             self.norms.append(strategy.engine.grad_norm())
         else:
-            self.norms.append(nn.utils.get_total_norm([param.grad for param in self.parameters()]).item())
+            gradients = [param.grad for param in self.parameters() if param.requires_grad]
+            self.norms.append(nn.utils.get_total_norm(gradients).item())
 
     def on_train_end(self):
         strategy = self.trainer.strategy

@@ -225,6 +225,35 @@ def test_after_a_run(tmp_path):
                 fit(PatrickStarStrategy(CONFIG), **options)
 
 
+class Adapted(Regression):
+    """One layer is trained, and alone in checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.strict_loading = False
+        self.body.requires_grad_(False)
+        self.body[-2].requires_grad_(True)
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if name.startswith("body.14.")}
+
+
+class Bfloat16(Regression):
+    def __init__(self):
+        super().__init__()
+        self.bfloat16()
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(Adapted, "32-true"), (Bfloat16, "bf16-true")])
+def test_what_a_file_holds(kind, precision, tmp_path):
+    path = tmp_path / "halfway.ckpt"
+    whole = fit(PatrickStarStrategy(CONFIG), kind, precision=precision, callbacks=[SaveAfter(0, path)])
+    resumed = fit(PatrickStarStrategy(CONFIG), kind, precision=precision, ckpt_path=path)
+    assert resumed.losses == whole.losses[BATCHES:]  # float32 values that the module itself does not have
+    assert len(torch.load(path)["state_dict"]) == (2 if kind is Adapted else 16)
+    assert resumed.body[0].weight.dtype == (torch.bfloat16 if kind is Bfloat16 else torch.float32)
+
+
 class Failing(Regression):
     def training_step(self, batch, index):
         if index == 3:

@@ -264,8 +264,9 @@ class PatrickStarStrategy(RankedStrategy):
         return {} if self._writes_folders else self._whole_state_dict()
 
     def _whole_state_dict(self) -> dict[str, Any]:
-        with _C.HostAllocations():
-            state = self.engine.state_dict()
+        is_plain = type(self.lightning_module).state_dict is torch.nn.Module.state_dict
+        with _C.HostAllocations():  # the module's own would round float32 values to its parameters' dtype
+            state = self.engine.state_dict() if is_plain else self.lightning_module.state_dict()
         return state if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
