@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,3 +247,17 @@ def test_flops_of_a_step(tmp_path, capsys):
     names = [("1", "head"), ("2", "layers.0"), ("2", "layers.1"), ("3", "layers.0.0"), ("3", "layers.0.2")]
     assert listed == [(*name, share) for name, share in zip(names, shares, strict=True)]
     assert capsys.readouterr().out == ""  # it went to the file
+
+
+def test_the_example_of_the_documentation(capsys):
+    """``engine.make_monitor`` in a plain loop."""
+    text = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "logging.md", "exec"), {"__name__": "docs"})
+    lines = capsys.readouterr().out.splitlines()
+    number = r"[0-9.e+-]+"
+    figures = rf"loss {number}  grad norm {number}  lr 3.00e-4  device {number} GiB  host {number} GiB"
+    rest = rf"{number}[kM]? tokens/s  {number} TFLOPS  stalled {number} %( \([a-z ]+\))?"
+    assert len(lines) == 2
+    for line, step in zip(lines, (5, 10), strict=True):
+        assert re.fullmatch(rf"step {step}  {figures}  {rest}", line), line
