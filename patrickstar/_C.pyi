@@ -644,6 +644,14 @@ class Runtime(UseListener):
         forward.
         """
 
+    def start_stall_trace(self) -> None:
+        """As :meth:`start_trace`, for :meth:`take_stalls`; each has its own request."""
+
+    def take_stalls(self) -> dict[str, Any] | None:
+        """What the traced step waited for, once: ``seconds`` of the step and ``stalled_seconds`` by ``StallCause``.
+        None before it is over; waits as :meth:`take_trace` does.
+        """
+
     def report(self) -> dict[str, Any]: ...
     def reset_report(self) -> None: ...
     def param_state(self, param: int, /) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -49,36 +50,37 @@ def rise(i, n, kind):
     return np.where(i < n, rising, np.nan)
 
 
-@pytest.mark.parametrize("staircase", [False, True])
-def test_range_test(staircase):
-    params = {"lr_range_test_step_size": 7, "lr_range_test_step_rate": 1.5, "lr_range_test_staircase": staircase}
-    lrs, _ = run(make_scheduler(make_optimizer(), "LRRangeTest", params | {"lr_range_test_min_lr": [1e-5, 2e-5]}), 60)
-    done = np.arange(60)
-    intervals = done // 7 if staircase else done / 7
-    np.testing.assert_allclose(lrs, np.outer(1 + 1.5 * intervals, [1e-5, 2e-5]), rtol=1e-13)
+def test_range_test():
+    for staircase in (False, True):
+        params = {"lr_range_test_step_size": 7, "lr_range_test_step_rate": 1.5, "lr_range_test_staircase": staircase}
+        lrs, _ = run(
+            make_scheduler(make_optimizer(), "LRRangeTest", params | {"lr_range_test_min_lr": [1e-5, 2e-5]}), 60
+        )
+        done = np.arange(60)
+        intervals = done // 7 if staircase else done / 7
+        np.testing.assert_allclose(lrs, np.outer(1 + 1.5 * intervals, [1e-5, 2e-5]), rtol=1e-13)
 
 
-@pytest.mark.parametrize("num_warmup", [0, 1, 2, 20])
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmups(kind, num_warmup):
-    i, n, total = iterations(90), max(2, num_warmup), 60
-    params = {"warmup_num_steps": num_warmup, "warmup_type": kind}
+def test_warmups():
+    for kind, num_warmup in itertools.product(["log", "linear"], [0, 1, 2, 20]):
+        i, n, total = iterations(90), max(2, num_warmup), 60
+        params = {"warmup_num_steps": num_warmup, "warmup_type": kind}
 
-    lrs, _ = run(make_scheduler(make_optimizer(), "WarmupLR", params | {"warmup_min_lr": [0, 1e-5]}), 90)
-    up = rise(i, n, kind)
-    np.testing.assert_allclose(lrs, between(np.where(i < n, up, 1), [0, 1e-5], OWN), rtol=1e-13)
+        lrs, _ = run(make_scheduler(make_optimizer(), "WarmupLR", params | {"warmup_min_lr": [0, 1e-5]}), 90)
+        up = rise(i, n, kind)
+        np.testing.assert_allclose(lrs, between(np.where(i < n, up, 1), [0, 1e-5], OWN), rtol=1e-13)
 
-    limits = {"warmup_min_lr": 1e-6, "warmup_max_lr": [1e-3, 2e-3], "total_num_steps": total}
-    lrs, _ = run(make_scheduler(make_optimizer(), "WarmupDecayLR", params | limits), 90)
-    down = np.interp(i, [n, total], [1, 0])
-    np.testing.assert_allclose(lrs, between(np.where(i < n, up, down), 1e-6, [1e-3, 2e-3]), rtol=1e-12)
+        limits = {"warmup_min_lr": 1e-6, "warmup_max_lr": [1e-3, 2e-3], "total_num_steps": total}
+        lrs, _ = run(make_scheduler(make_optimizer(), "WarmupDecayLR", params | limits), 90)
+        down = np.interp(i, [n, total], [1, 0])
+        np.testing.assert_allclose(lrs, between(np.where(i < n, up, down), 1e-6, [1e-3, 2e-3]), rtol=1e-12)
 
-    ratios = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05, "total_num_steps": total}
-    lrs, _ = run(make_scheduler(make_optimizer(), "WarmupCosineLR", params | ratios), 90)
-    angle = np.interp(i, [n - 1, total - 1], [0, np.pi / 2])
-    shares = np.where(i < n, 0.1 + 0.9 * up, 0.05 + 0.95 * np.cos(angle) ** 2)
-    shares[0] = 0
-    np.testing.assert_allclose(lrs, between(shares, 0, OWN), rtol=1e-12)
+        ratios = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05, "total_num_steps": total}
+        lrs, _ = run(make_scheduler(make_optimizer(), "WarmupCosineLR", params | ratios), 90)
+        angle = np.interp(i, [n - 1, total - 1], [0, np.pi / 2])
+        shares = np.where(i < n, 0.1 + 0.9 * up, 0.05 + 0.95 * np.cos(angle) ** 2)
+        shares[0] = 0
+        np.testing.assert_allclose(lrs, between(shares, 0, OWN), rtol=1e-12)
 
 
 def test_defaults_are_deepspeeds():
@@ -94,24 +96,23 @@ def test_defaults_are_deepspeeds():
     assert math.isclose(moms[2000, 0], 0.8) and math.isclose(moms[4100, 0], 0.9)
 
 
-@pytest.mark.parametrize(("up", "down"), [(10, None), (7, 13), (5, 0)])
-@pytest.mark.parametrize("decay_step_size", [0, 4])
-def test_one_cycle(up, down, decay_step_size):
-    params = {"cycle_min_lr": [1e-4, 2e-4], "cycle_max_lr": 1e-3, "cycle_first_step_size": up, "decay_lr_rate": 0.3}
-    params |= {"cycle_second_step_size": down, "decay_step_size": decay_step_size, "decay_mom_rate": 1e-3}
-    optimizer = make_optimizer()
-    lrs, moms = run(OneCycle(optimizer, **params), 60)
-    down = up if down is None else down
-    t = np.arange(60)
-    height = np.interp(t, [0, up, up + down] if down else [0, up], [0, 1, 0] if down else [0, 1])
-    height[up + down :] = 0
-    intervals = np.clip(t - up - down, 0, None) / decay_step_size if decay_step_size else np.zeros(60)
-    expected = between(height, [1e-4, 2e-4], 1e-3) / (1 + 0.3 * intervals)[:, None]
-    np.testing.assert_allclose(lrs, expected, rtol=1e-12)
-    expected = between(height, 0.9, 0.8) * (1 + 1e-3 * intervals)[:, None]
-    expected[0] = 0.8  # DeepSpeed begins there
-    np.testing.assert_allclose(moms, expected, rtol=1e-12)
-    assert all(group["betas"][1] == 0.99 for group in optimizer.param_groups)
+def test_one_cycle():
+    for (up, down), decay_step_size in itertools.product([(10, None), (7, 13), (5, 0)], [0, 4]):
+        params = {"cycle_min_lr": [1e-4, 2e-4], "cycle_max_lr": 1e-3, "cycle_first_step_size": up, "decay_lr_rate": 0.3}
+        params |= {"cycle_second_step_size": down, "decay_step_size": decay_step_size, "decay_mom_rate": 1e-3}
+        optimizer = make_optimizer()
+        lrs, moms = run(OneCycle(optimizer, **params), 60)
+        down = up if down is None else down
+        t = np.arange(60)
+        height = np.interp(t, [0, up, up + down] if down else [0, up], [0, 1, 0] if down else [0, 1])
+        height[up + down :] = 0
+        intervals = np.clip(t - up - down, 0, None) / decay_step_size if decay_step_size else np.zeros(60)
+        expected = between(height, [1e-4, 2e-4], 1e-3) / (1 + 0.3 * intervals)[:, None]
+        np.testing.assert_allclose(lrs, expected, rtol=1e-12)
+        expected = between(height, 0.9, 0.8) * (1 + 1e-3 * intervals)[:, None]
+        expected[0] = 0.8  # DeepSpeed begins there
+        np.testing.assert_allclose(moms, expected, rtol=1e-12)
+        assert all(group["betas"][1] == 0.99 for group in optimizer.param_groups)
 
 
 def test_one_cycle_in_stairs():
@@ -133,27 +134,27 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("name", list(SCHEDULES))
-def test_a_resumed_run_has_the_same_numbers(name):
+def test_a_resumed_run_has_the_same_numbers():
     """At any step, whichever of optimizer and schedule is loaded first, or by ``last_batch_iteration``."""
-    whole = [values.tolist() for values in run(make_scheduler(make_optimizer(), name, PARAMS[name]), 30)]
-    for at in (0, 1, 7, 8, 25):
-        saved = make_scheduler(make_optimizer(), name, PARAMS[name])
-        run(saved, at)
-        assert saved.state_dict() == {"last_batch_iteration": at - 1}
-        first, last = make_optimizer(), make_optimizer()
-        first.load_state_dict(saved.optimizer.state_dict())
-        after = make_scheduler(first, name, PARAMS[name])
-        before = make_scheduler(last, name, PARAMS[name])
-        for scheduler in (after, before):
-            scheduler.load_state_dict(saved.state_dict())
-        last.load_state_dict(saved.optimizer.state_dict())
-        resumed = [after, before]
-        if at > 0:
-            own = make_optimizer()
-            resumed.append(make_scheduler(own, name, PARAMS[name] | {"last_batch_iteration": at - 1}))
-        for scheduler in resumed:
-            assert [values.tolist() for values in run(scheduler, 30 - at)] == [values[at:] for values in whole]
+    for name in SCHEDULES:
+        whole = [values.tolist() for values in run(make_scheduler(make_optimizer(), name, PARAMS[name]), 30)]
+        for at in (0, 1, 7, 8, 25):
+            saved = make_scheduler(make_optimizer(), name, PARAMS[name])
+            run(saved, at)
+            assert saved.state_dict() == {"last_batch_iteration": at - 1}
+            first, last = make_optimizer(), make_optimizer()
+            first.load_state_dict(saved.optimizer.state_dict())
+            after = make_scheduler(first, name, PARAMS[name])
+            before = make_scheduler(last, name, PARAMS[name])
+            for scheduler in (after, before):
+                scheduler.load_state_dict(saved.state_dict())
+            last.load_state_dict(saved.optimizer.state_dict())
+            resumed = [after, before]
+            if at > 0:
+                own = make_optimizer()
+                resumed.append(make_scheduler(own, name, PARAMS[name] | {"last_batch_iteration": at - 1}))
+            for scheduler in resumed:
+                assert [values.tolist() for values in run(scheduler, 30 - at)] == [values[at:] for values in whole]
 
 
 def test_the_engines_optimizer_steps_with_the_schedule():
