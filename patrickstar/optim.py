@@ -76,6 +76,16 @@ class HybridAdam(torch.optim.Optimizer):
         self._session.step(self.param_groups, self._group_options())
         return loss
 
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without float16."""
+        return self._session.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        return self._session.num_steps > 0 and not self._session.outcome.applied
+
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
         return [

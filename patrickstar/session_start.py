@@ -38,7 +38,7 @@ def start_session(
             deferred = DeferredInit.of(module)
             if deferred is not None:
                 turn.end()  # it takes no memory
-            groups = make_groups(module, model_parameters)
+            groups = make_groups(module, model_parameters, {} if deferred is None else deferred.replaced)
             session = Session(module, config, ranks, budgets, deferred)
         session.join()
     except BaseException as error:

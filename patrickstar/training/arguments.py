@@ -11,13 +11,15 @@ CONFIG_ARGUMENTS = ("patrickstar_config", "deepspeed_config", "deepscale_config"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--deepspeed``, ``--deepspeed_config PATH`` and ``--patrickstar_config PATH`` (the same) to ``parser``, which
-    is returned. ``patrickstar.initialize(args=...)`` reads them.
+    """Adds ``--deepspeed``, ``--deepspeed_config PATH`` and ``--patrickstar_config PATH`` (the same) to ``parser`` and
+    returns it. ``patrickstar.initialize(args=...)`` reads them.
     """
     group = parser.add_argument_group("PatrickStar", "options of the engine")
     group.add_argument("--deepspeed", action="store_true", default=False, help="accepted; the script decides")
     for name in ("deepspeed_config", "patrickstar_config"):
-        group.add_argument(f"--{name}", type=str, default=None, metavar="PATH", help="a JSON file with the configuration")
+        group.add_argument(
+            f"--{name}", type=str, default=None, metavar="PATH", help="a JSON file with the configuration"
+        )
     return parser
 
 

@@ -19,7 +19,7 @@ def make_loader(
     drop_last: bool,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Micro-batches of this rank, shuffled in an order that all ranks share; ``loader.sampler.set_epoch(n)`` changes it.
+    """Micro-batches of this rank, in a random order that all ranks share; ``loader.sampler.set_epoch(n)`` changes it.
 
     Args:
         dataset: of ``torch.utils.data``; an ``IterableDataset`` gives each rank what it gives.

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from patrickstar import _C
-from patrickstar.checkpoint import CheckpointError, latest_tag
+from patrickstar.checkpoint import latest_tag
 from patrickstar.checkpoint.engine_state import Scheduler
 from patrickstar.config import BatchSizes
 from patrickstar.engine import Engine
-from patrickstar.monitor import Phase, StepMonitor
+from patrickstar.monitor import MonitorOptions, Phase
 from patrickstar.optim import HybridAdam
 from patrickstar.session import Session
 from patrickstar.training.accumulation import Accumulation
@@ -58,7 +58,7 @@ class TrainingEngine(Engine):
         session: Session,
         optimizer: HybridAdam,
         batch_sizes: BatchSizes,
-        monitor: StepMonitor,
+        monitor_options: MonitorOptions,
         lr_scheduler: Any = None,
         training_dataloader: DataLoader[Any] | None = None,
     ):
@@ -69,7 +69,7 @@ class TrainingEngine(Engine):
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._micro_batch_size = batch_sizes.micro_batch_size
         self._accumulation = Accumulation(batch_sizes.accumulation_steps)
-        self._monitor = monitor
+        self._monitor = self.make_monitor(monitor_options)
         self._inputs: Any = None
         self._is_syncing = True
         self._step_applied = False
@@ -152,8 +152,8 @@ class TrainingEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches inside accumulate only; :meth:`step` is refused there. (Ranks' gradients are summed in shards as
-        they come in any case, which takes no more memory than one shard.)
+        """Micro-batches inside accumulate only; :meth:`step` is refused there. Gradients of ranks are summed in shards
+        as they come, in any case: a rank keeps no more of them than its share.
         """
         self._is_syncing = False
         try:
@@ -174,8 +174,8 @@ class TrainingEngine(Engine):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last step's gradients before clipping; not a number when it was skipped, None before the
-        first step.
+        """Global L2 norm of the last step's gradients before clipping; not a number when it was skipped, None before
+        the first step.
         """
         return self._session.outcome.grad_norm if self._session.num_steps > 0 else None
 
@@ -276,7 +276,9 @@ class TrainingEngine(Engine):
         """
         _refuse(accepted, {"save_latest": True, "exclude_frozen_parameters": False}, "save_checkpoint")
         state = {**(client_state or {}), _OWN_STATE: self._own_state()}
-        super().save_checkpoint(save_dir, None if tag is None else str(tag), state, lr_scheduler=self._saved_scheduler())
+        super().save_checkpoint(
+            save_dir, None if tag is None else str(tag), state, lr_scheduler=self._saved_scheduler()
+        )
         return True
 
     def load_checkpoint(  # type: ignore[override]
@@ -311,7 +313,9 @@ class TrainingEngine(Engine):
             return None, {}
         scheduler = self._saved_scheduler() if with_schedule else None
         self._accumulation.forget_step()
-        path, client_state = super().load_checkpoint(load_dir, None if tag is None else str(tag), lr_scheduler=scheduler)
+        path, client_state = super().load_checkpoint(
+            load_dir, None if tag is None else str(tag), lr_scheduler=scheduler
+        )
         self._set_own_state(client_state.pop(_OWN_STATE, {}))
         return str(path), client_state
 

@@ -24,12 +24,12 @@ def choose_scheduler(config: Config, given: Any, optimizer: HybridAdam) -> Any:
         optimizer: the one that trains.
     """
     if given is None:
-        if config.scheduler is None or config.scheduler.type is None:
+        if config.scheduler is None:
             return None
         params = config.scheduler.params
-        values = {} if params is None else params.model_dump(exclude_unset=True)
+        values = {} if params is None else params.model_dump(mode="json", exclude_unset=True)
         return make_scheduler(optimizer, config.scheduler.type, values)
-    if config.scheduler is not None and config.scheduler.type is not None:
+    if config.scheduler is not None:
         logger.info("lr_scheduler was given to initialize: the configuration's %s is not used", config.scheduler.type)
     if not hasattr(given, "step") and callable(given):
         return given(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool) -> No
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         _write(values, partial, as_safetensors=path.suffix == ".safetensors")
-        os.replace(partial, path)
+        partial.replace(path)
     session.ranks.control.exchange(b"")  # nobody goes on before the file is there
 
 
