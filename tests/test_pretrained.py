@@ -96,7 +96,7 @@ print((peak - before) / num_bytes)
 
 
 def test_memory(tmp_path):
-    """Loading takes the chunks' 4 bytes per parameter, and of the memory-mapped files what the system likes to keep: up to
+    """The chunks' 4 bytes per parameter, and of the memory-mapped files what the system likes to keep: up to
     4 more. A copy would be a third."""
     config = transformers.GPT2Config(vocab_size=2000, n_embd=512, n_layer=12, n_head=8, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="30MB")
