@@ -49,19 +49,21 @@ class Fate:
     """MAPPED: how. NO_EFFECT: what is done instead. REFUSED: why, and what to do instead."""
     target: str = ""
     """MAPPED: the dotted key that changes."""
+    only: tuple[Any, ...] | None = None
+    """The values that are accepted; None: all of the type."""
     accepts: Callable[[Any], bool] | None = None
-    """Which values are accepted; None: all of the type."""
+    """Instead of ``only``, where accepted values cannot be listed."""
     otherwise: str = ""
-    """Why the others are not, and what to do instead."""
+    """Why the others are not accepted, and what to do instead."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Lets pydantic refuse what is not accepted, in this key's own words."""
         schema = handler(source)
-        return schema if self.accepts is None else core_schema.no_info_after_validator_function(self._check, schema)
+        return core_schema.no_info_after_validator_function(self._check, schema) if self.otherwise else schema
 
     def _check(self, value: Any) -> Any:
-        assert self.accepts is not None
-        if not self.accepts(value):
+        accepted = self.accepts(value) if self.accepts is not None else value in (self.only or ())
+        if not accepted:
             raise unexpected(self.otherwise)
         return value
 
@@ -76,13 +78,12 @@ def mapped(target: str, how: str) -> Fate:
 
 def no_effect(why: str, *, only: tuple[Any, ...] | None = None, otherwise: str = "") -> Fate:
     """The key is accepted; ``why`` says what is done instead. Values beside ``only`` are refused with ``otherwise``."""
-    accepts = None if only is None else only.__contains__
-    return Fate(action=Action.NO_EFFECT, text=why, accepts=accepts, otherwise=otherwise)
+    return Fate(action=Action.NO_EFFECT, text=why, only=only, otherwise=otherwise)
 
 
-def refused(why: str, *, only: tuple[Any, ...] = (False, None)) -> Fate:
+def refused(why: str, *, only: tuple[Any, ...] = (False,)) -> Fate:
     """The key is accepted with the values ``only``, which ask for nothing; ``why`` says what to do instead."""
-    return Fate(action=Action.REFUSED, text=why, accepts=only.__contains__, otherwise=why)
+    return Fate(action=Action.REFUSED, text=why, only=only, otherwise=why)
 
 
 def refused_section(why: str) -> Fate:

@@ -73,7 +73,7 @@ def section_for(key: Key, value: Any) -> type[Section] | None:
     """The model that a section's dict is checked by; None if it is none, or ``value`` is no dict."""
     if not isinstance(value, Mapping) or not key.sections:
         return None
-    return next((model for model in key.sections if model.__name__ == value.get("type")), key.sections[0])
+    return next((model for model in key.sections if model.__name__ == value.get("type")), key.sections[-1])
 
 
 def set_keys(config: Section, section: str = "") -> Iterator[tuple[Key, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from patrickstar.config.keys import Key, all_keys
-from patrickstar.config.schedulers import SCHEDULERS
+from patrickstar.config.schedulers import SCHEDULERS, TorchSchedule
 
 _EXPECTED = {
     "bool_type": "it is a switch, give True or False",
@@ -24,8 +24,10 @@ _EXPECTED = {
     "model_attributes_type": "it is a section, give a dict",
     "dict_type": "it is a section, give a dict",
 }
+_MODELS_OF_SCHEDULES = {*SCHEDULERS, TorchSchedule.__name__}
 _FEW_KEYS = 12
-_LEAST_LIKENESS = 0.4
+_LEAST_LIKENESS = 0.55
+_MOST_CHARACTERS = 80
 
 
 def join(problems: Sequence[str]) -> str:
@@ -37,37 +39,29 @@ def join(problems: Sequence[str]) -> str:
 
 def describe(error: ErrorDetails) -> str:
     """The line for one of pydantic's errors."""
-    path, kind, value = _path(error["loc"]), error["type"], error["input"]
+    path, kind, value = _path(error["loc"]), error["type"], _shown(error["input"])
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(path)
     if kind == "missing":
         return f"{path} is missing; it has no default, docs/config.md says what it means"
-    if kind == "union_tag_not_found":
-        return f"{path}.type is missing; give {_choice(list(SCHEDULERS))}"
-    if kind == "union_tag_invalid":
-        near = _near(str(context["tag"]), list(SCHEDULERS))
-        return (
-            f"{path}.type is {context['tag']!r}: did you mean {near!r}? Schedules are {_choice(list(SCHEDULERS))}; "
-            "pass any other as lr_scheduler to patrickstar.initialize"
-        )
     if kind in ("enum", "literal_error"):
-        return f"{path} is {value!r}; give " + re.sub("'([^']*)'", r'"\1"', str(context["expected"]))
+        return f"{path} is {value}; give " + re.sub("'([^']*)'", r'"\1"', str(context["expected"]))
     expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else str(error["msg"])
-    return f"{path} is {value!r}; {expected}"
+    return f"{path} is {value}; {expected}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
 def _path(loc: Sequence[int | str]) -> str:
     parts = list(loc)
-    if len(parts) > 1 and parts[0] == "scheduler" and parts[1] in SCHEDULERS:
+    if len(parts) > 1 and parts[0] == "scheduler" and parts[1] in _MODELS_OF_SCHEDULES:
         del parts[1]  # pydantic names the model that "type" chose
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")
-
-
-def _choice(names: Sequence[str]) -> str:
-    quoted = [f'"{name}"' for name in names]
-    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
 def _likeness(word: str, name: str) -> float:
@@ -115,5 +109,5 @@ def wrong_entry_point(key: Key, value: Mapping[str, Any] | Any) -> str:
         "gradient_accumulation_steps": "call backward() several times before step()",
         "dataloader_drop_last": "make the loader in the script",
     }.get(key.path, "leave it out")
-    shown = "given" if isinstance(value, Mapping) else repr(value)
+    shown = "given" if isinstance(value, Mapping) else _shown(value)
     return f"{key.path} is {shown}, which patrickstar.initialize acts on; with initialize_engine, {instead}"

@@ -17,22 +17,22 @@ class TensorBoardConfig(Section):
     """``tensorboard``."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Write event files for TensorBoard."""
+    """Whether figures go there."""
     output_path: Annotated[Text, HONOURED] = ""
-    """The folder; empty: ``./runs``."""
+    """The folder; relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
-    """The folder in it."""
+    """A folder in that one."""
 
 
 class WandbConfig(Section):
     """``wandb``: Weights & Biases."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Report to it."""
+    """Whether figures go there."""
     group: Annotated[Text | None, HONOURED] = None
     """The group of runs."""
     team: Annotated[Text | None, HONOURED] = None
-    """The team."""
+    """The entity that owns the project."""
     project: Annotated[Text, HONOURED] = "deepspeed"
     """The project."""
 
@@ -41,30 +41,30 @@ class CsvMonitorConfig(Section):
     """``csv_monitor``."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Write a CSV file."""
+    """Whether figures go there."""
     output_path: Annotated[Text, HONOURED] = ""
-    """The folder; empty: the working directory's."""
+    """The folder; relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
-    """The folder in it."""
+    """A folder in that one."""
 
 
 class FlopsProfilerConfig(Section):
-    """``flops_profiler``: what one step computes."""
+    """``flops_profiler``: the floating point operations of one step, counted."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Print parameters, FLOPs and speed of a step."""
-    profile_step: Annotated[AtLeast1, HONOURED] = 1
-    """Which step, counted from 1."""
+    """Whether one step is counted."""
+    profile_step: Annotated[AtLeast0, HONOURED] = 1
+    """After how many steps; that one is counted."""
+    recompute_fwd_factor: Annotated[NonNegative, HONOURED] = 0.0
+    """How much of the forward backward runs again: 1 with activation checkpointing of the whole model."""
+    module_depth: Annotated[Integer, Field(ge=-1), HONOURED] = -1
+    """How deep modules are listed; -1: to the deepest."""
+    top_modules: Annotated[AtLeast0, HONOURED] = 1
+    """How many modules of each depth are listed."""
+    detailed: Annotated[Switch, HONOURED] = True
+    """Whether modules are listed at all."""
     output_file: Annotated[FilePath | None, HONOURED] = None
-    """Where to; None: printed."""
-    recompute_fwd_factor: Annotated[NonNegative, no_effect("the FLOPs are the model's, without recomputation")] = 0.0
-    """How much of the forward is computed again."""
-    module_depth: Annotated[Integer, no_effect("there is no table of modules; ``profile`` has each one's times")] = -1
-    """Depth of the table of modules."""
-    top_modules: Annotated[AtLeast0, no_effect("there is no table of modules; ``profile`` has each one's times")] = 1
-    """Rows of the table of modules."""
-    detailed: Annotated[Switch, no_effect("there is no table of modules; ``profile`` has each one's times")] = True
-    """The whole table of modules."""
+    """Where the text goes; None: standard output."""
 
 
 class CometConfig(Section):

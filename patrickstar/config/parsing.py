@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from patrickstar.config.checks import find_conflicts
 from patrickstar.config.dialects import Dialect, resolve, with_defaults
 from patrickstar.config.fates import Action
-from patrickstar.config.keys import keys_of, set_keys
+from patrickstar.config.keys import Key, keys_of, set_keys
 from patrickstar.config.messages import describe, join, wrong_entry_point
 from patrickstar.config.reading import read_config
 from patrickstar.config.root import Config
@@ -47,7 +48,7 @@ def parse_config(
     try:
         parsed = Config.model_validate(with_defaults(values, dialect))
     except ValidationError as error:
-        problems += [describe(item) for item in error.errors(include_url=False)]
+        problems += _lines_of(error)
         raise ValueError(join(problems)) from None
     parsed = resolve(parsed)
     problems += find_conflicts(parsed)
@@ -58,19 +59,27 @@ def parse_config(
     return parsed
 
 
+def _lines_of(error: ValidationError) -> list[str]:
+    """A line for each of pydantic's errors; options of an optimizer that is refused are not worth one."""
+    errors = error.errors(include_url=False)
+    if any(item["loc"] == ("optimizer", "type") for item in errors):
+        errors = [item for item in errors if item["loc"][:2] != ("optimizer", "params")]
+    return [describe(item) for item in errors]
+
+
 def _for_the_other(values: Mapping[str, Any]) -> list[str]:
     """A line for each key that asks for something only the other entry point does."""
-    lines = []
-    for key in keys_of():
-        value = values.get(key.name)
-        if key.reader is None or value is None:
-            continue
-        asks = (
-            value.get("enabled", key.name == "scheduler") if isinstance(value, Mapping) else value != key.field.default
-        )
-        if asks:
-            lines.append(wrong_entry_point(key, value))
-    return lines
+    return [
+        wrong_entry_point(key, values[key.name])
+        for key in keys_of()
+        if key.reader is not None and key.name in values and _asks_for_something(key, values[key.name])
+    ]
+
+
+def _asks_for_something(key: Key, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value.get("enabled", key.name == "scheduler"))
+    return value not in (None, math.inf, key.field.default)
 
 
 def _lacks_total_steps(config: Config) -> bool:

@@ -1,11 +1,14 @@
-"""``scheduler``: DeepSpeed's learning-rate schedules and their parameters. ``patrickstar.initialize`` makes them."""
+"""``scheduler``: learning-rate schedules and their parameters, which ``patrickstar.initialize`` makes."""
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated, Literal
+import inspect
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from torch.optim import lr_scheduler
 
 from patrickstar.config.fates import HONOURED
 from patrickstar.config.values import (
@@ -16,19 +19,21 @@ from patrickstar.config.values import (
     PerGroup,
     Section,
     Switch,
-    ignoring_case,
+    unexpected,
 )
 
-
-class WarmupType(enum.Enum):
-    """How the learning rate rises."""
-
-    LOG = "log"
-    LINEAR = "linear"
-
-
 LastBatch = Annotated[Integer, Field(ge=-1), HONOURED]
-Warmup = Annotated[WarmupType, BeforeValidator(ignoring_case(WarmupType)), HONOURED]
+Warmup = Annotated[Literal["log", "linear"], HONOURED]
+
+
+def _torch_schedule(value: Any) -> str:
+    cls = getattr(lr_scheduler, value, None) if isinstance(value, str) else None
+    if not inspect.isclass(cls) or not issubclass(cls, lr_scheduler.LRScheduler):
+        near = max(SCHEDULERS, key=lambda name: SequenceMatcher(None, str(value).lower(), name.lower()).ratio())
+        raise unexpected(
+            f"did you mean {near!r}? There are {', '.join(SCHEDULERS)}, and the classes of torch.optim.lr_scheduler"
+        )
+    return str(value)
 
 
 class LRRangeTestParams(Section):
@@ -86,7 +91,7 @@ class WarmupLRParams(Section):
     """The learning rate that it ends with; None: the optimizer's."""
     warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
     """Its steps; at least 2 are taken."""
-    warmup_type: Warmup = WarmupType.LOG
+    warmup_type: Warmup = "log"
     """``"log"`` or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
@@ -103,7 +108,7 @@ class WarmupDecayLRParams(Section):
     """The learning rate that it ends with."""
     warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
     """Its steps; at least 2 are taken."""
-    warmup_type: Warmup = WarmupType.LOG
+    warmup_type: Warmup = "log"
     """``"log"`` or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
@@ -120,7 +125,7 @@ class WarmupCosineLRParams(Section):
     """Its steps; at least 2 are taken."""
     cos_min_ratio: Annotated[Number, HONOURED] = 1e-4
     """What the cosine ends with, as a share of the optimizer's learning rate."""
-    warmup_type: Warmup = WarmupType.LOG
+    warmup_type: Warmup = "log"
     """``"log"`` or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
@@ -171,9 +176,38 @@ class WarmupCosineLR(Section):
     """Its parameters."""
 
 
-SchedulerConfig = Annotated[
-    LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")
-]
+class TorchScheduleParams(Section):
+    """``scheduler.params`` of a schedule of PyTorch: its arguments, but for the optimizer."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TorchSchedule(Section):
+    """``scheduler`` with the name of a class of ``torch.optim.lr_scheduler``."""
+
+    type: Annotated[str, BeforeValidator(_torch_schedule), HONOURED]
+    """Which schedule."""
+    params: TorchScheduleParams = Field(default_factory=TorchScheduleParams)
+    """Its parameters."""
+
+
 SCHEDULERS: dict[str, type[Section]] = {
     section.__name__: section for section in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+"""DeepSpeed's schedules by the name that ``scheduler.type`` gives them."""
+
+
+def _model_of(values: Any) -> str:
+    name = values.get("type") if isinstance(values, Mapping) else getattr(values, "type", None)
+    return name if isinstance(name, str) and name in SCHEDULERS else TorchSchedule.__name__
+
+
+SchedulerConfig = Annotated[
+    Annotated[LRRangeTest, Tag("LRRangeTest")]
+    | Annotated[OneCycle, Tag("OneCycle")]
+    | Annotated[WarmupLR, Tag("WarmupLR")]
+    | Annotated[WarmupDecayLR, Tag("WarmupDecayLR")]
+    | Annotated[WarmupCosineLR, Tag("WarmupCosineLR")]
+    | Annotated[TorchSchedule, Tag("TorchSchedule")],
+    Discriminator(_model_of),
+]

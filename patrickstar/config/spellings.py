@@ -17,6 +17,7 @@ from patrickstar.config.root import Config
 from patrickstar.config.values import Section
 
 AUTO = "auto"
+_COMMENTS = ("_", "//")
 
 
 def auto_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -43,11 +44,12 @@ def fill_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 def one_spelling(
     values: Mapping[Any, Any], problems: list[str], model: type[Section] = Config, section: str = ""
 ) -> dict[str, Any]:
-    """A copy with each key by its first name, without ``"auto"`` and without sections that are None.
+    """A copy with each key by its first name, without ``"auto"``, sections that are None, and comments: keys that begin
+    with an underscore or ``//``.
 
     What cannot be is appended to ``problems``; what is no known key stays as it is.
     """
-    result = {str(name): value for name, value in values.items()}
+    result = {str(name): value for name, value in values.items() if not str(name).startswith(_COMMENTS)}
     for key in keys_of(model, section):
         given = [name for name in (key.name, *key.spellings) if name in result]
         if not given:

@@ -131,7 +131,7 @@ class CheckpointConfig(Section):
     """How tensors are written."""
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig)
     """Who writes."""
-    writer: CheckpointWriterConfig | None = None
+    writer: CheckpointWriterConfig = Field(default_factory=CheckpointWriterConfig)
     """A faster writer."""
 
 
@@ -182,6 +182,14 @@ class CompileConfig(Section):
         Switch, refused("there are no compiler passes; leave it out: transfers are planned from the first step")
     ] = False
     """DeepSpeed's passes over compiled graphs."""
+    enabled: Annotated[Switch, no_effect("the module runs as it is")] = False
+    """An older spelling: ``torch.compile`` of the module."""
+    disable: Annotated[Switch, no_effect("the module runs as it is")] = False
+    """An older spelling: no ``torch.compile``."""
+    backend: Annotated[Text, no_effect("the module runs as it is")] = "inductor"
+    """Of ``torch.compile``."""
+    kwargs: Annotated[Anything, no_effect("the module runs as it is")] = None
+    """Of ``torch.compile``."""
     autoep_non_moe: Annotated[Switch, _NO_COMPILER] = False
     """Compile what surrounds expert layers."""
     free_activation: Annotated[Switch, _NO_COMPILER] = False
