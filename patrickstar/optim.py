@@ -76,6 +76,11 @@ class HybridAdam(torch.optim.Optimizer):
         self._session.step(self.param_groups, self._group_options())
         return loss
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite."""
+        return not self._session.outcome.applied
+
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
         return [
