@@ -59,6 +59,39 @@ class Engine(nn.Module):
         """
         self._session.backward(loss, **kwargs)
 
+    def grad_norm(self) -> float:
+        """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN when one is not
+        finite. Every rank calls it; the step uses it again, so it costs nothing twice.
+
+        Raises:
+            StateError: there are no gradients.
+        """
+        return self._session.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and ``optimizer.step()``:
+        that step clips to ``max_norm`` instead of the configuration's ``gradient_clipping`` (0: it does not clip).
+        Returns :meth:`grad_norm`, on the CPU.
+
+        Raises:
+            StateError: there are no gradients, or updates are committed in backward, before the norm is known.
+        """
+        norm = self._session.grad_norm()
+        self._session.gradients.clip(max_norm)
+        with _C.HostAllocations():
+            return torch.tensor(norm)
+
+    def full_value(self, param: nn.Parameter) -> torch.Tensor:
+        """The value of one of the module's parameters, whole and of the dtype that the user's module has, as a new
+        tensor on the CPU. With several ranks every rank calls it, in the same order.
+        """
+        self._session.check_open()
+        value = self._session.states.value(param)
+        if isinstance(param, ChunkedParameter):
+            with _C.HostAllocations():
+                value = value.to(param._patrickstar.original_dtype)
+        return value
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
         self._session.zero_grad()

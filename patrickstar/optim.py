@@ -77,14 +77,21 @@ class HybridAdam(torch.optim.Optimizer):
         return loss
 
     @property
+    @property
     def loss_scale(self) -> float:
         """The present loss scale; 1 without float16."""
         return self._session.loss_scale
 
     @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite."""
+        return not self._session.outcome.applied
+
+    @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
-        return self._session.num_steps > 0 and not self._session.outcome.applied
+        """The same, by DeepSpeed's name."""
+        return self.step_was_skipped
+
 
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""

@@ -59,8 +59,8 @@ class StepOutcome:
 
     grad_norm: float = 0.0
     """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
-    applied: bool = False
-    """Whether parameters were updated."""
+    applied: bool = True
+    """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
 
 
 class Session:
