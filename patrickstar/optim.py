@@ -77,7 +77,6 @@ class HybridAdam(torch.optim.Optimizer):
         return loss
 
     @property
-    @property
     def loss_scale(self) -> float:
         """The present loss scale; 1 without float16."""
         return self._session.loss_scale
@@ -91,7 +90,6 @@ class HybridAdam(torch.optim.Optimizer):
     def overflow(self) -> bool:
         """The same, by DeepSpeed's name."""
         return self.step_was_skipped
-
 
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
