@@ -271,3 +271,4 @@ class StepMonitor:
             num_trainable=self._facts.num_trainable,
         )
         self._flops.write(self._flops.text(profiled))
+        self._is_active = self._prints or bool(self._sinks)
