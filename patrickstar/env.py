@@ -25,7 +25,7 @@ from typing import Any
 
 from patrickstar import __version__, host_memory
 from patrickstar.env_findings import Finding, Section, diagnose
-from patrickstar.optional_packages import PACKAGES
+from patrickstar.used_packages import PACKAGES
 
 _HOST_SHARE = 0.8  # client.mem_tracer.overall_cpu_mem_ratio
 _COMMAND_TIMEOUT_S = 20

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from patrickstar.optional_packages import PACKAGES, REQUIRED
+from patrickstar.used_packages import PACKAGES, REQUIRED
 
 MINIMUM_TORCH = (2, 6)
 # As in build_backend/patrickstar_pins.py, which an installed package does not have; tests/test_env.py compares them.

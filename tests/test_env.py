@@ -20,7 +20,7 @@ except ImportError:  # Python 3.10
 
 import patrickstar
 from patrickstar import _C, env, env_findings, host_memory
-from patrickstar.optional_packages import PACKAGES, REQUIRED, OptionalPackage
+from patrickstar.used_packages import PACKAGES, REQUIRED, UsedPackage
 
 PACKAGE = Path(patrickstar.__file__).parent
 ROOT = PACKAGE.parent
@@ -187,7 +187,7 @@ def test_requirements_are_those_of_the_extras():
 
 
 def test_versions_of_packages_are_compared_as_numbers():
-    package = OptionalPackage(name="a", purpose="", extra="", minimum=(1, 10), below=(2,))
+    package = UsedPackage(name="a", purpose="", extra="", minimum=(1, 10), below=(2,))
     assert package.requirement == "a>=1.10,<2"
     assert [package.supports(version) for version in ("1.9.9", "1.10", "1.10.0rc1", "1.11.3+cpu", "2.0.0")] == [
         False,

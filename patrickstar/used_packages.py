@@ -15,8 +15,8 @@ REQUIRED = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptionalPackage:
-    """A package and the versions of it that PatrickStar is used with."""
+class UsedPackage:
+    """A package that a part of PatrickStar imports, and the versions of it that work."""
 
     name: str
     """As pip knows it."""
@@ -63,17 +63,17 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 PACKAGES = (
-    OptionalPackage(name="pydantic", purpose="the configuration", extra=REQUIRED, minimum=(2, 7)),
-    OptionalPackage(
+    UsedPackage(name="pydantic", purpose="the configuration", extra=REQUIRED, minimum=(2, 7)),
+    UsedPackage(
         name="transformers", purpose="the Trainer, --model of plans", extra="transformers", minimum=(5, 23), below=(6,)
     ),
-    OptionalPackage(
+    UsedPackage(
         name="accelerate", purpose="the Trainer, Accelerate", extra="transformers", minimum=(1, 15), below=(2,)
     ),
-    OptionalPackage(name="peft", purpose="LoRA", extra="transformers", minimum=(0, 18)),
-    OptionalPackage(name="safetensors", purpose="Hugging Face's weights", extra="transformers", minimum=(0, 5)),
-    OptionalPackage(name="lightning", purpose="the Lightning strategy", extra="lightning", minimum=(2, 6), below=(3,)),
-    OptionalPackage(name="tensorboard", purpose="TensorBoard logs", extra="monitor", minimum=(2, 16)),
-    OptionalPackage(name="wandb", purpose="Weights & Biases logs", extra="monitor", minimum=(0, 17)),
-    OptionalPackage(name="matplotlib", purpose="the picture of a profile", extra="profile", minimum=(3, 8)),
+    UsedPackage(name="peft", purpose="LoRA", extra="transformers", minimum=(0, 18)),
+    UsedPackage(name="safetensors", purpose="Hugging Face's weights", extra="transformers", minimum=(0, 5)),
+    UsedPackage(name="lightning", purpose="the Lightning strategy", extra="lightning", minimum=(2, 6), below=(3,)),
+    UsedPackage(name="tensorboard", purpose="TensorBoard logs", extra="monitor", minimum=(2, 16)),
+    UsedPackage(name="wandb", purpose="Weights & Biases logs", extra="monitor", minimum=(0, 17)),
+    UsedPackage(name="matplotlib", purpose="the picture of a profile", extra="profile", minimum=(3, 8)),
 )
