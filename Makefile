@@ -38,8 +38,8 @@ format:  ## let ruff and clang-format format the files
 check-cuda:  ## compile and link the CUDA part without a GPU or a CUDA PyTorch (downloads 0.8 GB once, into .cache)
 	$(RUN) --extras build -- tools/check_cuda.py
 
-docs: build  ## these pages as HTML, into build/docs
-	$(RUN) --extras build,docs -- -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+docs: build  ## docs/ as HTML, into build/docs
+	$(RUN) --extras docs --apart docs -- -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
 wheel:  ## build a wheel for the PyTorch that is here, into dist/
