@@ -12,7 +12,7 @@ author = "The PatrickStar developers"
 copyright = author
 release = version = patrickstar.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"PatrickStar {release}"
@@ -21,4 +21,3 @@ html_show_sourcelink = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
-autosummary_generate = False
