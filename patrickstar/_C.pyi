@@ -118,6 +118,13 @@ class WeightDecay(_Enum):
     DECOUPLED: ClassVar[WeightDecay]
 
 @final
+class BiasCorrection(_Enum):
+    """Whether moments are divided by 1 - beta^step before an update, or taken as they are."""
+
+    APPLIED: ClassVar[BiasCorrection]
+    NONE: ClassVar[BiasCorrection]
+
+@final
 class Track(_Enum):
     """Where a span of a trace belongs."""
 
@@ -482,7 +489,15 @@ class GroupOptions:
     """Adam's options for one parameter group."""
 
     def __init__(
-        self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, mode: WeightDecay
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        mode: WeightDecay,
+        bias_correction: BiasCorrection = ...,
     ) -> None: ...
 
 class UseListener:

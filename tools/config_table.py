@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,12 @@ def _types(schema: dict[str, Any], models: dict[str, Any]) -> list[str]:
 def _default(key: Key) -> str:
     default = key.field.default
     if key.sections:
-        text = "required" if key.field.is_required() else "None" if default is None else "its defaults"
+        optional = type(None) in typing.get_args(key.field.annotation)
+        text = "required" if key.field.is_required() else "None" if optional else "its defaults"
     elif default is PydanticUndefined:
         text = "required"
     else:
         text = _literal(default)
-    if key.name == "profile" and not key.section:
-        text = "None"
     other = DEEPSPEED_DEFAULTS.get(key.path)
     return text if other is None else f"{text}; `patrickstar.initialize`: {_literal(other)}"
 

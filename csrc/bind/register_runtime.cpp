@@ -57,6 +57,9 @@ void register_options(py::module_& module) {
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
+  py::enum_<BiasCorrection>(module, "BiasCorrection")
+      .value("APPLIED", BiasCorrection::kApplied)
+      .value("NONE", BiasCorrection::kNone);
   py::class_<DelayOptions>(module, "DelayOptions", "A simulated link, and random delays (common/queue_delays.h).")
       .def(py::init<>())
       .def_readwrite("bytes_per_second", &DelayOptions::bytes_per_second)
@@ -94,11 +97,12 @@ void register_options(py::module_& module) {
       .def_readwrite("speculation", &RuntimeOptions::speculation)
       .def_readwrite("streaming", &RuntimeOptions::streaming);
   py::class_<GroupOptions>(module, "GroupOptions")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
-             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
+                       BiasCorrection bias_correction) {
+             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode, bias_correction};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-           py::arg("mode"));
+           py::arg("mode"), py::arg("bias_correction") = BiasCorrection::kApplied);
 }
 
 py::dict report(Runtime& self) {

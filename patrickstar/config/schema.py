@@ -107,15 +107,8 @@ class AdamConfig(Section):
         ),
     ] = False
     """PyTorch's Adam instead of DeepSpeed's."""
-    bias_correction: Annotated[
-        Switch,
-        refused(
-            "Adam here corrects the bias of its moments, as torch.optim does; leave it out (a warm-up of the learning "
-            "rate does for the first steps what a missing correction does)",
-            only=(True,),
-        ),
-    ] = True
-    """Whether Adam corrects the bias of its moments."""
+    bias_correction: Annotated[Switch, HONOURED] = True
+    """Whether the moments' bias of the first steps is corrected, as ``torch.optim`` does."""
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
     """Adam's AMSGrad variant."""
     fp32_optimizer_states: Annotated[
@@ -305,6 +298,8 @@ def profile_of_environment() -> ProfileConfig | None:
     if not value:
         return None
     step, _, output = value.partition(",")
-    if not step.isdecimal() or not output:
-        raise ValueError(f"{PROFILE_VARIABLE} is {value!r}; give <step>,<folder>, for example 4,profile")
+    if not step.isdecimal() or int(step) < 1 or not output:
+        raise ValueError(
+            f"{PROFILE_VARIABLE} is {value!r}; give <step>,<folder>, for example 4,profile; steps count from 1"
+        )
     return ProfileConfig(step=int(step), output=output)

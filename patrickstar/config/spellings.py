@@ -22,7 +22,7 @@ _COMMENTS = ("_", "//")
 
 def auto_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The dotted keys whose value is ``"auto"``."""
-    return tuple(path for path, value in _leaves(config, "") if value == AUTO)
+    return tuple(path for path, value in _leaves(config, "") if isinstance(value, str) and value == AUTO)
 
 
 def fill_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

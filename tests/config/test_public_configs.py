@@ -90,6 +90,8 @@ def test_values_of_public_configurations_arrive():
     assert (config.csv_monitor.enabled, config.csv_monitor.output_path) == (True, "output/ds_logs/")
     assert config.flops_profiler.top_modules == 3
     assert config.zero_optimization.offload_optimizer.device == "cpu"
+    squad = parse_config(FOLDER / "deepspeed_bert_squad.json", Dialect.DEEPSPEED)
+    assert squad.optimizer.params.bias_correction is False
     cifar = parse_config(FOLDER / "deepspeed_cifar.json", Dialect.DEEPSPEED)
     assert cifar.optimizer.params.betas == (0.8, 0.999)
     assert make_loss_scaler(cifar).scale == 2.0**15
