@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import patrickstar as deepspeed
 from patrickstar import _C, StateError
+from patrickstar.config import fill_auto
+from tests.config.test_public_configs import TRAINER
 
 SMALL = {"device_memory": 60_000, "default_chunk_size": 1024}
 
@@ -332,3 +335,27 @@ def test_wrong_arguments_are_refused_before_work_starts(arguments, message):
         deepspeed.initialize(**{"model": net(), **arguments})
     engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": 4})  # nothing was left open
     engine.close()
+
+
+PUBLIC = Path(__file__).parent.parent / "config" / "public"
+
+
+def test_public_configurations_train(tmp_path, monkeypatch):
+    """As they are; what a Trainer would fill in for "auto" is filled in."""
+    monkeypatch.chdir(tmp_path)  # some write logs
+    values = {**TRAINER, "train_batch_size": 16}
+    for path in sorted(PUBLIC.glob("*.json")):
+        given = json.loads(path.read_text())
+        given.get("tensorboard", {}).pop("enabled", None)  # not among the packages of tests
+        engine, *_ = deepspeed.initialize(model=net(), config=fill_auto(given, values))
+        with engine:
+            batch = next(iter(DataLoader(data(), batch_size=engine.train_micro_batch_size_per_gpu())))
+            losses = []
+            for _ in range(2 * engine.gradient_accumulation_steps()):
+                loss = engine(*batch)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            assert engine.global_steps == 2, path.name
+            assert all(math.isfinite(loss) for loss in losses), path.name
+    assert list(tmp_path.rglob("*.csv"))
