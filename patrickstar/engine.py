@@ -34,6 +34,11 @@ class Engine(nn.Module):
         self.module = session.module
         self._session = session
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self._session.device
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; the same as calling :attr:`module`.
 

@@ -1,0 +1,1 @@
+"""PatrickStar under other libraries' training loops: one module for each, imported by those who use that library."""
