@@ -49,18 +49,25 @@ class ConvertedModule:
             entry._compiled_call_impl = functools.partial(_run, call, entry)
             entry.zero_grad = _ZeroGrad(entry, zero_grad)
         hook = _StateDictHook(read_value, _tied(module))
-        self._handles: list[RemovableHandle] = [
-            child.register_state_dict_post_hook(hook)
+        self._owners = [
+            child
             for child in module.modules()
             if any(isinstance(param, ChunkedParameter) for param in child._parameters.values())
         ]
+        self._handles: list[RemovableHandle] = [child.register_state_dict_post_hook(hook) for child in self._owners]
+        for child in self._owners:
+            if type(child)._save_to_state_dict is nn.Module._save_to_state_dict:
+                child._save_to_state_dict = _SaveToStateDict(child)
 
     def restore(self) -> None:
         """The module as it was."""
         for entry in self._entries:
             entry._compiled_call_impl = None
             entry.__dict__.pop("zero_grad", None)
+        for child in self._owners:
+            child.__dict__.pop("_save_to_state_dict", None)
         self._entries.clear()
+        self._owners.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -102,6 +109,26 @@ class _ZeroGrad:
 
 def _ordinary_zero_grad(module: nn.Module) -> Any:
     return types.MethodType(type(module).zero_grad, module)
+
+
+class _SaveToStateDict:
+    """What a module's ``state_dict`` puts into it of its own, which `_StateDictHook` replaces: nothing is read, so no
+    chunk need be on the device. That of a copy of the module is the ordinary one.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __call__(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            nn.Module._save_to_state_dict(self._module, destination, prefix, keep_vars)
+
+    def __reduce__(self) -> Any:
+        return _ordinary_save_to_state_dict, (self._module,)
+
+
+def _ordinary_save_to_state_dict(module: nn.Module) -> Any:
+    return types.MethodType(type(module)._save_to_state_dict, module)
 
 
 class _StateDictHook:

@@ -5,8 +5,9 @@
     engine, hybrid = initialize_engine(lambda: model, 0, config, model_parameters=lambda _: taken.groups)
     move_state(optimizer, hybrid)
 
-The user's object keeps its groups, but has no gradients to work with any more: its ``step`` raises while there are
-some, since they are in chunks. Whoever takes it over returns the engine's optimizer in its place.
+[Note: the user's optimizer] Both objects have the same groups from then on, so schedulers made for the user's go on
+driving what is trained. But its ``step`` raises while there are gradients, since these are in chunks: whoever takes it
+over returns the engine's optimizer in its place.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
 
 def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     """Moves step counts, moments and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
-    from ``groups_of(optimizer)``; ``optimizer`` has no state afterwards.
+    from ``groups_of(optimizer)``; ``optimizer`` has no state and the groups of ``hybrid`` afterwards
+    ([Note: the user's optimizer]).
 
     Raises:
         ValueError: the groups or the shapes of states are others; nothing is moved then.
@@ -88,6 +90,7 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     }
     hybrid.load_state_dict({"state": state, "param_groups": groups})
     optimizer.state.clear()
+    optimizer.param_groups = hybrid.param_groups
 
 
 def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:

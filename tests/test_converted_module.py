@@ -134,7 +134,7 @@ def test_gradients_between_backward_and_step():
     with engine:
         engine.train()
         with pytest.raises(StateError, match="there are none"):
-            session.grad_norm()
+            engine.grad_norm()
         for step, batch in enumerate(batches(3)):
             for _ in range(2):
                 with _C.HostAllocations():
@@ -152,12 +152,24 @@ def test_gradients_between_backward_and_step():
                 norm = session.grad_norm()
             reference = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1 * (step + 1))
             assert norm == pytest.approx(float(reference), rel=1e-5)
-            session.gradients.clip(0.1 * (step + 1))
+            assert float(engine.clip_grad_norm_(0.1 * (step + 1))) == pytest.approx(norm)
             optimizer.step()
+            assert not optimizer.step_was_skipped
             optim.step()
             plain.zero_grad()
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(engine.full_value(engine.module.get_parameter(name)), value)
+
+
+def test_a_skipped_step():
+    engine, optimizer = built("gpt2", precision="fp16")
+    with engine:
+        engine.train()
+        for factor, skipped in ((float("inf"), True), (1.0, False)):
+            engine.backward(engine(**batches(1)[0]).loss * factor)
+            optimizer.step()
+            assert optimizer.step_was_skipped is skipped
 
 
 def test_zero_grad_of_the_module():

@@ -63,7 +63,6 @@ def test_a_run_goes_on(optimizer_class, options, expected):
         engine.train()
         move_state(optimizer, hybrid)
         assert not optimizer.state
-        scheduler.optimizer = hybrid
         for batch in batches[2:]:
             step(module, hybrid, scheduler, batch, engine.backward)
         assert "foreach" not in hybrid.param_groups[0]

@@ -1,1 +1,1 @@
-"""PatrickStar inside other libraries' trainers: one module for each, imported by name."""
+"""PatrickStar under other libraries' training loops: one module for each, imported by those who use that library."""

@@ -1,8 +1,7 @@
 """The optimizer and schedulers that ``configure_optimizers`` returned, in the hands of the engine and back.
 
-[Note: schedulers keep their optimizer] A scheduler, however it is nested or written, writes into the groups of the
-``torch.optim`` object that it was made with. That object and the engine's optimizer share one list of groups, so every
-scheduler goes on working, and none is touched.
+A scheduler, however it is nested or written, goes on writing into the groups of the ``torch.optim`` object that it was
+made with, which are the engine's too ([Note: the user's optimizer], ``patrickstar/optimizer_takeover.py``).
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ class ConfiguredOptimizer:
                 "return one torch.optim.AdamW or Adam with several parameter groups"
             )
         self._optimizer = optimizers[0]
-        taken = groups_of(self._optimizer)
-        self.type = taken.type
-        """Adam or AdamW."""
-        self._groups = taken.groups
+        self.taken = groups_of(self._optimizer)
+        """What it says."""
         self._names = {param: name for name, param in module.named_parameters()}
 
     def groups(self, module: nn.Module) -> list[dict[str, Any]]:
@@ -46,14 +43,13 @@ class ConfiguredOptimizer:
         params = dict(module.named_parameters())
         return [
             {**group, "params": [params.get(self._names.get(param, ""), param) for param in group["params"]]}
-            for group in self._groups
+            for group in self.taken.groups
         ]
 
     def hand_over(self, hybrid: HybridAdam) -> None:
-        """State and groups go to ``hybrid``, made of :meth:`groups` ([Note: schedulers keep their optimizer])."""
+        """State and groups go to ``hybrid``, made of :meth:`groups` ([Note: the user's optimizer])."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
-        self._optimizer.param_groups = hybrid.param_groups
         # It never steps itself; else schedulers would warn that they came first.
         self._optimizer._opt_called = True
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from patrickstar.config import AdamConfig, Bf16Config, Config, Fp16Config, OptimizerConfig, OptimizerType, parse_config
+from patrickstar.config import Config, parse_config
+from patrickstar.integrations.decided_config import (
+    Decision,
+    precision_decisions,
+    with_optimizer,
+    with_precision,
+    without_decided,
+)
+from patrickstar.optimizer_takeover import TakenOver
 
-UserConfig = Mapping[str, Any] | Config | str | os.PathLike[str] | None
+_PRECISION_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,80 +31,21 @@ class HostSettings:
     """What that means."""
     gradient_clip_val: float | None
     """The ``Trainer``'s largest global norm; None or 0: the configuration decides."""
-    optimizer_type: OptimizerType | None
-    """Of the optimizer that ``configure_optimizers`` returned; None: nothing is trained."""
+    optimizer: TakenOver | None
+    """Of ``configure_optimizers``; None: nothing is trained."""
 
 
-def read_config(config: UserConfig) -> Mapping[str, Any] | Config | None:
-    """A dict as it is, or the JSON file that a path names.
-
-    Raises:
-        ValueError: the file is not JSON.
-    """
-    if not isinstance(config, (str, os.PathLike)):
-        return config
-    path = Path(config)
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def merge(config: Mapping[str, Any] | Config | None, host: HostSettings) -> Config:
-    """The configuration with what the host decides.
+def merge(config: Mapping[str, Any], host: HostSettings) -> Config:
+    """The configuration with what the host decides. Clipping stays with Lightning, whose
+    ``configure_gradient_clipping`` the user may override.
 
     Raises:
-        ValueError: both say something, and not the same.
+        ValueError: both say something, and not the same; or the configuration is wrong.
     """
-    parsed = parse_config(config)
-    _check_precision(parsed, host)
-    _check_optimizer(config, parsed, host)
-    clipping = host.gradient_clip_val or 0.0
-    if clipping > 0 and parsed.gradient_clipping not in (0.0, clipping):
-        raise ValueError(
-            f"gradient_clipping is {parsed.gradient_clipping} in the configuration and Trainer(gradient_clip_val="
-            f"{host.gradient_clip_val}); leave one of them out"
-        )
-    # Not passed on: Lightning clips by itself, through configure_gradient_clipping, which the user may override.
-    dtype = host.compute_dtype
-    return dataclasses.replace(
-        parsed,
-        gradient_clipping=0.0 if clipping > 0 else parsed.gradient_clipping,
-        fp16=(parsed.fp16 or Fp16Config()) if dtype == torch.float16 else None,
-        bf16=(parsed.bf16 or Bf16Config()) if dtype == torch.bfloat16 else None,
-        optimizer=dataclasses.replace(parsed.optimizer, type=host.optimizer_type or parsed.optimizer.type),
-    )
-
-
-def _check_precision(parsed: Config, host: HostSettings) -> None:
-    for section, dtype, remedy in (
-        ("fp16", torch.float16, "16-mixed"),
-        ("bf16", torch.bfloat16, "bf16-mixed"),
-    ):
-        if getattr(parsed, section) is not None and host.compute_dtype != dtype:
-            raise ValueError(
-                f'the configuration has {section}, but the Trainer precision="{host.precision}"; give '
-                f'Trainer(precision="{remedy}"), or leave {section} out'
-            )
-
-
-def _check_optimizer(config: Mapping[str, Any] | Config | None, parsed: Config, host: HostSettings) -> None:
-    if host.optimizer_type is None:
-        return
-    said = "type" in _section(config) or parsed.optimizer.type is not OptimizerConfig().type
-    if said and parsed.optimizer.type is not host.optimizer_type:
-        raise ValueError(
-            f"optimizer.type is {parsed.optimizer.type.value} in the configuration and configure_optimizers returned "
-            f"torch.optim.{host.optimizer_type.value}; leave optimizer.type out"
-        )
-    unsaid = dataclasses.replace(AdamConfig(), use_hybrid_adam=parsed.optimizer.params.use_hybrid_adam)
-    if parsed.optimizer.params != unsaid:
-        raise ValueError(
-            "optimizer.params of the configuration gives options that configure_optimizers gives too; leave all of "
-            "them out but use_hybrid_adam"
-        )
-
-
-def _section(config: Mapping[str, Any] | Config | None) -> Mapping[str, Any]:
-    section = config.get("optimizer") if isinstance(config, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
+    name = _PRECISION_NAMES[host.compute_dtype]
+    decisions = precision_decisions(name, f'Trainer(precision="{host.precision}")')
+    if host.gradient_clip_val:
+        source = "Trainer's gradient_clip_val"
+        decisions.append(Decision(key="gradient_clipping", value=host.gradient_clip_val, source=source))
+    merged = with_precision(without_decided(config, decisions), name)
+    return parse_config(merged if host.optimizer is None else with_optimizer(merged, host.optimizer))

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 from patrickstar import _C
 from patrickstar.config import parse_config
 from patrickstar.engine import Engine
+from patrickstar.integrations.decided_config import read_config
 from patrickstar.integrations.lightning import folders
 from patrickstar.integrations.lightning.modules import frozen, move_metrics
 from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
 from patrickstar.integrations.lightning.package import pl
 from patrickstar.integrations.lightning.precision import PatrickStarPrecision, check_clip_algorithm
 from patrickstar.integrations.lightning.ranks import RankedStrategy
-from patrickstar.integrations.lightning.settings import HostSettings, UserConfig, merge, read_config
+from patrickstar.integrations.lightning.settings import HostSettings, merge
 from patrickstar.optim import HybridAdam
 from patrickstar.runtime import initialize_engine
 
@@ -68,8 +70,8 @@ class PatrickStarStrategy(RankedStrategy):
     """Trains, evaluates and predicts with a module that need not fit in GPU memory, on one device or several.
 
     Args:
-        config: a dict, a JSON file's path or a :class:`~patrickstar.config.Config` (docs/config.md), without what the
-            ``Trainer`` and ``configure_optimizers`` say.
+        patrickstar_config: a dict or a JSON file's path (docs/config.md). What the ``Trainer`` and
+            ``configure_optimizers`` say need not be in it; where it is, it must be the same.
         checkpoint_format: a :class:`CheckpointFormat` or its value.
         module_init: a :class:`ModuleInit` or its value.
         after_run: an :class:`AfterRun` or its value.
@@ -83,14 +85,14 @@ class PatrickStarStrategy(RankedStrategy):
 
     def __init__(
         self,
-        config: UserConfig = None,
+        patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         *,
         checkpoint_format: CheckpointFormat | str = CheckpointFormat.FILE,
         module_init: ModuleInit | str = ModuleInit.CPU,
         after_run: AfterRun | str = AfterRun.MODULE,
         **kwargs: Any,
     ):
-        self._config = read_config(config)
+        self._config = read_config(patrickstar_config)
         super().__init__(parse_config(self._config).rank_timeout_seconds, **kwargs)
         self._checkpoint_format = CheckpointFormat(checkpoint_format)
         self._module_init = ModuleInit(module_init)
@@ -184,7 +186,7 @@ class PatrickStarStrategy(RankedStrategy):
             precision=precision.precision,
             compute_dtype=precision.compute_dtype,
             gradient_clip_val=gradient_clip_val,
-            optimizer_type=configured.type if configured is not None else None,
+            optimizer=configured.taken if configured is not None else None,
         )
         engine, optimizer = initialize_engine(
             lambda: self.lightning_module,

@@ -1,0 +1,324 @@
+"""Accelerate: an ``Accelerator`` whose ``prepare`` puts the model into an engine.
+
+    accelerator = PatrickStarAccelerator(patrickstar_config={"device_memory": "24GiB"}, mixed_precision="bf16")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The model is converted in place and the user's ``torch.optim.AdamW`` or ``Adam`` taken over; what ``prepare`` returns is
+used as with any accelerator. The engine lives until ``accelerator.free_memory()``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, convert_file_size_to_int
+from torch import nn
+
+from patrickstar import StateError
+from patrickstar.engine import Engine
+from patrickstar.integrations.decided_config import (
+    precision_decisions,
+    read_config,
+    with_optimizer,
+    with_precision,
+    without_decided,
+)
+from patrickstar.integrations.weights import export_into, only_dtype
+from patrickstar.optim import HybridAdam
+from patrickstar.optimizer_takeover import groups_of, move_state
+from patrickstar.runtime import initialize_engine
+
+CHECKPOINT_FOLDER = "patrickstar"
+"""The engine's checkpoint in a folder of ``save_state``."""
+_PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch --mixed_precision`
+_DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+class PatrickStarOptimizer(AcceleratedOptimizer):
+    """What ``prepare`` returns for the user's optimizer: it steps when gradients are complete, as Accelerate's does."""
+
+    def __init__(self, optimizer: HybridAdam):
+        super().__init__(optimizer, device_placement=False)
+        self._is_accelerate_prepared = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite."""
+        return self.optimizer.step_was_skipped
+
+
+class PatrickStarAccelerator(Accelerator):
+    """Trains one model through an engine. All arguments of ``Accelerator`` are taken by keyword.
+
+    Args:
+        patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. What the
+            optimizer and ``mixed_precision`` decide may be left out.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: parameters and gradients have that dtype, masters float32.
+            None: what ``accelerate launch`` says, else the configuration.
+
+    Raises:
+        ValueError: the configuration contradicts ``mixed_precision``, or another engine (DeepSpeed, FSDP, ...) is
+            asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        mixed_precision: str | None = None,
+        **kwargs: Any,
+    ):
+        self._engine: Engine | None = None
+        self._optimizer: PatrickStarOptimizer | None = None
+        self._waiting: list[nn.Module] = []
+        self._user_dtype: torch.dtype | None = None
+        self._config = read_config(patrickstar_config)
+        if mixed_precision is not None:
+            self._config = _precise(self._config, str(mixed_precision))
+        elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # its default is set too
+            self._config = _precise(self._config, os.environ[_PRECISION_VARIABLE])
+        super().__init__(mixed_precision="no", **kwargs)  # the engine does it
+        self._check_alone()
+
+    def _check_alone(self) -> None:
+        if self.distributed_type not in _DISTRIBUTED_TYPES:
+            raise ValueError(
+                f"Accelerate is set up for {self.distributed_type.value}, which places the model itself; start the "
+                "script by torchrun, or by accelerate launch without it"
+            )
+        plugin = self.state.dynamo_plugin
+        if plugin is not None and plugin.backend.value.lower() != "no":
+            raise ValueError(
+                f"torch.compile (dynamo backend {plugin.backend.value}) does not see which parameters are used; leave "
+                "it out"
+            )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the prepared model.
+
+        Raises:
+            StateError: ``prepare`` was not called with a model and its optimizer.
+        """
+        if self._engine is None:
+            raise StateError("no model is prepared; call accelerator.prepare(model, optimizer) first")
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a model is prepared for training."""
+        return self._engine is not None
+
+    @property
+    def user_dtype(self) -> torch.dtype | None:
+        """The dtype that all floating point parameters of the prepared model had before; None where they differed."""
+        return self._user_dtype
+
+    def replace_config(self, config: Mapping[str, Any]) -> None:
+        """Another configuration for the engine to be made.
+
+        Raises:
+            StateError: it is made.
+        """
+        if self._engine is not None:
+            raise StateError("the engine is made; its configuration cannot be replaced")
+        self._config = dict(config)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision that the engine computes in."""
+        sections = {name: self._config[name] for name in ("bf16", "fp16") if self._config.get(name) is not None}
+        return next((name for name, section in sections.items() if section.get("enabled", True)), "no")
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As ``Accelerator.prepare``. The model that the optimizer trains goes into the engine; models without
+        trainable parameters are placed on the device as usual. Optimizer and model may come in separate calls.
+
+        Raises:
+            ValueError: the optimizer is not ``torch.optim.AdamW`` or ``Adam``, or trains no model given so far; or the
+                configuration contradicts it.
+            StateError: another model is in the engine.
+        """
+        prepared = {id(obj): self._prepared(obj, args) for obj in args if _is_plain_optimizer(obj)}
+        args = tuple(prepared.get(id(obj), obj) for obj in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _prepared(self, optimizer: torch.optim.Optimizer, args: Iterable[Any]) -> PatrickStarOptimizer:
+        models = [obj for obj in args if isinstance(obj, nn.Module)] + self._waiting
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for model in models:
+            if trained & {id(param) for param in model.parameters()}:
+                self._waiting = [other for other in self._waiting if other is not model]
+                return self._open(model, optimizer)
+        raise ValueError(
+            "prepare got an optimizer of parameters that are in no model; give the model with it: "
+            "accelerator.prepare(model, optimizer)"
+        )
+
+    def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PatrickStarOptimizer:
+        if self._engine is not None:
+            raise StateError(
+                "one model is in the engine already, and a process has one engine; call accelerator.free_memory() "
+                "before preparing another"
+            )
+        self._user_dtype = only_dtype(model)
+        taken = groups_of(optimizer)
+        config = with_optimizer(self._config, taken)
+        self._engine, hybrid = initialize_engine(
+            lambda: model, self.local_process_index, config, lambda _: taken.groups
+        )
+        move_state(optimizer, hybrid)
+        model._is_accelerate_prepared = True
+        self._optimizer = PatrickStarOptimizer(hybrid)
+        return self._optimizer
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As ``Accelerator.prepare_model``: a model that is not trained is placed on the device; one that is waits for
+        its optimizer.
+        """
+        if getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if evaluation_mode or not any(param.requires_grad for param in model.parameters()):
+            return super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._waiting.append(model)
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As ``Accelerator.backward``: of the loss over the number of accumulated batches."""
+        self.engine.backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """As ``Accelerator.clip_grad_norm_`` of all trained parameters; the coming step clips. An infinite ``max_norm``
+        only asks for the norm. Returns the norm before clipping, over all ranks.
+
+        Raises:
+            ValueError: some trained parameters are left out, or the norm is not the Euclidean one.
+        """
+        if float(norm_type) != 2:
+            raise ValueError(f"norm_type is {norm_type}; gradients in chunks have their norm of type 2 alone")
+        given = {id(parameters)} if isinstance(parameters, torch.Tensor) else {id(param) for param in parameters}
+        left_out = [name for name, p in self.engine.named_parameters() if p.requires_grad and id(p) not in given]
+        if left_out:
+            raise ValueError(
+                f"clip_grad_norm_ got {len(given)} parameters without {left_out[0]} and {len(left_out) - 1} more that "
+                "are trained; the norm is that of all of them: give model.parameters()"
+            )
+        if math.isinf(max_norm):
+            return torch.tensor(self.engine.grad_norm())
+        return self.engine.clip_grad_norm_(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused: gradients are in chunks, and their values are not looked at one by one.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("clip_grad_value_ is not possible with gradients in chunks; use clip_grad_norm_")
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As ``Accelerator.save_model``, called by all ranks; weights are streamed, without a copy of the model."""
+        streams = self.has_engine and model is self.engine.module and self._user_dtype is not None
+        if not (streams and safe_serialization):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if self.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.wait_for_everyone()
+        export_into(
+            self.engine,
+            save_directory,
+            self._user_dtype,
+            is_first_rank=self.is_main_process,
+            max_file_bytes=convert_file_size_to_int(max_shard_size),
+        )
+        self.wait_for_everyone()
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As ``Accelerator.save_state``: schedulers, data loaders, random numbers and registered objects as there;
+        model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
+        """
+        with _Aside(self):
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        self.engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As ``Accelerator.load_state``, of what :meth:`save_state` saved, for any number of ranks."""
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
+        self.engine.load_checkpoint(folder / CHECKPOINT_FOLDER)
+        with _Aside(self):
+            super().load_state(str(folder), load_kwargs, **kwargs)
+
+    def _latest_state(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+        found = {
+            int(match.group(1)): folder
+            for folder in Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            if (match := re.fullmatch(r"checkpoint_(\d+)", folder.name))
+        }
+        if not found:
+            raise ValueError(f"there is no checkpoint in {self.project_dir}/checkpoints; call save_state first")
+        return found[max(found)]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As ``Accelerator.free_memory``; the engine is closed, and the model an ordinary one again."""
+        self.close_engine()
+        return super().free_memory(*objects)
+
+    def close_engine(self, *, discard: bool = False) -> None:
+        """Ends the engine, if there is one: the model is whole and ordinary again, on each rank; with ``discard`` it
+        has no values any more.
+        """
+        self._waiting.clear()
+        if self._engine is None:
+            return
+        engine, self._engine, self._optimizer = self._engine, None, None
+        vars(engine.module).pop("_is_accelerate_prepared", None)
+        engine.discard() if discard else engine.close()
+
+
+class _Aside:
+    """Within it an accelerator has no models and optimizers: the engine saves and loads them."""
+
+    def __init__(self, accelerator: PatrickStarAccelerator):
+        self._accelerator = accelerator
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        self._held = accelerator._models, accelerator._optimizers
+        accelerator._models, accelerator._optimizers = [], []
+
+    def __exit__(self, *error: object) -> None:
+        self._accelerator._models, self._accelerator._optimizers = self._held
+
+
+def _is_plain_optimizer(obj: Any) -> bool:
+    return isinstance(obj, torch.optim.Optimizer) and not isinstance(obj, PatrickStarOptimizer)
+
+
+def _precise(config: dict[str, Any], precision: str) -> dict[str, Any]:
+    if precision not in ("no", "bf16", "fp16"):
+        raise ValueError(f'mixed_precision is {precision!r}; PatrickStar trains in "no", "bf16" or "fp16"')
+    decided = without_decided(config, precision_decisions(precision, f"mixed_precision={precision!r}"))
+    return with_precision(decided, precision)

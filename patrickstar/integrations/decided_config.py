@@ -1,0 +1,120 @@
+"""A configuration some keys of which the host of the training decides: its arguments, or the user's own optimizer.
+
+The user gives PatrickStar's keys (a dict or a JSON file); what the host decides need not be said again. Where it is, it
+must be the same, or ``"auto"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from patrickstar.optimizer_takeover import TakenOver
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One key that the host decides."""
+
+    key: str
+    """Of the configuration, with dots between sections: ``"optimizer.params.lr"``."""
+    value: Any
+    """What it is."""
+    source: str
+    """Who says so, for the error: ``"TrainingArguments.learning_rate"``."""
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """A copy of the user's configuration; of a path, what that JSON file holds.
+
+    Raises:
+        ValueError: it is neither, or the file is no JSON object.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            config = json.loads(Path(config).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"patrickstar_config: {os.fspath(config)!r} is no JSON ({error})") from error
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ValueError(f"patrickstar_config is a {type(config).__name__}; give a dict or the path of a JSON file")
+    return copy.deepcopy(dict(config))
+
+
+def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:
+    """``config`` without the keys of ``decisions``. A section's ``enabled`` is True where the section does not say it.
+
+    Raises:
+        ValueError: a key is there with another value than the host's.
+    """
+    config = copy.deepcopy(dict(config))
+    for decision in decisions:
+        *path, name = decision.key.split(".")
+        section: Any = config
+        for part in path:
+            section = section.get(part) if isinstance(section, Mapping) else None
+        if not isinstance(section, dict):
+            continue
+        said = section.pop(name, True if name == "enabled" and path else AUTO)
+        if said != AUTO and not _same(said, decision.value):
+            raise ValueError(
+                f"{decision.key} is {said!r} in patrickstar_config, but {decision.source} is {decision.value!r}; leave "
+                f'{decision.key} out of patrickstar_config or set it to "auto"'
+            )
+    return config
+
+
+def optimizer_decisions(taken: TakenOver) -> list[Decision]:
+    """The keys that a user's optimizer decides."""
+    options = [
+        Decision(key=f"optimizer.params.{name}", value=value, source=f"the optimizer's {name}")
+        for name, value in taken.defaults.items()
+    ]
+    return [Decision(key="optimizer.type", value=taken.type.value, source="the optimizer's class"), *options]
+
+
+def precision_decisions(precision: str, source: str) -> list[Decision]:
+    """The keys that a precision (``"no"``, ``"bf16"``, ``"fp16"``) decides."""
+    return [
+        Decision(key=f"{name}.enabled", value=precision == name, source=f"{source} ({name})")
+        for name in ("bf16", "fp16")
+    ]
+
+
+def with_precision(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """``config`` of which :func:`precision_decisions` were taken out, with that precision and its options."""
+    result = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
+    if precision != "no":
+        result[precision] = {**config.get(precision, {}), "enabled": True}
+    return result
+
+
+def with_optimizer(config: Mapping[str, Any], taken: TakenOver) -> dict[str, Any]:
+    """``config`` with the type and options of a user's optimizer.
+
+    Raises:
+        ValueError: it says another type or other options.
+    """
+    config = without_decided(config, optimizer_decisions(taken))
+    section = dict(config.get("optimizer", {}))
+    section |= {"type": taken.type.value, "params": {**section.get("params", {}), **taken.defaults}}
+    return {**config, "optimizer": section}
+
+
+def _same(said: Any, value: Any) -> bool:
+    if isinstance(said, bool) or isinstance(value, bool):
+        return said is value
+    if isinstance(said, (int, float)) and isinstance(value, (int, float)):
+        return math.isclose(said, value, rel_tol=1e-12)
+    if isinstance(said, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(said) == len(value) and all(_same(a, b) for a, b in zip(said, value, strict=True))
+    return bool(said == value)

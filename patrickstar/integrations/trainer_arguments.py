@@ -1,0 +1,125 @@
+"""What ``TrainingArguments`` decide of an engine's configuration, and which of them cannot be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from patrickstar.integrations.decided_config import Decision, precision_decisions, with_precision, without_decided
+
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """``"bf16"``, ``"fp16"`` or ``"no"``."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+
+
+def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
+    """Refuses what would place, cast or wrap the model behind the engine's back.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    placed = getattr(model, "hf_device_map", None) is not None
+    reasons = [
+        (
+            args.n_gpu > 1,
+            "n_gpu is above 1, which wraps the model in nn.DataParallel; start one process per GPU with "
+            "torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES)",
+        ),
+        (
+            args.bf16_full_eval or args.fp16_full_eval,
+            "bf16_full_eval and fp16_full_eval cast the whole model on the "
+            "GPU; leave them out, the engine evaluates in the precision it trains in",
+        ),
+        (
+            args.deepspeed,
+            "deepspeed is set, and a model has one engine; leave it out, PatrickStar offloads by patrickstar_config",
+        ),
+        (
+            args.fsdp,
+            "fsdp is set, and a model has one engine; leave it out, PatrickStar shards over the ranks that "
+            "torchrun starts",
+        ),
+        (args.torch_compile, "torch_compile hides from the engine which parameters are used; leave it out"),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size goes on with a smaller batch after running out of memory; "
+            "leave it out and set per_device_train_batch_size, the first step's error names the least device_memory",
+        ),
+        (
+            args.save_on_each_node,
+            "save_on_each_node is set, but a checkpoint of several ranks is one, on a file system "
+            "that all of them see; leave it out",
+        ),
+        (
+            getattr(args, "parallelism_config", None),
+            "parallelism_config is set, and parameters are sharded over all ranks already; leave it out",
+        ),
+        (
+            placed,
+            "the model was loaded with device_map, which places its layers; load it without, PatrickStar moves "
+            "them as they are needed",
+        ),
+    ]
+    for holds, reason in reasons:
+        if holds:
+            raise ValueError(reason)
+
+
+def check_optimizer_name(args: TrainingArguments) -> None:
+    """Raises ValueError when ``args.optim`` is no AdamW that chunks can follow."""
+    name = getattr(args.optim, "value", args.optim)
+    if name not in _OPTIMIZERS:
+        raise ValueError(
+            f"optim is {name!r}; PatrickStar updates as torch's AdamW and Adam do: set optim to 'adamw_torch', or give "
+            "optimizer_cls_and_kwargs=(torch.optim.Adam, {...})"
+        )
+
+
+def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """``config`` with the precision and the clipping that ``args`` say, without the keys of DeepSpeed's about batches,
+    which ``args`` say too.
+
+    Raises:
+        ValueError: ``config`` says something else.
+    """
+    precision = precision_of(args)
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    decisions = [
+        *precision_decisions(precision, "TrainingArguments' precision"),
+        _decision("gradient_clipping", args.max_grad_norm, "max_grad_norm"),
+        _decision("train_micro_batch_size_per_gpu", batch, "per_device_train_batch_size"),
+        _decision("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
+        Decision(
+            key="train_batch_size",
+            value=batch * accumulation * args.world_size,
+            source="the product of per_device_train_batch_size, gradient_accumulation_steps and ranks",
+        ),
+    ]
+    settled = with_precision(without_decided(config, decisions), precision)
+    return {**settled, "gradient_clipping": float(args.max_grad_norm)}
+
+
+def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """``config`` without the keys about the optimizer that the Trainer makes of ``args``.
+
+    Raises:
+        ValueError: ``config`` says something else.
+    """
+    decisions = [
+        Decision(key="optimizer.type", value="AdamW", source="TrainingArguments.optim"),
+        _decision("optimizer.params.lr", args.learning_rate, "learning_rate"),
+        _decision("optimizer.params.betas", (args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2"),
+        _decision("optimizer.params.eps", args.adam_epsilon, "adam_epsilon"),
+        _decision("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
+    ]
+    return without_decided(config, decisions)
+
+
+def _decision(key: str, value: Any, argument: str) -> Decision:
+    return Decision(key=key, value=value, source=f"TrainingArguments.{argument}")

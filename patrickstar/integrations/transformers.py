@@ -1,0 +1,258 @@
+"""Hugging Face: a ``Trainer`` whose model is in an engine.
+
+    trainer = PatrickStarTrainer(
+        model=model, args=args, train_dataset=data, patrickstar_config={"device_memory": "24GiB"}
+    )
+    trainer.train()
+
+The mixin comes first for other trainers: ``class MySFTTrainer(PatrickStarTrainerMixin, SFTTrainer)``. The model is
+converted in place when training or evaluation begins, and stays in the engine until ``trainer.close()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
+
+from patrickstar.checkpoint import latest_tag
+from patrickstar.engine import Engine
+from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
+from patrickstar.integrations.decided_config import read_config
+from patrickstar.integrations.trainer_arguments import (
+    check_arguments,
+    check_optimizer_name,
+    precision_of,
+    settled_config,
+    without_optimizer,
+)
+from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into, weight_files
+
+_OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
+_SCHEDULER_NAME = "scheduler.pt"
+_GIB = 2**30
+_METRICS = {
+    "device_gib": "device_peak_bytes",
+    "host_gib": "host_bytes",
+    "uploaded_gib": "uploaded_bytes",
+    "downloaded_gib": "downloaded_bytes",
+}
+
+
+class TrainerAccelerator(PatrickStarAccelerator):
+    """The one inside a trainer, which frees it before each training of the same model."""
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As ``Accelerator.free_memory``; the engine stays."""
+        return super(PatrickStarAccelerator, self).free_memory(*objects)
+
+
+class PatrickStarTrainerMixin:
+    """What a ``Trainer`` does otherwise when its model is in an engine. It comes before the trainer's class.
+
+    Args:
+        patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. Precision,
+            clipping, batches and AdamW's options come from the ``TrainingArguments``.
+        **kwargs: the trainer's.
+
+    Raises:
+        ValueError: an argument cannot be followed, or the configuration contradicts one.
+    """
+
+    accelerator: TrainerAccelerator
+
+    def __init__(
+        self,
+        *args: Any,
+        patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ):
+        self._engine_config = read_config(patrickstar_config)
+        super().__init__(*args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            check_optimizer_name(self.args)
+            self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
+        # On the host it would make the launching thread wait for each micro-batch; see training_step.
+        self._filters_losses = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False
+
+    @property
+    def engine(self) -> Engine:
+        """The model's engine.
+
+        Raises:
+            StateError: neither training nor evaluation has begun.
+        """
+        return self.accelerator.engine
+
+    def close(self) -> None:
+        """Ends the engine, if there is one: the model is an ordinary one again, whole on each rank. May be called
+        twice.
+        """
+        self.accelerator.close_engine()
+
+    # Setting up.
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+        self._accelerator_args = args
+        return args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with an accelerator that knows the engine."""
+        check_arguments(self.args, self.model)
+        self._engine_config = settled_config(self._engine_config, self.args)
+        super().create_accelerator_and_postprocess()
+        args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
+        self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine places it."""
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As the Trainer's; the model before is given up first, so that there is never more than one."""
+        self.accelerator.close_engine(discard=True)
+        return super().call_model_init(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; before the first training it makes the engine."""
+        if not self.accelerator.has_engine:
+            self.create_optimizer()
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)
+
+    # A step.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's. With ``logging_nan_inf_filter`` a loss that is not finite counts as the average of those
+        since the last log; here that is decided on the device, and nobody waits for it.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not self._filters_losses:
+            return loss
+        average = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, average)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        if grad_norm is not None:
+            return grad_norm
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. Several ranks generate in step, since each forward gathers what all of them hold."""
+        if self.args.world_size > 1 and getattr(self.args, "predict_with_generate", False):
+            self._gen_kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {})}
+        return super().prediction_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; training's logs have ``patrickstar/device_gib`` (the peak), ``host_gib``, ``uploaded_gib``
+        and ``downloaded_gib`` (since the engine was made) too.
+        """
+        if "loss" in logs and self.accelerator.has_engine:
+            report = self.engine.report()
+            logs.update({f"patrickstar/{name}": round(report[key] / _GIB, 4) for name, key in _METRICS.items()})
+        super().log(logs, *args, **kwargs)
+
+    # Saving and loading. Adapters and what else leaves most of the model frozen are saved as the Trainer does: all of
+    # the base would be in the engine's checkpoint.
+
+    @property
+    def _is_adapted(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's, called by all ranks: the same files, the weights streamed into them."""
+        if not self.accelerator.has_engine:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self._save_weights(folder)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_weights(self, folder: str) -> None:
+        dtype = self.accelerator.user_dtype
+        if self._is_adapted and callable(getattr(self.model, "get_base_model", None)):
+            state = adapter_state(self.engine)
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
+            else:  # what PEFT asks of the model it asks on every rank
+                self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
+        elif dtype is not None and exports_as_it_is(self.model):
+            if self.args.should_save:
+                self._save(folder, state_dict={})  # everything but the weights
+            export_into(self.engine, folder, dtype, is_first_rank=self.args.should_save)
+        else:
+            state = self.model.state_dict()
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._is_adapted:
+            state = self.optimizer.state_dict()
+            if self.args.should_save:
+                torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
+        else:
+            self.engine.save_checkpoint(Path(output_dir) / CHECKPOINT_FOLDER)
+        if self.args.should_save:
+            with warnings.catch_warnings():  # of schedulers about being saved without their optimizer
+                warnings.simplefilter("ignore", UserWarning)
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if _has_engine_checkpoint(resume_from_checkpoint):
+            return  # the weights come with the optimizer
+        self._load_weights(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, model=model))
+
+    def _load_best_model(self) -> None:
+        self._load_weights(
+            self.state.best_model_checkpoint, lambda _: super(PatrickStarTrainerMixin, self)._load_best_model()
+        )
+
+    def _load_weights(self, folder: str, load_otherwise: Any) -> None:
+        if self._is_adapted or not weight_files(folder):
+            load_otherwise(folder)
+            return
+        self._issue_warnings_after_load(load_into(self.model, folder))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        optimizer, scheduler = Path(checkpoint) / _OPTIMIZER_NAME, Path(checkpoint) / _SCHEDULER_NAME
+        if _has_engine_checkpoint(checkpoint):
+            devices = [self.engine.device] if self.engine.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
+                self.engine.load_checkpoint(Path(checkpoint) / CHECKPOINT_FOLDER)
+        elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
+            self.optimizer.load_state_dict(torch.load(optimizer, map_location="cpu", mmap=True, weights_only=True))
+        else:
+            return
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+
+def _has_engine_checkpoint(folder: str) -> bool:
+    path = Path(folder) / CHECKPOINT_FOLDER
+    return path.is_dir() and latest_tag(path) is not None
+
+
+class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):
+    """``transformers.Trainer`` in an engine."""
+
+
+class PatrickStarSeq2SeqTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` in an engine."""

@@ -1,0 +1,153 @@
+"""Weights between an open engine and folders in Hugging Face's formats, a parameter at a time.
+
+With several ranks every rank calls these, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
+from patrickstar.engine import Engine
+
+SINGLE_NAME = "model.safetensors"
+_EXPORT_FOLDER = ".weights"
+
+
+class LoadedKeys(NamedTuple):
+    """As ``nn.Module.load_state_dict`` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def export_into(
+    engine: Engine,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype,
+    *,
+    is_first_rank: bool,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> None:
+    """Writes the weights of the engine's module into ``folder``, which may have other files; its weights are replaced,
+    and the ``config.json`` it has says their dtype. Returns on the first rank when they are there.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    folder = Path(folder)
+    exported = folder / _EXPORT_FOLDER
+    if is_first_rank and exported.exists():  # of a save that was interrupted
+        shutil.rmtree(exported)
+    engine.export_weights(exported, dtype=dtype, max_file_bytes=max_file_bytes)
+    if not is_first_rank:
+        return
+    for old in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_NAME, folder / INDEX_NAME]:
+        old.unlink(missing_ok=True)
+    config = folder / "config.json"
+    if config.exists():
+        said = json.loads(config.read_text())
+        key = "torch_dtype" if "torch_dtype" in said else "dtype"
+        config.write_text(json.dumps({**said, key: str(dtype).removeprefix("torch.")}, indent=2, sort_keys=True) + "\n")
+    for new in exported.iterdir():
+        if new.name != config.name:
+            new.replace(folder / new.name)
+    shutil.rmtree(exported)
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a model in ``folder``; none where it has no such weights."""
+    folder = Path(folder)
+    if (folder / INDEX_NAME).is_file():
+        names = set(json.loads((folder / INDEX_NAME).read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
+
+
+@torch.no_grad()
+def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
+    """Reads :func:`weight_files` into the parameters and buffers of ``module``, converted or not, one at a time.
+    A name whose tensor another name gave (tied weights) is not missing.
+
+    Raises:
+        ValueError: a tensor has another shape than its parameter; those before it were loaded.
+    """
+    targets = module.state_dict(keep_vars=True)
+    filled: set[int] = set()
+    unexpected = []
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                if name not in targets:
+                    unexpected.append(name)
+                    continue
+                with _C.HostAllocations():
+                    values = file.get_tensor(name)
+                    if values.shape != targets[name].shape:
+                        raise ValueError(
+                            f"{path}: {name} has shape {tuple(values.shape)}, in the model "
+                            f"{tuple(targets[name].shape)}; load weights of the same model"
+                        )
+                    targets[name].copy_(values)
+                filled.add(id(targets[name]))
+    return LoadedKeys([name for name, tensor in targets.items() if id(tensor) not in filled], unexpected)
+
+
+def adapter_state(engine: Engine) -> dict[str, Any]:
+    """A state dict of the engine's PEFT model for ``save_pretrained(state_dict=...)``: what PEFT picks of it for its
+    adapters is on the CPU, the base model on the meta device, so that it is never whole in host memory.
+    """
+    from peft import get_peft_model_state_dict
+
+    model = engine.module
+    held = model.state_dict(keep_vars=True)
+    probes = {name: _probe(tensor) for name, tensor in held.items()}
+    names = {id(probe): name for name, probe in probes.items()}
+    picked: set[str] = set()
+    for adapter in model.peft_config:
+        for tensor in get_peft_model_state_dict(model, state_dict=probes, adapter_name=adapter).values():
+            if tensor.device.type == "meta":
+                picked |= {names[id(tensor)]} if id(tensor) in names else set(probes)  # or made of some of them
+    return {name: _value(engine, held[name]) if name in picked else probe for name, probe in probes.items()}
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _value(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
+    return engine.full_value(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().cpu()
+
+
+def only_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of all floating point parameters of ``module``, before it is converted; None where they differ."""
+    dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def exports_as_it_is(module: nn.Module) -> bool:
+    """Whether a Hugging Face model's files have the names and shapes of its parameters: no adapters of its own, no
+    quantiser, no names that are left out, no conversion between files and modules (fused experts).
+    """
+    if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:
+        return False
+    if getattr(module, "_keys_to_ignore_on_save", None):
+        return False
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(module, PreTrainedModel):
+        return True
+    held = module.state_dict(keep_vars=True)
+    probes = {name: _probe(tensor) for name, tensor in held.items()}
+    reverted = revert_weight_conversion(module, dict(probes))
+    return all(reverted.get(name) is probe for name, probe in probes.items())

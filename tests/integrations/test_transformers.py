@@ -1,0 +1,252 @@
+"""Hugging Face's trainers in an engine say what the unmodified ones say on the same data, and leave the same files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+from patrickstar import StateError
+from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
+from patrickstar.runtime import initialize_engine
+from tests.integrations.trainer_runs import (
+    MODEL_DATA_BYTES,
+    PatrickStarSftLikeTrainer,
+    SftLikeTrainer,
+    Tokens,
+    arguments,
+    engine_config,
+    gpt2,
+    make_trainer,
+    train,
+)
+from tests.models import t5
+from tests.training import make_config, relative_error
+
+
+def assert_equal_runs(run, plain):
+    """Losses, norms, and evaluations to 1e-6; parameters, which Adam divides noise into, to 1e-5."""
+    assert len(run.losses) == len(plain.losses) > 0
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert run.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert run.evals == pytest.approx(plain.evals, rel=1e-6)
+    assert run.accuracies == plain.accuracies
+    assert relative_error(run, plain) < 1e-5
+    if run.report:
+        assert run.report["device_peak_bytes"] <= MODEL_DATA_BYTES // 4
+
+
+def assert_same_bits(run, expected):
+    assert run.losses == expected.losses[-len(run.losses) :]
+    assert all(torch.equal(run.state[name], value) for name, value in expected.state.items())
+
+
+def test_training_saving_and_resuming(tmp_path):
+    """Within a quarter of the model data, with dropout, accumulation and clipping; a resumed run has the same bits."""
+    options = {"dropout": 0.1, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2}
+    plain = train(make_trainer(Trainer, tmp_path / "plain", **options))
+    assert min(plain.norms) > 0.5  # every step is clipped
+    trainer = make_trainer(PatrickStarTrainer, tmp_path / "own", save_total_limit=3, **options)
+    run = train(trainer)
+    assert_equal_runs(run, plain)
+    assert any(entry.get("patrickstar/device_gib", 0) > 0 for entry in run.history)
+
+    checkpoint = tmp_path / "own" / "checkpoint-6"
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
+        "checkpoint-10",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
+    names = {path.name for path in (tmp_path / "plain" / "checkpoint-6").iterdir()}
+    assert {path.name for path in checkpoint.iterdir()} == names - {"optimizer.pt"} | {"patrickstar"}
+    saved = json.loads((checkpoint / "config.json").read_text())
+    assert saved == json.loads((tmp_path / "plain" / "checkpoint-6" / "config.json").read_text())
+    final = GPT2LMHeadModel.from_pretrained(tmp_path / "own" / "checkpoint-10").state_dict()
+    assert all(torch.equal(final[name], value) for name, value in run.state.items())
+
+    resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=str(checkpoint))
+    assert_same_bits(resumed, run)
+    from_plain = str(tmp_path / "plain" / "checkpoint-6")
+    options["save_strategy"] = "no"
+    resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "more", **options), resume=from_plain)
+    assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
+
+
+def test_a_subclass_that_overrides_what_trl_overrides(tmp_path):
+    plain = train(make_trainer(SftLikeTrainer, tmp_path, eval_strategy="epoch"))
+    run = train(make_trainer(PatrickStarSftLikeTrainer, tmp_path, eval_strategy="epoch"))
+    assert len(plain.accuracies) == len(plain.losses)
+    assert_equal_runs(run, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing_factor": 0.1, "gradient_checkpointing": True, "gradient_accumulation_steps": 3},
+        {"max_grad_norm": 0.0, "optimizer_cls_and_kwargs": (torch.optim.Adam, {"lr": 1e-3, "betas": (0.8, 0.99)})},
+        {"max_grad_norm": 0.5, "own_optimizer": True},
+    ],
+    ids=["smoothing", "adam", "own_optimizer"],
+)
+def test_options_of_the_trainer(tmp_path, options):
+    """Also an uneven last accumulation, no clipping, Adam, and an optimizer with its scheduler given as objects."""
+    runs = []
+    for cls in (Trainer, PatrickStarTrainer):
+        given = dict(options)
+        own = {"patrickstar_config": engine_config()} if cls is PatrickStarTrainer else {}
+        own |= {"optimizer_cls_and_kwargs": given.pop("optimizer_cls_and_kwargs", None)}
+        model = gpt2()
+        if given.pop("own_optimizer", False):
+            optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.2}], lr=2e-3)
+            own["optimizers"] = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
+        args = arguments(tmp_path, num_train_epochs=1, **given)
+        runs.append(train(cls(model=model, args=args, train_dataset=Tokens(10, 1), **own)))
+    assert_equal_runs(runs[1], runs[0])
+    rates = [[entry["learning_rate"] for entry in run.history if "loss" in entry] for run in runs]
+    assert rates[0] == rates[1]
+
+
+def test_the_best_model_without_optimizer_states(tmp_path):
+    """``load_best_model_at_end`` with ``save_only_model``: weights alone are saved, and read back one at a time."""
+    trainer = make_trainer(
+        PatrickStarTrainer,
+        tmp_path,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_only_model=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # the first, then
+    )
+    run = train(trainer)
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    weights = GPT2LMHeadModel.from_pretrained(best).state_dict()
+    assert all(torch.equal(run.state[name], value) for name, value in weights.items())
+
+
+def test_a_model_of_model_init_is_made_anew(tmp_path):
+    trainer = PatrickStarTrainer(
+        model_init=lambda: gpt2(),
+        args=arguments(tmp_path, num_train_epochs=1),
+        train_dataset=Tokens(4, 1),
+        patrickstar_config=engine_config(),
+    )
+    losses = []
+    for _ in range(2):
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    trainer.close()
+    trainer.close()
+    assert losses[0] == losses[1]
+    assert type(next(trainer.model.parameters())) is torch.nn.Parameter
+    with pytest.raises(StateError, match="no model is prepared"):
+        _ = trainer.engine
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bit(tmp_path, precision):
+    """The engine computes in 16 bits, and float32 is saved; a step that overflows moves no scheduler."""
+    options = {precision: True, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    config = {"fp16": {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1}} if precision == "fp16" else {}
+    plain = train(make_trainer(Trainer, tmp_path / "plain", max_steps=4))
+    trainer = make_trainer(PatrickStarTrainer, tmp_path / "own", config=config, **options)
+    trainer.train()
+    assert next(trainer.model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    report = trainer.engine.report()
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "own" / "checkpoint-4", dtype="auto")
+    assert saved.dtype == torch.float32
+    assert all(torch.equal(saved.state_dict()[k], v) for k, v in trainer.engine.state_dict().items())
+    trainer.close()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(plain.losses[0], rel=0.01)
+    skipped = report["num_skipped_steps"]
+    assert (skipped > 0) == (precision == "fp16")
+    assert trainer.lr_scheduler.last_epoch == 4 - skipped
+
+
+def test_generation_in_evaluation(tmp_path):
+    """``predict_with_generate``, before and after training."""
+    outputs = []
+    for cls in (Seq2SeqTrainer, PatrickStarSeq2SeqTrainer):
+        torch.manual_seed(0)
+        args = Seq2SeqTrainingArguments(
+            **{
+                **arguments(tmp_path, max_steps=2).to_dict(),
+                "predict_with_generate": True,
+                "generation_max_length": 6,
+                "accelerator_config": None,
+            }
+        )
+        own = {"patrickstar_config": {"device_memory": 400_000, "default_chunk_size": 4096}}
+        model = t5()
+        trainer = cls(
+            model=model, args=args, train_dataset=Tokens(8, 1), **(own if cls is PatrickStarSeq2SeqTrainer else {})
+        )
+        before = trainer.predict(Tokens(4, 2)).predictions
+        trainer.train()
+        outputs.append((before.tolist(), trainer.predict(Tokens(4, 2)).predictions.tolist()))
+        if cls is PatrickStarSeq2SeqTrainer:
+            trainer.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
+    """Else it would train without clipping."""
+    engine, optimizer = initialize_engine(gpt2, 0, make_config())
+    with engine:
+        args = arguments(tmp_path, max_steps=2)
+        trainer = Trainer(engine.module, args, train_dataset=Tokens(4, 1), optimizers=(optimizer, None))
+        before = engine.state_dict()
+        with pytest.raises((StateError, RuntimeError), match=r"backward\(loss\)|PatrickStar"):
+            trainer.train()
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "message"),
+    [
+        ({"bf16_full_eval": True}, {}, "bf16_full_eval and fp16_full_eval cast"),
+        ({"torch_compile": True}, {}, "torch_compile hides"),
+        ({"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
+        ({"save_on_each_node": True}, {}, "save_on_each_node is set"),
+        ({"optim": "adafactor"}, {}, "optim is 'adafactor'; .* set optim to 'adamw_torch'"),
+        ({"bf16": True}, {"bf16": {"enabled": False}}, r"bf16.enabled is False in patrickstar_config, but Training"),
+        (
+            {},
+            {"optimizer": {"params": {"lr": 1e-4}}},
+            r"optimizer.params.lr is 0.0001 .*learning_rate is 0.003; leave",
+        ),
+        ({}, {"gradient_clipping": 1.0}, r"gradient_clipping is 1.0 .*max_grad_norm is 0.5"),
+        ({}, {"train_batch_size": 4}, "train_batch_size is 4 .* ranks is 2"),
+        ({}, {"device_memry": 4}, "unknown key device_memry: did you mean device_memory"),
+    ],
+)
+def test_refused(tmp_path, args, config, message):
+    with pytest.raises(ValueError, match=message):
+        PatrickStarTrainer(
+            gpt2(), arguments(tmp_path, **args), train_dataset=Tokens(4, 1), patrickstar_config=config
+        ).train()
+
+
+def test_a_configuration_in_a_file_may_leave_values_to_the_arguments(tmp_path):
+    config = {
+        **engine_config(),
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999]}, "speculation": "always"},
+        "gradient_clipping": "auto",
+        "train_batch_size": 2,
+        "bf16": {"enabled": "auto"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trainer = PatrickStarTrainer(
+        gpt2(),
+        arguments(tmp_path, max_steps=1),
+        train_dataset=Tokens(4, 1),
+        patrickstar_config=tmp_path / "config.json",
+    )
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(trainer.get_learning_rates()[0])
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    trainer.close()
