@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar import StateError
+from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint import tags
 from patrickstar.integrations.lightning import PatrickStarPrecision, PatrickStarStrategy
 from patrickstar.integrations.lightning.package import pl
@@ -72,7 +72,9 @@ def test_resumed_is_uninterrupted(precision, checkpoint_format, tmp_path):
     def run(**options):
         strategy = PatrickStarStrategy(CONFIG, checkpoint_format=checkpoint_format)
         options |= {"max_epochs": 3, "limit_train_batches": 4}
-        return fit(strategy, plugins=PatrickStarPrecision(precision), **options)
+        # Lightning itself has no float16 without a GPU.
+        how = {"plugins": PatrickStarPrecision(precision)} if precision == "16-mixed" else {"precision": precision}
+        return fit(strategy, **how, **options)
 
     whole = run(callbacks=[SaveAfter(0, tmp_path / "last.ckpt"), SaveAfter(1, tmp_path / "last.ckpt")])
     resumed = run(ckpt_path=tmp_path / "last.ckpt")
@@ -87,6 +89,13 @@ def test_resumed_is_uninterrupted(precision, checkpoint_format, tmp_path):
         error = relative_error(whole.losses, exact.losses)
         print(f"{precision}: losses within {error:.1e} of float32's")
         assert TOLERANCE < error < 2e-2
+
+
+class Failing(Regression):
+    def training_step(self, batch, index):
+        if index == 3 and self.global_rank == self.trainer.world_size - 1:
+            raise RuntimeError("no batch")
+        return super().training_step(batch, index)
 
 
 def rank_runs(folder):
@@ -108,6 +117,9 @@ def rank_runs(folder):
     module = make_module()
     trainer = make_trainer(PatrickStarStrategy(CONFIG), devices=2)
     metrics = trainer.validate(module, loader(), ckpt_path=path, verbose=False)
+    error = RuntimeError if trainer.global_rank == 1 else RankFailure
+    with pytest.raises(error, match="no batch"):  # the last rank's, of which the other is told
+        make_trainer(PatrickStarStrategy(CONFIG), devices=2).fit(make_module(Failing), loader())
     return plain.losses, metrics[0]["loss"], sum(module.evaluated) / len(module.evaluated)
 
 
@@ -252,13 +264,6 @@ def test_what_a_file_holds(kind, precision, tmp_path):
     assert resumed.losses == whole.losses[BATCHES:]  # float32 values that the module itself does not have
     assert len(torch.load(path)["state_dict"]) == (2 if kind is Adapted else 16)
     assert resumed.body[0].weight.dtype == (torch.bfloat16 if kind is Bfloat16 else torch.float32)
-
-
-class Failing(Regression):
-    def training_step(self, batch, index):
-        if index == 3:
-            raise RuntimeError("no batch")
-        return super().training_step(batch, index)
 
 
 def test_a_failed_run_leaves_an_ordinary_module():

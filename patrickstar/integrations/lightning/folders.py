@@ -32,12 +32,12 @@ def save_folder(
     checkpoint: dict[str, Any],
     path: str | os.PathLike[str],
     write: Callable[[dict[str, Any], Path], None] | None,
-    barrier: Callable[[], None],
 ) -> None:
-    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone (None on the others).
+    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone. It is None on the others,
+    which wait for the first in the engine: its failure ends their wait.
 
     Raises:
-        CheckpointError: it was not saved, or ``path`` is a remote address.
+        CheckpointError: it was not saved, ``path`` is a file or a remote address.
     """
     if "://" in os.fspath(path):
         raise CheckpointError(
@@ -47,9 +47,10 @@ def save_folder(
     path = Path(path)
     tag = f"global_step{checkpoint['global_step']}"
     if write is not None:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file, and a folder is to be written there; give another path")
         path.mkdir(parents=True, exist_ok=True)
         write({**checkpoint, _KEY: tag}, _loops(path, tag))
-    barrier()
     engine.save_checkpoint(path, tag)
     if write is not None:
         for old in tags(path):

@@ -39,8 +39,8 @@ class CheckpointFormat(enum.Enum):
     """What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` write."""
 
     FILE = "file"
-    """Lightning's own file, which any strategy reads; the first rank holds the whole of it in memory (12 bytes per
-    parameter)."""
+    """Lightning's own file, which any strategy reads. Each rank holds the whole of it in host memory (12 bytes per
+    parameter) while it is made or loaded."""
     FOLDER = "folder"
     """A folder in which each rank writes its share, without a copy in memory. Only this strategy reads it."""
 
@@ -299,7 +299,7 @@ class PatrickStarStrategy(RankedStrategy):
                 super().save_checkpoint(whole, filepath, storage_options)
             else:
                 write = self.checkpoint_io.save_checkpoint if self.is_global_zero else None
-                folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write, self.barrier)
+                folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning keeps of a run; of a folder without the values, which the engine reads itself."""
