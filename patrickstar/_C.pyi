@@ -592,6 +592,8 @@ class Runtime(UseListener):
     def write_values(self, param: int, kind: ArrayKind, values: int, where: Tier, /) -> None: ...
     def read_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
     def read_own_values(self, param: int, kind: ArrayKind, values: int, /) -> None: ...
+    def read_gradient(self, param: int, values: int, /) -> None: ...
+    def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
 
@@ -640,6 +642,14 @@ class Runtime(UseListener):
         ``{"track", "cause", "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``;
         ``samples``: ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first
         forward.
+        """
+
+    def start_stall_trace(self) -> None:
+        """As :meth:`start_trace`, for :meth:`take_stalls`; each has its own request."""
+
+    def take_stalls(self) -> dict[str, Any] | None:
+        """What the traced step waited for, once: ``seconds`` of the step and ``stalled_seconds`` by ``StallCause``.
+        None before it is over; waits as :meth:`take_trace` does.
         """
 
     def report(self) -> dict[str, Any]: ...

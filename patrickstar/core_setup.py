@@ -14,7 +14,8 @@ from patrickstar.allocator import ExpandableSegments
 from patrickstar.config import Config
 from patrickstar.distributed import RankGroups
 from patrickstar.memory import Budgets
-from patrickstar.planning.step_plan import Plan
+from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
 from patrickstar.runtime_options import make_runtime_options
 
@@ -104,6 +105,28 @@ def load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | No
     if plan is not None:
         plan.check_layout(layout, str(config.plan))
     return plan
+
+
+def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
+    """The plan of the next step.
+
+    Raises:
+        StateError: no step was made yet.
+    """
+    timeline = runtime.timeline()
+    if not timeline:
+        raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
+    on_device = [runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(layout.num_chunks)]
+    times, predicted = runtime.step_times(), runtime.predicted_step()
+    return plan_of(
+        layout,
+        timeline,
+        on_device,
+        runtime.plan_problem(),
+        runtime.plan(),
+        StepTimes.of_core(times) if times is not None else None,
+        Prediction(**predicted) if predicted is not None else None,
+    )
 
 
 def _owned_params(module: nn.Module, params: ParamPlan) -> list[list[int]]:

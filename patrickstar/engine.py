@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.checkpoint.engine_export import export_session
 from patrickstar.checkpoint.engine_state import Scheduler, load_session, save_session
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
 
@@ -35,18 +35,13 @@ class Engine(nn.Module):
         self._session = session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Tensors are moved to the engine's device, floating point ones cast to the compute
+        """The module's forward; the same as calling :attr:`module`.
+
+        Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
         dtype.
         """
-        session = self._session
-        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs))
-        return session.forward(lambda: self.module(*args, **kwargs))
-
-    def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
-        session = self._session
-        dtype = session.config.compute_dtype
-        cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
-        return tensor.to(session.device, dtype if cast else tensor.dtype, non_blocking=True)
+        self._session.check_open()
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
@@ -63,6 +58,39 @@ class Engine(nn.Module):
                 works.
         """
         self._session.backward(loss, **kwargs)
+
+    def grad_norm(self) -> float:
+        """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN when one is not
+        finite. Every rank calls it; the step uses it again, so it costs nothing twice.
+
+        Raises:
+            StateError: there are no gradients.
+        """
+        return self._session.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and ``optimizer.step()``:
+        that step clips to ``max_norm`` instead of the configuration's ``gradient_clipping`` (0: it does not clip).
+        Returns :meth:`grad_norm`, on the CPU.
+
+        Raises:
+            StateError: there are no gradients, or updates are committed in backward, before the norm is known.
+        """
+        norm = self._session.grad_norm()
+        self._session.gradients.clip(max_norm)
+        with _C.HostAllocations():
+            return torch.tensor(norm)
+
+    def full_value(self, param: nn.Parameter) -> torch.Tensor:
+        """The value of one of the module's parameters, whole and of the dtype that the user's module has, as a new
+        tensor on the CPU. With several ranks every rank calls it, in the same order.
+        """
+        self._session.check_open()
+        value = self._session.states.value(param)
+        if isinstance(param, ChunkedParameter):
+            with _C.HostAllocations():
+                value = value.to(param._patrickstar.original_dtype)
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
@@ -196,6 +224,24 @@ class Engine(nn.Module):
             StateError: no step was made yet.
         """
         return self._session.plan()
+
+    def make_monitor(self, options: MonitorOptions) -> StepMonitor:
+        """What prints a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
+
+        Raises:
+            ImportError: a package for what is asked is missing.
+            ValueError: a file of metrics that is there does not fit.
+        """
+        session, context = self._session, self._session.ranks.context
+        facts = RunFacts(
+            num_parameters=session.num_parameters,
+            num_trainable=sum(param.numel() for param in self.module.parameters() if param.requires_grad),
+            rank=context.rank,
+            num_ranks=len(session.ranks.members),
+            device=session.device,
+        )
+        stalls = StallSampler(session.runtime.start_stall_trace, session.runtime.take_stalls)
+        return StepMonitor(options, facts, self.report, stalls)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

@@ -76,6 +76,21 @@ class HybridAdam(torch.optim.Optimizer):
         self._session.step(self.param_groups, self._group_options())
         return loss
 
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without float16."""
+        return self._session.loss_scale
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite."""
+        return not self._session.outcome.applied
+
+    @property
+    def overflow(self) -> bool:
+        """The same, by DeepSpeed's name."""
+        return self.step_was_skipped
+
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
         return [
@@ -104,7 +119,7 @@ class HybridAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             indices = []
             for param in group["params"]:
-                entry = self._session.optimizer_state(param)
+                entry = self._session.states.optimizer_state(param)
                 if entry:
                     state[index] = entry
                 indices.append(index)
@@ -143,7 +158,7 @@ class HybridAdam(torch.optim.Optimizer):
                     f"state {saved} has shape {tuple(entry['exp_avg'].shape)}, its parameter {tuple(param.shape)}"
                 )
         for param, saved in pairs:
-            self._session.set_optimizer_state(param, state_dict["state"].get(saved, {}))
+            self._session.states.set_optimizer_state(param, state_dict["state"].get(saved, {}))
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
         if self._session.scaler is not None and "loss_scaler" in state_dict:

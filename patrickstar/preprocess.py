@@ -281,6 +281,7 @@ def _adopt(
         uses=observer.uses,
     )
     observer.write_values(handle, _C.ArrayKind.MASTER, data)
+    param.grad = None  # of a backward before the engine was built: autograd would add to it
     with torch.no_grad():
         view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
         param.data = view.set_(storage, offset, data.shape, data.stride())

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import ChunkedParameter, make_gradient_hook
+from patrickstar.chunked_parameter import make_gradient_hook
 from patrickstar.config import Config, Speculation, make_loss_scaler
-from patrickstar.core_setup import build_core, check_no_open_engine, load_plan
+from patrickstar.converted_module import ConvertedModule
+from patrickstar.core_setup import build_core, check_no_open_engine, current_plan, load_plan
 from patrickstar.distributed import RankGroups
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
@@ -27,15 +29,16 @@ from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import Budgets
 from patrickstar.observer import Observer
-from patrickstar.planning.predicted_step import Prediction, StepTimes
-from patrickstar.planning.step_plan import Plan, plan_of
+from patrickstar.open_session import note_open_session
+from patrickstar.param_states import ParamStates
+from patrickstar.planning.step_plan import Plan
 from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
 from patrickstar.profiling import make_profiler
-from patrickstar.rank_sync import BufferSync, check_same_model, mean_over_ranks
+from patrickstar.rank_sync import BufferSync, check_same_model
+from patrickstar.step_gradients import StepGradients
 
 logger = logging.getLogger("patrickstar")
 
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
     "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
@@ -56,8 +59,8 @@ class StepOutcome:
 
     grad_norm: float = 0.0
     """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
-    applied: bool = False
-    """Whether parameters were updated."""
+    applied: bool = True
+    """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
 
 
 class Session:
@@ -101,7 +104,10 @@ class Session:
         self._buffers = list(module.buffers())
         self._buffer_sync = BufferSync(ranks, module)
         self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
+        self.states = ParamStates(self.runtime, self.observer, self.managed)
+        self.gradients = StepGradients(self.runtime, self.managed, ranks, config)
         self._hooks = ModuleHooks(module, self.observer)
+        self._converted = ConvertedModule(module, self.call, self.zero_grad, self.states.value)
         trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
         self._gradient_hooks = [make_gradient_hook(param, self.runtime) for param in trainable]
         self._handles = [
@@ -112,6 +118,8 @@ class Session:
         self._profiler = make_profiler(self.runtime, config.profile, ranks.context.rank, len(ranks.members))
         self._num_pressure_evictions = 0
         self._replayed_with_others = False  # in the forward that failed
+        self._is_inside = False  # a forward or a backward
+        note_open_session(self)
 
     def join(self) -> None:
         """What ranks do together once each has its share of the model.
@@ -127,16 +135,39 @@ class Session:
 
     # Forward and backward.
 
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of ``module``, which holds all parameters: a forward, but within one ([Note: calls in place]).
+
+        Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype.
+        """
+        if self._is_inside:
+            return module._call_impl(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
+        return self.forward(lambda: module._call_impl(*args, **kwargs))
+
+    def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.config.compute_dtype
+        cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
+        return tensor.to(self.device, dtype if cast else tensor.dtype, non_blocking=True)
+
     def forward(self, call: Callable[[], Any]) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
 
         Not on several ranks that replay their plan: the others would not gather once more what this one needs.
         """
         self.check_open()
-        with self.ranks.guard("forward"):
+        with self.ranks.guard("forward"), self._inside():
             if self._is_training():
                 self._buffer_sync.run()
             return self._attempt(call)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
 
     def _attempt(self, call: Callable[[], Any]) -> Any:
         attempt = ForwardAttempt(self._buffers, self.device)
@@ -182,12 +213,13 @@ class Session:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""
         self.check_open()
         self._check_loss(loss)
-        scale = self.scaler.scale if self.scaler is not None else 1.0
+        scale = self.loss_scale
         if self._profiler is not None:
             self._profiler.begin_backward()
+        self.gradients.forget()
         self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
         try:
-            with self.ranks.guard("backward"):
+            with self.ranks.guard("backward"), self._inside():
                 (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
                 self.runtime.end_backward()
         except BaseException as error:
@@ -219,6 +251,23 @@ class Session:
 
     # The step.
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied by; 1 without float16."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients since the last step, before clipping; NaN when one is not finite.
+
+        Raises:
+            StateError: there are none.
+        """
+        self.check_open()
+        if not self.runtime.gradients_pending():
+            raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
+        with self.ranks.guard("the norm of all gradients"):
+            return self.gradients.norm(self.loss_scale)
+
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
         self.check_open()
@@ -226,21 +275,17 @@ class Session:
             self._step(param_groups, options)
 
     def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
-        mean_over_ranks(self.ranks, self.managed.shared)
-        managed_squares = self.managed.sum_of_squares()
         if not self.runtime.gradients_pending():
             return
-        squares = self.runtime.prepare_step() + managed_squares
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        finite = math.isfinite(squares)
-        norm = math.sqrt(squares) / scale if finite else float("nan")
+        scale = self.loss_scale
+        norm = self.gradients.norm(scale)
+        finite = math.isfinite(norm)
         committed = self.config.optimizer.speculation is Speculation.COMMIT
         self.outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
         if committed and not finite:
             logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
         if self.outcome.applied:
-            clipping = self.config.gradient_clipping
-            clip = min(1.0, clipping / (norm + _CLIP_EPS)) if clipping > 0 else 1.0
+            clip = self.gradients.clip_factor(scale)
             self.managed.step(param_groups, clip / scale)
             self.runtime.apply_step(options, clip / scale)
         else:
@@ -252,6 +297,7 @@ class Session:
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         self.num_steps += 1
+        self.gradients.end_step()
         self.managed.zero_grad()
         if self._hooks.is_learning:
             got_gradient = {hook.param for hook in self._gradient_hooks if hook.has_folded}
@@ -274,40 +320,10 @@ class Session:
         """Forgets all gradients since the last step."""
         self.check_open()
         self.runtime.clear_gradients()
+        self.gradients.end_step()
         self.managed.zero_grad()
         if self.stage is Stage.BACKWARDED:
             self.stage = Stage.IDLE
-
-    # State.
-
-    def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
-        self.check_open()
-        if not isinstance(param, ChunkedParameter):
-            return self.managed.state_of(param)
-        handle = param._patrickstar
-        count = self.runtime.step_count(handle.id) if handle.trainable else 0
-        if count == 0:
-            return {}
-        return {
-            "step": torch.tensor(float(count)),
-            "exp_avg": self.observer.read_values(handle, _C.ArrayKind.MOMENTUM),
-            "exp_avg_sq": self.observer.read_values(handle, _C.ArrayKind.VARIANCE),
-        }
-
-    def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
-        self.check_open()
-        if not isinstance(param, ChunkedParameter):
-            self.managed.set_state_of(param, state)
-            return
-        handle = param._patrickstar
-        if not handle.trainable:
-            return
-        zeros = torch.zeros(handle.shape)
-        self.runtime.set_step_count(handle.id, int(state.get("step", 0)))
-        self.observer.write_values(handle, _C.ArrayKind.MOMENTUM, state.get("exp_avg", zeros))
-        self.observer.write_values(handle, _C.ArrayKind.VARIANCE, state.get("exp_avg_sq", zeros))
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
@@ -315,7 +331,7 @@ class Session:
         return {
             "num_parameters": self.num_parameters,
             **self.runtime.report(),
-            "loss_scale": self.scaler.scale if self.scaler is not None else 1.0,
+            "loss_scale": self.loss_scale,
             "grad_norm": self.outcome.grad_norm,
             "isa": _C.optim.isa(),
         }
@@ -323,20 +339,7 @@ class Session:
     def plan(self) -> Plan:
         """The plan of the next step."""
         self.check_open()
-        timeline = self.runtime.timeline()
-        if not timeline:
-            raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
-        on_device = [self.runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(self.layout.num_chunks)]
-        times, predicted = self.runtime.step_times(), self.runtime.predicted_step()
-        return plan_of(
-            self.layout,
-            timeline,
-            on_device,
-            self.runtime.plan_problem(),
-            self.runtime.plan(),
-            StepTimes.of_core(times) if times is not None else None,
-            Prediction(**predicted) if predicted is not None else None,
-        )
+        return current_plan(self.runtime, self.layout)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""
@@ -360,6 +363,7 @@ class Session:
         self.closed = True
         if self._profiler is not None:
             self._profiler.close()
+        self._converted.restore()
         self._hooks.remove()
         self.managed.remove()
         for handle in self._handles:
@@ -375,6 +379,11 @@ class Session:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
             )
+
+
+def _is_no_plain_container(value: Any) -> bool:
+    """Other containers (caches, a model's outputs) pass as the objects they are."""
+    return not isinstance(value, (tuple, list, dict))
 
 
 def _explain(error: BaseException, num_committed: int) -> None:

@@ -22,9 +22,7 @@ from tests.pages import DOCS, ROOT, Page, all_pages, run_page, shows
 PAGES = all_pages()
 WITH_PYTHON = [page for page in PAGES if page.script() and page.name != "README.md"]  # test_readme.py runs README's
 
-NOT_RUN = {
-    "docs/guides/from_deepspeed.md": 2,
-}
+NOT_RUN: dict[str, int] = {}
 
 
 def by_name(page):

@@ -146,13 +146,13 @@ py::dict report(Runtime& self) {
 }
 
 // None before a traced step is over.
-py::object take_trace(Runtime& self) {
+py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(const StepTrace&)) {
   std::optional<StepTrace> trace;
   {
     const py::gil_scoped_release release;
-    trace = self.take_trace();
+    trace = self.take_trace(reader);
   }
-  return trace ? py::object(describe_trace(*trace)) : py::none();
+  return trace ? py::object(describe(*trace)) : py::none();
 }
 
 // {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt]}: the simulator's arguments.
@@ -227,6 +227,18 @@ void register_runtime(py::module_& module) {
             self.read_own_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
+      .def(
+          "read_gradient",
+          [](Runtime& self, ParamId param, uintptr_t values) {
+            self.read_gradient(param, reinterpret_cast<float*>(values));
+          },
+          ReleaseGil())
+      .def(
+          "write_gradient",
+          [](Runtime& self, ParamId param, uintptr_t values, Tier where) {
+            self.write_gradient(param, {reinterpret_cast<const float*>(values), where});
+          },
+          ReleaseGil())
       .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
@@ -256,8 +268,12 @@ void register_runtime(py::module_& module) {
       .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
       .def("set_step_count",
            [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
-      .def("start_trace", &Runtime::start_trace, ReleaseGil())
-      .def("take_trace", &take_trace)
+      .def(
+          "start_trace", [](Runtime& self) { self.start_trace(TraceReader::kUser); }, ReleaseGil())
+      .def("take_trace", [](Runtime& self) { return take_trace(self, TraceReader::kUser, &describe_trace); })
+      .def(
+          "start_stall_trace", [](Runtime& self) { self.start_trace(TraceReader::kMonitor); }, ReleaseGil())
+      .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
       .def_property_readonly("closed", &Runtime::closed)
       .def_property_readonly("num_committed", [](Runtime& self) { return self.optimizer().num_committed(); })
       .def_property_readonly("replays", &Runtime::replays, "The running step goes as planned so far.")

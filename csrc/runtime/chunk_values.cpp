@@ -26,7 +26,7 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   PS_CHECK(core_.store.array({chunk, ArrayKind::kParam}).holds == 0, StateError, core_.store.param_name(param),
            " cannot be written while a module that uses it runs; write it between steps");
   values = part(values, shard);
-  if (!layout.chunk(chunk).trainable) return write_frozen(param, values);
+  if (!layout.chunk(chunk).trainable) return write_cast(param, {chunk, layout.param_home()}, values);
   const ArrayId id{chunk, kind};
   pager_.ensure_state(id, home);
   ArrayRecord& record = core_.store.array(id);
@@ -63,12 +63,10 @@ void ChunkValues::copy_to_host(void* to, ParamValues values, int64_t num_bytes) 
   });
 }
 
-void ChunkValues::write_frozen(ParamId param, ParamValues values) {
+void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   const Layout& layout = core_.store.layout();
-  const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
-  const DType dtype = layout.chunk(chunk).dtype;
-  const ArrayId id{chunk, layout.param_home()};
+  const DType dtype = layout.chunk(id.chunk).dtype;
   ArrayRecord& record = core_.store.array(id);
   if (record.exists()) {
     pager_.bring_to_host(id);
@@ -87,7 +85,7 @@ void ChunkValues::write_frozen(ParamId param, ParamValues values) {
   }
   pager_.drop_slot(id);
   pager_.set_on_host(id);
-  if (layout.is_sharded()) pager_.discard({chunk, ArrayKind::kParam});
+  if (id.kind == ArrayKind::kParamShard) pager_.discard({id.chunk, ArrayKind::kParam});
 }
 
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
@@ -101,7 +99,7 @@ void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
   if (layout.chunk(layout.placement(param).chunk).trainable) return read_state(param, kind, values);
   PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, core_.store.param_name(param), " is frozen and has no ",
            array_kind_name(kind));
-  read_frozen(param, values);
+  read_cast(param, {layout.placement(param).chunk, layout.param_home()}, values);
 }
 
 void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
@@ -124,16 +122,39 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   }
 }
 
-void ChunkValues::read_frozen(ParamId param, float* values) {
+void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
   const Layout& layout = core_.store.layout();
-  const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
-  const DType dtype = layout.chunk(chunk).dtype;
-  const ArrayId id{chunk, layout.param_home()};
+  const DType dtype = layout.chunk(id.chunk).dtype;
   pager_.bring_to_host(id);
   if (shard.numel == 0) return;
   const auto* data = static_cast<const char*>(core_.store.array(id).block.data) + shard.offset * element_size(dtype);
   core_.host_compute.cast_to_float(data, dtype, values, shard.numel);
+}
+
+void ChunkValues::read_gradient(ParamId param, ArrayKind source, float* values) {
+  const Layout& layout = core_.store.layout();
+  const ArrayId id{layout.placement(param).chunk, source};
+  float* own = values + layout.shard_of(param).begin;
+  if (source == ArrayKind::kGradSum) {
+    read_state(param, source, own);
+  } else {
+    read_cast(param, id, own);
+  }
+  if (layout.is_sharded()) gather(param, values);
+}
+
+void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues values) {
+  const Layout& layout = core_.store.layout();
+  const ArrayId id{layout.placement(param).chunk, source};
+  const ParamShard shard = layout.shard_of(param);
+  values = part(values, shard);
+  if (source != ArrayKind::kGradSum) return write_cast(param, id, values);
+  pager_.bring_to_host(id);
+  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
+  copy_to_host(static_cast<float*>(core_.store.array(id).block.data) + shard.offset, values, num_bytes);
+  pager_.drop_slot(id);
+  pager_.set_on_host(id);
 }
 
 // Each rank's part comes from that rank.

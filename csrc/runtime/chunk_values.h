@@ -26,11 +26,15 @@ class ChunkValues {
   void read(ParamId param, ArrayKind kind, float* values);
   // The same of this rank's part alone (Layout::shard_of), which takes no other rank.
   void read_own(ParamId param, ArrayKind kind, float* values);
+  // The parameter's gradient, as the step will use it, which is in the chunk's array `source`. With several ranks all
+  // must call these, in the same order.
+  void read_gradient(ParamId param, ArrayKind source, float* values);
+  void write_gradient(ParamId param, ArrayKind source, ParamValues values);
 
  private:
-  // These three see this rank's part alone.
-  void write_frozen(ParamId param, ParamValues values);
-  void read_frozen(ParamId param, float* values);
+  // These see this rank's part alone.
+  void write_cast(ParamId param, ArrayId id, ParamValues values);
+  void read_cast(ParamId param, ArrayId id, float* values);
   void read_state(ParamId param, ArrayKind kind, float* values);
   // Completes `values`, of which this rank's part is there.
   void gather(ParamId param, float* values);

@@ -249,6 +249,11 @@ void GradientFlow::clear_param(ParamId param) {
   statistics_.forget(core_.store.layout().placement(param).chunk);
 }
 
+void GradientFlow::note_rewritten(ChunkId chunk) {
+  announce_change(chunk);
+  statistics_.forget(chunk);
+}
+
 void GradientFlow::forget(ChunkId chunk) {
   announce_change(chunk);
   discard_gradients(chunk);

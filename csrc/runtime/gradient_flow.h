@@ -43,6 +43,8 @@ class GradientFlow {
   // Forgets all gradients (zero_grad, or after the step).
   void clear();
   void clear_param(ParamId param);
+  // Somebody else changes the chunk's complete gradient.
+  void note_rewritten(ChunkId chunk);
 
   // Told when a chunk's gradient is complete and where its states are, or on its way there, and before such a gradient
   // changes or goes.

@@ -154,6 +154,21 @@ void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
   values_->read_own(param, kind, values);
 }
 
+void Runtime::read_gradient(ParamId param, float* values) {
+  const Entry entry(*this);
+  const ChunkId chunk = layout().placement(param).chunk;
+  step_->check_nothing_committed("a gradient was to be read");
+  values_->read_gradient(param, gradients_->source(chunk), values);
+}
+
+void Runtime::write_gradient(ParamId param, ParamValues values) {
+  const Entry entry(*this);
+  const ChunkId chunk = layout().placement(param).chunk;
+  step_->check_nothing_committed("a gradient was to be written");
+  gradients_->note_rewritten(chunk);
+  values_->write_gradient(param, gradients_->source(chunk), values);
+}
+
 void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
   const Entry entry(*this);
   PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");
@@ -345,14 +360,14 @@ bool Runtime::gradients_pending() {
   return gradients_->pending();
 }
 
-void Runtime::start_trace() {
+void Runtime::start_trace(TraceReader reader) {
   const Entry entry(*this);
-  traces_.ask(TraceReader::kUser);
+  traces_.ask(reader);
 }
 
-std::optional<StepTrace> Runtime::take_trace() {
+std::optional<StepTrace> Runtime::take_trace(TraceReader reader) {
   const Entry entry(*this);
-  return traces_.take(TraceReader::kUser);
+  return traces_.take(reader);
 }
 
 void Runtime::forget_running_step() {

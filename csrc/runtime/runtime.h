@@ -60,6 +60,10 @@ class Runtime final : public UseListener {
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
   void read_own_values(ParamId param, ArrayKind kind, float* values);
+  // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is written
+  // is the ranks' mean, and prepare_step() must be called again.
+  void read_gradient(ParamId param, float* values);
+  void write_gradient(ParamId param, ParamValues values);
   // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
   // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
   // does.
@@ -103,10 +107,10 @@ class Runtime final : public UseListener {
   bool has_gradient(ParamId param);
   bool gradients_pending();
 
-  // The next training step that begins is traced (trace/step_tracer.h).
-  void start_trace();
+  // The next training step that begins is traced for `reader` (trace/trace_requests.h).
+  void start_trace(TraceReader reader);
   // The traced step, once; nothing before it is over. Waits for the updates that it started.
-  std::optional<StepTrace> take_trace();
+  std::optional<StepTrace> take_trace(TraceReader reader);
   OptimizerStep& optimizer() { return *step_; }
 
   const Layout& layout() const { return store_.layout(); }

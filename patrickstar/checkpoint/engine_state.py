@@ -192,7 +192,7 @@ class EngineSink:
                 self._session.runtime.set_step_count(param._patrickstar.id, count)
             else:
                 moments = {"step": torch.tensor(float(count)), **self._managed_moments.pop(name, {})}
-                self._session.set_optimizer_state(param, moments if count > 0 else {})
+                self._session.states.set_optimizer_state(param, moments if count > 0 else {})
 
 
 def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype) -> TensorRange:

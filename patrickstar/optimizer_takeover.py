@@ -1,0 +1,122 @@
+"""A user's own ``torch.optim.Adam`` or ``AdamW``: what it says, and what it knows already, for the engine's optimizer.
+
+    taken = groups_of(optimizer)
+    config = {"optimizer": {"type": taken.type.value, "params": taken.defaults}}
+    engine, hybrid = initialize_engine(lambda: model, 0, config, model_parameters=lambda _: taken.groups)
+    move_state(optimizer, hybrid)
+
+[Note: the user's optimizer] Both objects have the same groups from then on, so schedulers made for the user's go on
+driving what is trained. But its ``step`` raises while there are gradients, since these are in chunks: whoever takes it
+over returns the engine's optimizer in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from patrickstar.config import OptimizerType
+from patrickstar.optim import HybridAdam
+
+logger = logging.getLogger("patrickstar")
+
+_REFUSED = {
+    "amsgrad": "keeps the largest second moment, which chunks have no room for",
+    "maximize": "goes up the gradient; negate the loss instead",
+    "differentiable": "runs the step through autograd, and chunks are updated outside of it",
+}
+_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "decoupled_weight_decay")
+"""Keys of torch's groups that say how it computes, or that ``TakenOver.type`` says."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class TakenOver(NamedTuple):
+    """What a user's optimizer says."""
+
+    type: OptimizerType
+    """Adam or AdamW."""
+    groups: list[dict[str, Any]]
+    """``params`` (the user's ``Parameter`` objects), ``lr``, ``betas``, ``eps``, ``weight_decay`` of each group, as
+    they are now."""
+    defaults: dict[str, Any]
+    """The same options of a group that does not say them."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
+    """Reads ``optimizer``, which stays as it is, and says in the log that it is taken over.
+
+    Raises:
+        ValueError: it is neither ``torch.optim.Adam`` nor ``torch.optim.AdamW`` (subclasses may do anything), or has an
+            option that chunks cannot follow.
+    """
+    kind = _type_of(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        for key, why in _REFUSED.items():
+            if group.get(key):
+                raise ValueError(
+                    f"group {index} of the optimizer has {key}={group[key]!r}, which {why}; leave {key} out"
+                )
+    groups = [{"params": list(group["params"]), **_options_of(group)} for group in optimizer.param_groups]
+    logger.info(
+        "torch.optim.%s is taken over with %d parameter groups: its updates are made in chunks from here on",
+        type(optimizer).__name__,
+        len(groups),
+    )
+    return TakenOver(kind, groups, _options_of(optimizer.defaults))
+
+
+def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
+    """Moves step counts, moments and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
+    from ``groups_of(optimizer)``; ``optimizer`` has no state and the groups of ``hybrid`` afterwards
+    ([Note: the user's optimizer]).
+
+    Raises:
+        ValueError: the groups or the shapes of states are others; nothing is moved then.
+    """
+    indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in (*_REFUSED, *_HOW_NOT_WHAT)},
+            **_options_of(group),
+            "params": [indices[id(param)] for param in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    state = {
+        indices[id(param)]: {key: entry[key] for key in _MOMENTS} for param, entry in optimizer.state.items() if entry
+    }
+    hybrid.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.state.clear()
+    optimizer.param_groups = hybrid.param_groups
+
+
+def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:
+    if type(optimizer) is torch.optim.AdamW:
+        return OptimizerType.ADAMW
+    if type(optimizer) is not torch.optim.Adam:
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise ValueError(
+            f"the optimizer is a {name}; PatrickStar updates as torch.optim.Adam and torch.optim.AdamW do: give one of "
+            "these"
+        )
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise ValueError(
+            "groups of the optimizer differ in decoupled_weight_decay; an engine has one kind of weight decay, give "
+            "all groups the same"
+        )
+    return OptimizerType.ADAMW if decoupled == {True} else OptimizerType.ADAM
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The four options as plain numbers; PyTorch takes tensors too."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]),
+        "betas": (float(beta1), float(beta2)),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+    }

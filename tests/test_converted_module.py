@@ -1,0 +1,183 @@
+"""The user's module, used directly: it does what it does without an engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from patrickstar import _C, StateError
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, token_batch
+from tests.training import ADAM, make_config
+
+SMALL = {"device_memory": 1_000_000, "default_chunk_size": 8192}
+
+
+def built(name, **config):
+    torch.manual_seed(0)
+    return initialize_engine(MODELS[name].build, 0, make_config(**config))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [token_batch(generator) for _ in range(count)]
+
+
+def test_a_call_of_the_module_is_a_call_of_the_engine():
+    runs = []
+    for through_engine in (True, False):
+        engine, optimizer = built("gpt2", gradient_clipping=1.0)
+        with engine:
+            engine.train()
+            model = engine if through_engine else engine.module
+            losses = []
+            for batch in batches(3):
+                loss = model(**batch).loss
+                engine.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+            runs.append((losses, engine.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[1][1][name], value) for name, value in runs[0][1].items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "lora"])
+def test_state_dict(name, precision):
+    """Values of their own, of the user's dtype; tied ones share a tensor; modules inside say the same."""
+    torch.manual_seed(0)
+    plain = MODELS[name].build().state_dict(keep_vars=True)
+    engine, _ = built(name, precision=precision)
+    with engine:
+        module = engine.module
+        state = module.state_dict()
+        assert list(state) == list(plain)
+        for key, value in state.items():
+            assert type(value) is torch.Tensor
+            assert value.dtype == plain[key].dtype
+            exact = precision == "fp32" or plain[key].requires_grad
+            torch.testing.assert_close(value, plain[key].detach(), rtol=0 if exact else 0.01, atol=0)
+        shared = {key: [other for other in plain if plain[other] is plain[key]] for key in plain}
+        for key, names in shared.items():
+            assert all(state[other].data_ptr() == state[key].data_ptr() for other in names)
+        assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(
+            {id(value) for value in plain.values()}
+        )
+        inner_name, inner = next((n, m) for n, m in module.named_modules() if n and not list(m.children()))
+        assert all(torch.equal(value, state[f"{inner_name}.{key}"]) for key, value in inner.state_dict().items())
+        assert (
+            all(value is param for value, param in zip(module.state_dict(keep_vars=True).values(), plain, strict=True))
+            is False
+        )
+    assert module._compiled_call_impl is None
+    assert "zero_grad" not in module.__dict__
+
+
+def test_save_pretrained_and_copies(tmp_path):
+    engine, optimizer = built("gpt2", precision="bf16", **SMALL)
+    with engine:
+        engine.train()
+        for batch in batches(2):
+            engine.backward(engine(**batch).loss)
+            optimizer.step()
+        expected = engine.state_dict()
+        engine.module.save_pretrained(tmp_path)
+        loaded = type(engine.module).from_pretrained(tmp_path, dtype=torch.float32)
+        copied = copy.deepcopy(engine.module)
+        pickled = pickle.loads(pickle.dumps(engine.module))
+        for other in (loaded, copied, pickled):
+            assert type(other) is type(engine.module)
+            other.zero_grad()
+        state = loaded.state_dict()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+        batch = batches(1)[0]
+        engine.eval()
+        with torch.no_grad():
+            logits = engine.module(**batch).logits
+            torch.testing.assert_close(copied.eval()(**batch).logits, logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lora"])
+def test_generate(name):
+    """Between two steps, also through the wrapper of PEFT."""
+    torch.manual_seed(0)
+    plain = MODELS[name].build().eval()
+    tokens = batches(1)[0]["input_ids"][:, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    engine, optimizer = built(name, **SMALL)
+    with engine:
+        engine.eval()
+        for _ in range(2):
+            with _C.HostAllocations():  # what is not the engine's is no activation of it
+                expected = plain.generate(input_ids=tokens, **options)
+            assert torch.equal(engine.module.generate(input_ids=tokens, **options), expected)
+            engine.train()
+            batch = batches(1)[0]
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            optimizer.step()
+            engine.eval()
+            plain.load_state_dict(engine.state_dict())
+        assert engine.report()["device_peak_bytes"] <= SMALL["device_memory"]
+
+
+def test_gradients_between_backward_and_step():
+    """Norm, values, and a norm to clip to that only the host of the training knows."""
+    torch.manual_seed(0)
+    plain = MODELS["gpt2"].build()
+    optim = torch.optim.AdamW(plain.parameters(), **ADAM)
+    engine, optimizer = built("gpt2", **SMALL)
+    session = engine._session
+    with engine:
+        engine.train()
+        with pytest.raises(StateError, match="there are none"):
+            engine.grad_norm()
+        for step, batch in enumerate(batches(3)):
+            for _ in range(2):
+                with _C.HostAllocations():
+                    (plain(**batch).loss / 2).backward()
+                engine.backward(engine(**batch).loss / 2)
+            norm = session.grad_norm()
+            for name, param in plain.named_parameters():
+                gradient = session.states.gradient(engine.module.get_parameter(name), session.loss_scale)
+                torch.testing.assert_close(gradient, param.grad, rtol=1e-4, atol=1e-7)
+            if step == 1:  # a gradient that the user changes
+                weight = engine.module.get_parameter("transformer.wpe.weight")
+                plain.transformer.wpe.weight.grad.mul_(3)
+                session.states.set_gradient(weight, plain.transformer.wpe.weight.grad, session.loss_scale)
+                session.gradients.note_change()
+                norm = session.grad_norm()
+            reference = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1 * (step + 1))
+            assert norm == pytest.approx(float(reference), rel=1e-5)
+            assert float(engine.clip_grad_norm_(0.1 * (step + 1))) == pytest.approx(norm)
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+            optim.step()
+            plain.zero_grad()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(engine.full_value(engine.module.get_parameter(name)), value)
+
+
+def test_a_skipped_step():
+    engine, optimizer = built("gpt2", precision="fp16")
+    with engine:
+        engine.train()
+        for factor, skipped in ((float("inf"), True), (1.0, False)):
+            engine.backward(engine(**batches(1)[0]).loss * factor)
+            optimizer.step()
+            assert optimizer.step_was_skipped is skipped
+
+
+def test_zero_grad_of_the_module():
+    engine, optimizer = built("gpt2")
+    with engine:
+        engine.train()
+        before = engine.state_dict()
+        engine.backward(engine(**batches(1)[0]).loss)
+        engine.module.zero_grad()
+        optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())

@@ -1,0 +1,94 @@
+"""A user's torch optimizer, taken over in the middle of a run: the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patrickstar import _C
+from patrickstar.config import OptimizerType
+from patrickstar.optimizer_takeover import groups_of, move_state
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, token_batch
+
+
+def grouped(optimizer_class, module, **options):
+    decayed = [param for param in module.parameters() if param.ndim > 1]
+    rest = [param for param in module.parameters() if param.ndim <= 1]
+    return optimizer_class(
+        [{"params": decayed, "weight_decay": 0.1, "betas": (0.8, 0.99)}, {"params": rest, "lr": 2e-3}],
+        lr=1e-3,
+        eps=1e-6,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "expected"),
+    [
+        (torch.optim.AdamW, {}, OptimizerType.ADAMW),
+        (torch.optim.Adam, {"foreach": True}, OptimizerType.ADAM),
+    ],
+)
+def test_a_run_goes_on(optimizer_class, options, expected):
+    case = MODELS["mlp"]
+    torch.manual_seed(0)
+    plain, module = case.build(), case.build()
+    module.load_state_dict(plain.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    batches = [token_batch(generator) for _ in range(5)]
+    plain_optimizer = grouped(optimizer_class, plain, **options)
+    plain_scheduler = torch.optim.lr_scheduler.LinearLR(plain_optimizer, 0.5, 1.0, 5)
+    optimizer = grouped(optimizer_class, module, **options)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 5)
+
+    def step(model, optim, schedule, batch, backward):
+        optim.zero_grad()
+        backward(case.loss(model(**batch)))
+        optim.step()
+        schedule.step()
+
+    for batch in batches:
+        step(plain, plain_optimizer, plain_scheduler, batch, torch.Tensor.backward)
+    for batch in batches[:2]:
+        step(module, optimizer, scheduler, batch, torch.Tensor.backward)
+    taken = groups_of(optimizer)
+    assert taken.type is expected
+    assert [group["lr"] for group in taken.groups] == [group["lr"] for group in optimizer.param_groups]
+    assert (taken.groups[0]["betas"], taken.groups[0]["weight_decay"]) == ((0.8, 0.99), 0.1)
+    assert taken.defaults["eps"] == 1e-6
+    config = {"optimizer": {"type": taken.type.value, "params": taken.defaults}}
+    engine, hybrid = initialize_engine(lambda: module, 0, config, model_parameters=lambda _: taken.groups)
+    with engine:
+        engine.train()
+        move_state(optimizer, hybrid)
+        assert not optimizer.state
+        for batch in batches[2:]:
+            step(module, hybrid, scheduler, batch, engine.backward)
+        assert "foreach" not in hybrid.param_groups[0]
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+        engine.backward(case.loss(module(**batches[0])))
+        with pytest.raises(RuntimeError, match="is in PatrickStar's chunks"):  # never silently nothing
+            optimizer.step()
+
+
+class Custom(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), r"torch\.optim\.sgd\.SGD; .*torch\.optim\.AdamW do: give one"),
+        (lambda p: Custom(p), r"Custom; PatrickStar updates as"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "group 0 .* amsgrad=True, which keeps"),
+        (lambda p: torch.optim.Adam(p, maximize=True), "maximize=True, .* negate the loss"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_refused(make, message):
+    with _C.HostAllocations():
+        weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=message):
+        groups_of(make([weight]))
