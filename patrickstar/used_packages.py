@@ -63,6 +63,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 PACKAGES = (
+    UsedPackage(name="numpy", purpose="several ranks, random numbers in checkpoints", extra=REQUIRED, minimum=(1, 26)),
+    UsedPackage(name="safetensors", purpose="weights as Hugging Face has them", extra=REQUIRED, minimum=(0, 5)),
     UsedPackage(name="pydantic", purpose="the configuration", extra=REQUIRED, minimum=(2, 7)),
     UsedPackage(
         name="transformers", purpose="the Trainer, --model of plans", extra="transformers", minimum=(5, 23), below=(6,)
@@ -71,7 +73,6 @@ PACKAGES = (
         name="accelerate", purpose="the Trainer, Accelerate", extra="transformers", minimum=(1, 15), below=(2,)
     ),
     UsedPackage(name="peft", purpose="LoRA", extra="transformers", minimum=(0, 18)),
-    UsedPackage(name="safetensors", purpose="Hugging Face's weights", extra="transformers", minimum=(0, 5)),
     UsedPackage(name="lightning", purpose="the Lightning strategy", extra="lightning", minimum=(2, 6), below=(3,)),
     UsedPackage(name="tensorboard", purpose="TensorBoard logs", extra="monitor", minimum=(2, 16)),
     UsedPackage(name="wandb", purpose="Weights & Biases logs", extra="monitor", minimum=(0, 17)),

@@ -1,5 +1,6 @@
 """python -m patrickstar.env says what is there and what mends the rest, also where PatrickStar cannot be imported."""
 
+import ast
 import copy
 import json
 import os
@@ -184,6 +185,17 @@ def test_requirements_are_those_of_the_extras():
     extras = {REQUIRED: project["dependencies"], **project["optional-dependencies"]}
     for package in PACKAGES:
         assert package.requirement in extras[package.extra], package
+
+
+def test_what_modules_import_at_once_is_required():
+    required = {package.name for package in PACKAGES if package.extra == REQUIRED}
+    known = {"torch", "patrickstar", "pydantic_core", *required, *sys.stdlib_module_names}  # pydantic brings its core
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "profiling" / "picture.py"}:  # imported where one is drawn
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            unknown = {module.partition(".")[0] for module in modules} - known
+            assert not unknown, f"{path.relative_to(PACKAGE)} imports {unknown}, which pip install does not bring"
 
 
 def test_versions_of_packages_are_compared_as_numbers():
