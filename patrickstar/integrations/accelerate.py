@@ -255,9 +255,10 @@ class PatrickStarAccelerator(Accelerator):
         """As ``Accelerator.save_state``: schedulers, data loaders, random numbers and registered objects as there;
         model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
         """
+        engine = self.engine
         with _Aside(self):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        self.engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
+        engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
         return folder
 
     def load_state(
