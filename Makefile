@@ -5,7 +5,7 @@ ARGS ?=
 JOBS ?= 2
 RUN = $(PYTHON) tools/environment.py
 
-.PHONY: help build demo test test-gpu lint format check-cuda wheel env clean distclean
+.PHONY: help build demo test test-gpu lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +37,10 @@ format:  ## let ruff and clang-format format the files
 
 check-cuda:  ## compile and link the CUDA part without a GPU or a CUDA PyTorch (downloads 0.8 GB once, into .cache)
 	$(RUN) --extras build -- tools/check_cuda.py
+
+docs: build  ## docs/ as HTML, into build/docs
+	$(RUN) --extras docs --apart docs -- -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo build/docs/index.html
 
 wheel:  ## build a wheel for the PyTorch that is here, into dist/
 	$(RUN) --extras build -- -m pip wheel --no-build-isolation --no-deps -w dist .

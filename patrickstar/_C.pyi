@@ -118,6 +118,13 @@ class WeightDecay(_Enum):
     DECOUPLED: ClassVar[WeightDecay]
 
 @final
+class BiasCorrection(_Enum):
+    """Whether moments are divided by 1 - beta^step before an update, or taken as they are."""
+
+    APPLIED: ClassVar[BiasCorrection]
+    NONE: ClassVar[BiasCorrection]
+
+@final
 class Track(_Enum):
     """Where a span of a trace belongs."""
 
@@ -482,7 +489,15 @@ class GroupOptions:
     """Adam's options for one parameter group."""
 
     def __init__(
-        self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, mode: WeightDecay
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        mode: WeightDecay,
+        bias_correction: BiasCorrection = ...,
     ) -> None: ...
 
 class UseListener:
@@ -642,6 +657,14 @@ class Runtime(UseListener):
         ``{"track", "cause", "chunk", "kind", "num_bytes", "numel", "begin_seconds", "seconds", "owner", "dropped"}``;
         ``samples``: ``{"seconds", "tide_bytes", "idle_bytes", "payload_bytes"}``. Seconds count from the step's first
         forward.
+        """
+
+    def start_stall_trace(self) -> None:
+        """As :meth:`start_trace`, for :meth:`take_stalls`; each has its own request."""
+
+    def take_stalls(self) -> dict[str, Any] | None:
+        """What the traced step waited for, once: ``seconds`` of the step and ``stalled_seconds`` by ``StallCause``.
+        None before it is over; waits as :meth:`take_trace` does.
         """
 
     def report(self) -> dict[str, Any]: ...

@@ -14,32 +14,59 @@ with contextlib.suppress(ImportError, OSError):
     import torch  # noqa: F401  (the extension needs PyTorch's libraries loaded)
 
 if TYPE_CHECKING:
+    from patrickstar import checkpointing, comm, ops, utils, zero
     from patrickstar._C import MemoryBudgetError, RankFailure, StateError
     from patrickstar.checkpoint import CheckpointError
+    from patrickstar.comm import init_distributed
     from patrickstar.preprocess import torch_scope
+    from patrickstar.pretrained import from_pretrained
     from patrickstar.runtime import initialize_engine
+    from patrickstar.training import TrainingEngine, add_config_arguments, initialize
 
 __version__ = "0.5.0"
-__all__ = ["CheckpointError", "MemoryBudgetError", "RankFailure", "StateError", "initialize_engine", "torch_scope"]
+__all__ = [
+    "CheckpointError",
+    "MemoryBudgetError",
+    "RankFailure",
+    "StateError",
+    "TrainingEngine",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "from_pretrained",
+    "init_distributed",
+    "initialize",
+    "initialize_engine",
+    "ops",
+    "torch_scope",
+    "utils",
+    "zero",
+]
 
 _HOMES = {
     "CheckpointError": "patrickstar.checkpoint",
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
     "StateError": "patrickstar._C",
-    "torch_scope": "patrickstar.preprocess",
+    "TrainingEngine": "patrickstar.training",
+    "add_config_arguments": "patrickstar.training",
+    "from_pretrained": "patrickstar.pretrained",
+    "init_distributed": "patrickstar.comm",
+    "initialize": "patrickstar.training",
     "initialize_engine": "patrickstar.runtime",
+    "torch_scope": "patrickstar.preprocess",
 }
+_MODULES = ("_C", "checkpointing", "comm", "ops", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name != "_C":
+    if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'patrickstar' has no attribute {name!r}")
     try:
-        module = importlib.import_module(_HOMES.get(name, "patrickstar._C"))
+        module = importlib.import_module(_HOMES.get(name, f"patrickstar.{name}"))
     except ImportError as error:
         raise ImportError(f"{error} (python -m patrickstar.env says what is missing and what mends it)") from error
-    value = module if name == "_C" else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

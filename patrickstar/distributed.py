@@ -165,6 +165,13 @@ def open_ranks(
     return groups
 
 
+def num_ranks_to_come() -> int:
+    """How many ranks `open_ranks` will find, before it is called."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return max(int(os.environ.get("WORLD_SIZE") or 1), 1)
+
+
 # Entering torch.distributed.
 
 

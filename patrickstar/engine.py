@@ -16,6 +16,7 @@ from patrickstar.checkpoint.engine_export import export_session
 from patrickstar.checkpoint.engine_state import Scheduler, load_session, save_session
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
 
@@ -228,6 +229,24 @@ class Engine(nn.Module):
             StateError: no step was made yet.
         """
         return self._session.plan()
+
+    def make_monitor(self, options: MonitorOptions) -> StepMonitor:
+        """What prints a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
+
+        Raises:
+            ImportError: a package for what is asked is missing.
+            ValueError: a file of metrics that is there does not fit.
+        """
+        session, context = self._session, self._session.ranks.context
+        facts = RunFacts(
+            num_parameters=session.num_parameters,
+            num_trainable=sum(param.numel() for param in self.module.parameters() if param.requires_grad),
+            rank=context.rank,
+            num_ranks=len(session.ranks.members),
+            device=session.device,
+        )
+        stalls = StallSampler(session.runtime.start_stall_trace, session.runtime.take_stalls)
+        return StepMonitor(options, facts, self.report, stalls)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

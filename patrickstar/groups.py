@@ -13,7 +13,9 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 ModelParameters = Callable[[nn.Module], Iterable[Any]] | Sequence[Mapping[str, Any]] | None
 
 
-def make_groups(module: nn.Module, model_parameters: ModelParameters) -> list[dict[str, Any]]:
+def make_groups(
+    module: nn.Module, model_parameters: ModelParameters, replaced: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
     """Groups as ``torch.optim`` takes them.
 
     Args:
@@ -21,6 +23,7 @@ def make_groups(module: nn.Module, model_parameters: ModelParameters) -> list[di
         model_parameters: None (one group of all parameters); a callable that takes the module and returns parameters or
             groups; or a list of dicts whose ``params`` are name patterns (a string or a list; ``*`` and ``?`` as in
             file names), the first match wins.
+        replaced: parameters that the module no longer has, and those in their place.
 
     Raises:
         ValueError: a pattern matches nothing, a parameter that requires grad is in no group or in two, an option is
@@ -38,6 +41,8 @@ def make_groups(module: nn.Module, model_parameters: ModelParameters) -> list[di
             f"model_parameters is a {type(model_parameters).__name__}; give a callable that takes the module and "
             "returns groups, or a list of dicts whose 'params' are name patterns"
         )
+    if replaced:
+        groups = [{**group, "params": [replaced.get(param, param) for param in group["params"]]} for group in groups]
     _check_groups(named, groups)
     return groups
 

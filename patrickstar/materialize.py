@@ -4,16 +4,41 @@
 parameters on the training device: ``reset_parameters`` (PyTorch's convention for modules built so, as in FSDP) and, for
 Hugging Face models, ``_init_weights``. A *unit* is the part of the model that has memory of its own at a time: its
 values go into chunks before the next unit is made, so the model is never whole outside of chunks.
+
+A model may also come with values for its tensors (:func:`attach_values`, as ``patrickstar.from_pretrained`` does with a
+folder of safetensors): these are read unit by unit, in the place of what initialisers would give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from patrickstar import _C
+
+
+class TensorValues(Protocol):
+    """Values of a model's tensors, by the names of its ``state_dict``."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there are values of that name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """They, on the CPU, of any dtype."""
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, TensorValues] = weakref.WeakKeyDictionary()
+
+
+def attach_values(module: nn.Module, values: TensorValues) -> None:
+    """The tensors of ``module`` that are on the meta device get ``values`` when they get memory; what these lack, its
+    initialisers give.
+    """
+    _attached[module] = values
 
 
 class DeferredInit:
@@ -25,8 +50,12 @@ class DeferredInit:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._names = {param: name for name, param in _replace_meta_params(module).items()}
+        self._values = _attached.get(module)
+        self.replaced: dict[nn.Parameter, nn.Parameter] = {}
+        """The parameters that the module had, and those it has now."""
+        self._names = {param: name for name, param in _replace_meta_params(module, self.replaced).items()}
         self._deferred = set(self._names)
+        self._keys = _keys_of(module, self._values) if self._values is not None else {}
 
     @classmethod
     def of(cls, module: nn.Module) -> DeferredInit | None:
@@ -58,20 +87,39 @@ class DeferredInit:
                 buffers = _materialize_buffers(modules, device)
                 for module in without_values:
                     _initialize(module, hugging_face.get(module))
-                _check_values({**{name: param for param, name in fresh.items()}, **buffers})
+                self._read_values(fresh, buffers)
+                named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
+                _check_values({**{name: param for param, name in fresh.items()}, **named})
             yield list(fresh)
+
+    def _read_values(
+        self, params: Iterable[nn.Parameter], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
+    ) -> None:
+        if self._values is None:
+            return
+        targets = {param: param for param in params}
+        targets |= {was: owner._buffers[name] for (owner, name), was in buffers.items()}
+        for tensor, target in targets.items():
+            if tensor in self._keys:
+                target.data.copy_(self._values.read(self._keys[tensor]))
 
     def _needs_values(self, module: nn.Module) -> bool:
         """A module whose children had values from the start is left alone: its initialiser might overwrite them."""
         own = [*module._parameters.values(), *module._buffers.values()]
-        if any(tensor is not None and (tensor.is_meta or tensor in self._deferred) for tensor in own):
-            return True
+        missing = [tensor for tensor in own if tensor is not None and (tensor.is_meta or tensor in self._deferred)]
+        if missing:
+            return any(tensor not in self._keys for tensor in missing)
         below = list(module.parameters())
-        return bool(below) and all(param in self._deferred for param in below)
+        return bool(below) and all(param in self._deferred and param not in self._keys for param in below)
 
 
-def _replace_meta_params(module: nn.Module) -> dict[str, nn.Parameter]:
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
+def _keys_of(module: nn.Module, values: TensorValues) -> dict[torch.Tensor, str]:
+    """The name under which each parameter and buffer has values; a tied one may have them under any of its names."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {tensor: name for name, tensor in reversed(tensors) if name in values}
+
+
+def _replace_meta_params(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter]) -> dict[str, nn.Parameter]:
     names: dict[str, nn.Parameter] = {}
     for prefix, child in module.named_modules():
         for name, param in child._parameters.items():
@@ -124,12 +172,14 @@ def _without_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return memory.fill_(float("nan")) if memory.is_floating_point() else memory.zero_()
 
 
-def _materialize_buffers(modules: list[nn.Module], device: torch.device) -> dict[str, torch.Tensor]:
+def _materialize_buffers(modules: list[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """The buffers that got memory, each with what it was before."""
     made = {}
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                made[f"{name} of {type(module).__name__}"] = module._buffers[name] = _without_values(buffer, device)
+                made[module, name] = buffer
+                module._buffers[name] = _without_values(buffer, device)
     return made
 
 

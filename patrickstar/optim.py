@@ -14,6 +14,7 @@ import torch
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter
 from patrickstar.config import Config, OptimizerType, check_adam_options
+from patrickstar.managed_optimizer import managed_optimizer
 
 if TYPE_CHECKING:
     from patrickstar.session import Session
@@ -31,6 +32,8 @@ class HybridAdam(torch.optim.Optimizer):
     def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
         self._session = session
         self._built = False
+        corrects = config.optimizer.params.bias_correction
+        self._bias_correction = _C.BiasCorrection.APPLIED if corrects else _C.BiasCorrection.NONE
         self._mode = _C.WeightDecay.DECOUPLED if config.optimizer.type is OptimizerType.ADAMW else _C.WeightDecay.L2
         options = config.optimizer.params
         defaults = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
@@ -44,9 +47,7 @@ class HybridAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if isinstance(param, ChunkedParameter):
                     session.runtime.set_group(param._patrickstar.id, index)
-        session.managed.make_optimizer(
-            self.param_groups, torch.optim.AdamW if config.optimizer.type is OptimizerType.ADAMW else torch.optim.Adam
-        )
+        session.managed.make_optimizer(self.param_groups, managed_optimizer(config.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is being built.
@@ -77,9 +78,19 @@ class HybridAdam(torch.optim.Optimizer):
         return loss
 
     @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without float16."""
+        return self._session.loss_scale
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step updated nothing, because its gradients were not finite."""
         return not self._session.outcome.applied
+
+    @property
+    def overflow(self) -> bool:
+        """The same, by DeepSpeed's name."""
+        return self.step_was_skipped
 
     def _group_options(self) -> list[_C.GroupOptions]:
         """The groups' present options, as the core takes them."""
@@ -91,6 +102,7 @@ class HybridAdam(torch.optim.Optimizer):
                 eps=float(group["eps"]),
                 weight_decay=float(group["weight_decay"]),
                 mode=self._mode,
+                bias_correction=self._bias_correction,
             )
             for group in self.param_groups
         ]

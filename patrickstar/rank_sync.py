@@ -5,7 +5,6 @@ parameters that stay with PyTorch. With one rank nothing happens here.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 
@@ -83,7 +82,7 @@ def check_same_config(ranks: RankGroups, config: Config) -> None:
     Raises:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
-    shared = dataclasses.replace(config, profile=None, plan=None)
+    shared = config.model_copy(update={"profile": None, "plan": None})
     ranks.check_agreement("the configuration", repr(shared))
 
 

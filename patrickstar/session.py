@@ -29,6 +29,7 @@ from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import Budgets
 from patrickstar.observer import Observer
+from patrickstar.open_session import note_open_session
 from patrickstar.param_states import ParamStates
 from patrickstar.planning.step_plan import Plan
 from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
@@ -118,6 +119,7 @@ class Session:
         self._num_pressure_evictions = 0
         self._replayed_with_others = False  # in the forward that failed
         self._is_inside = False  # a forward or a backward
+        note_open_session(self)
 
     def join(self) -> None:
         """What ranks do together once each has its share of the model.

@@ -2,9 +2,14 @@
 
 Each rank is a Python process with the environment of torchrun, one thread and torch's store on a free port of this
 machine. `function` must be importable (of a module's top level); it and its arguments and results are pickled.
+
+Ranks are forked from a server that has imported what all of them import (tests/rank_imports.py) and done nothing else:
+a process of its own would spend five seconds on that. With `prefixes` they are processes of their own.
 """
 
+import contextlib
 import dataclasses
+import multiprocessing
 import os
 import pickle
 import signal
@@ -76,18 +81,67 @@ def rank_outcomes(
         for rank in set(range(num_ranks)) - set(absent):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
             variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
-            command = [*(prefixes[rank] if prefixes else ()), sys.executable, "-m", "tests.distributed", folder]
-            with Path(folder, f"output-{rank}").open("wb") as output:
-                processes[rank] = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=variables,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+            start = _start_process if prefixes else _start_fork
+            processes[rank] = start(folder, rank, variables, prefixes[rank] if prefixes else ())
         ended = _wait(processes, timeout_seconds, stop_after_failure)
         return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
+
+
+def _start_process(folder, rank, variables, prefix):
+    command = [*prefix, sys.executable, "-m", "tests.distributed", folder]
+    with Path(folder, f"output-{rank}").open("wb") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output, start_new_session=True)
+
+
+class _Fork:
+    """A forked rank, with the methods of Popen that are used here."""
+
+    def __init__(self, folder, rank, variables):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.rank_imports"])
+        self._process = context.Process(target=_run_fork, args=(folder, rank, variables))
+        with _server_environment():
+            self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def wait(self):
+        self._process.join()
+        return self._process.exitcode
+
+
+def _start_fork(folder, rank, variables, _prefix):
+    return _Fork(folder, rank, variables)
+
+
+@contextlib.contextmanager
+def _server_environment():
+    """The server, started with the first rank, sees neither threads nor GPUs."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _run_fork(folder, rank, variables):
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(variables)
+    output = os.open(Path(folder, f"output-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _run_rank(folder)
 
 
 def free_port():
@@ -113,7 +167,8 @@ def _wait(processes, timeout_seconds, stop_after_failure):
     finally:
         for process in processes.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ends by itself now
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return {rank: ended.get(rank, (None, time.monotonic() - started)) for rank in processes}
 
@@ -138,6 +193,7 @@ def _run_rank(folder):
         error = f"{type(raised).__name__}: {raised}"
     result = Path(folder, f"result-{os.environ['RANK']}")
     result.write_bytes(pickle.dumps((value, error)))
+    sys.stdout.flush()
     sys.exit(1 if error else 0)
 
 

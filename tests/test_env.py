@@ -1,5 +1,6 @@
 """python -m patrickstar.env says what is there and what mends the rest, also where PatrickStar cannot be imported."""
 
+import ast
 import copy
 import json
 import os
@@ -13,8 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
 import patrickstar
-from patrickstar import _C, env, host_memory
+from patrickstar import _C, env, env_findings, host_memory
+from patrickstar.used_packages import PACKAGES, REQUIRED, UsedPackage
 
 PACKAGE = Path(patrickstar.__file__).parent
 ROOT = PACKAGE.parent
@@ -88,7 +95,7 @@ def test_without_pytorch(bare_package):
     done = run(cwd=bare_package, python=(sys.executable, "-S"))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "missing: PyTorch cannot be imported (ModuleNotFoundError" in done.stdout
-    assert f"pip install torch=={env.TORCH}" in done.stdout
+    assert f"pip install torch=={env_findings.TORCH}" in done.stdout
     assert "host memory" in done.stdout and "model" in done.stdout
 
 
@@ -125,6 +132,7 @@ def healthy():
     report["toolchain"] = {"cxx": "c++ 12", "nvcc": "/usr/local/cuda/bin/nvcc", "nvcc_version": "13.0"}
     report["pinning"] = {"memlock_soft_bytes": None, "memlock_hard_bytes": None}
     report["host memory"]["transparent_huge_pages"] = "madvise"
+    report["packages"] = {package.name: {"version": ".".join(map(str, package.minimum))} for package in PACKAGES}
     return report
 
 
@@ -141,6 +149,9 @@ def test_a_healthy_machine_has_no_findings(healthy):
         ("torch", {"version": "2.12.0"}, "compiled against PyTorch 2.11.0 and runs with 2.12.0", "make -C", False),
         ("extension", {"built_with": {"torch": "2.11.0", "cuda": None}}, "without its CUDA part", "make -C", True),
         ("extension", {"error": "ImportError: undefined symbol: _ZN3"}, "against another PyTorch", "make -C", True),
+        ("packages", {"pydantic": {"version": None}}, "pydantic is missing", 'pip install "pydantic>=2.7"', True),
+        ("packages", {"lightning": {"version": None}}, "not installed: lightning (", '"lightning>=2.6,<3"', False),
+        ("packages", {"transformers": {"version": "4.57.1"}}, "transformers is 4.57.1", '"transformers>=5', False),
         ("host memory", {"transparent_huge_pages": "never"}, "huge pages are off", "echo madvise", False),
     ],
 )
@@ -163,6 +174,37 @@ def test_versions_agree_with_the_build():
     sys.path.insert(0, str(ROOT / "build_backend"))
     import patrickstar_pins as pins
 
-    assert (env.TORCH, env.CPU_INDEX, env.MINIMUM_TORCH) == (pins.TORCH, pins.CPU_INDEX, pins.MINIMUM_TORCH)
+    ours = (env_findings.TORCH, env_findings.CPU_INDEX, env_findings.MINIMUM_TORCH)
+    assert ours == (pins.TORCH, pins.CPU_INDEX, pins.MINIMUM_TORCH)
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
     assert patrickstar.__version__ == version
+
+
+def test_requirements_are_those_of_the_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {REQUIRED: project["dependencies"], **project["optional-dependencies"]}
+    for package in PACKAGES:
+        assert package.requirement in extras[package.extra], package
+
+
+def test_what_modules_import_at_once_is_required():
+    required = {package.name for package in PACKAGES if package.extra == REQUIRED}
+    known = {"torch", "patrickstar", "pydantic_core", *required, *sys.stdlib_module_names}  # pydantic brings its core
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "profiling" / "picture.py"}:  # imported where one is drawn
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            unknown = {module.partition(".")[0] for module in modules} - known
+            assert not unknown, f"{path.relative_to(PACKAGE)} imports {unknown}, which pip install does not bring"
+
+
+def test_versions_of_packages_are_compared_as_numbers():
+    package = UsedPackage(name="a", purpose="", extra="", minimum=(1, 10), below=(2,))
+    assert package.requirement == "a>=1.10,<2"
+    assert [package.supports(version) for version in ("1.9.9", "1.10", "1.10.0rc1", "1.11.3+cpu", "2.0.0")] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]

@@ -35,7 +35,7 @@ def engine_and_optimizer():
         ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
         ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
         ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
-        ({"model_func": Mlp, "config": "config.json"}, "config is a str"),
+        ({"model_func": Mlp, "config": "config.json"}, "config is 'config.json', which cannot be read"),
         ({"model_func": Mlp, "model_parameters": "decay"}, "model_parameters is a str"),
         ({"model_func": Mlp, "model_parameters": [{"params": "nothing.*"}]}, "no parameter matches 'nothing"),
         ({"model_func": Mlp, "model_parameters": [{"params": "embed.*"}]}, "are in no group"),

@@ -45,6 +45,10 @@ for text in sys.argv[1:]:
     if found is None or not requirement.specifier.contains(found, prereleases=True):
         print(text)
 """
+_PACKAGE_FOLDERS = """
+import sys
+print(*(folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))), sep="\\n")
+"""
 _EXTRAS = """
 import json, sys
 try:
@@ -95,6 +99,19 @@ def make_venv(python: str, *, see_packages: bool) -> str:
     if subprocess.run(command).returncode != 0:
         sys.exit(f"{python} -m venv failed; on Debian or Ubuntu: apt-get install python3-venv")
     return str(VENV / "bin" / "python")
+
+
+def beside(python: str, name: str) -> str:
+    """The Python of an environment in .cache that sees the packages of `python`; what it gets leaves those alone."""
+    folder = ROOT / ".cache" / name
+    own = str(folder / "bin" / "python")
+    if not Path(own).exists():
+        say(f"making {folder}")
+        if subprocess.run([python, "-m", "venv", "--clear", "--without-pip", str(folder)]).returncode != 0:
+            sys.exit(f"{python} -m venv failed; on Debian or Ubuntu: apt-get install python3-venv")
+    packages = output(own, "import sysconfig; print(sysconfig.get_path('purelib'))") or sys.exit(f"{own} does not run")
+    Path(packages, "beside.pth").write_text(f"{output(python, _PACKAGE_FOLDERS)}\n", encoding="utf-8")
+    return own
 
 
 def torch_requirement() -> list[str]:
@@ -149,9 +166,11 @@ def install(python: str, requirements: list[str]) -> None:
         sys.exit(f"the packages above could not be installed with {python}; see pip's message")
 
 
-def prepare(extras: list[str]) -> str:
-    """A Python with PyTorch and all of `extras`."""
+def prepare(extras: list[str], apart: str | None = None) -> str:
+    """A Python with PyTorch and all of `extras`; if `apart` names an environment, that one gets what is missing."""
     python = python_with_torch()
+    if apart is not None:
+        python = beside(python, apart)
     lacking = missing(python, extras)
     if lacking and output(python, _MAY_INSTALL) is None:
         own = str(VENV / "bin" / "python")
@@ -168,9 +187,10 @@ def main() -> None:
     """Parses the command line and becomes Python."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--extras", default="", help="comma-separated names from pyproject.toml")
+    parser.add_argument("--apart", metavar="NAME", help="install what is missing into .cache/NAME, which sees the rest")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="-- and what Python is to run")
     options = parser.parse_args()
-    python = prepare([extra for extra in options.extras.split(",") if extra])
+    python = prepare([extra for extra in options.extras.split(",") if extra], options.apart)
     folder = str(Path(python).parent)
     path = os.environ.get("PATH", "").split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys([folder, *path]))  # for ninja

@@ -101,6 +101,9 @@ SYSTEMS = {
     "patrickstar": SystemSpec(
         module="patrickstar", build="build_chunked", package="patrickstar", limits_host_itself=True
     ),
+    "hf-trainer": SystemSpec(
+        module="hf_trainer", build="build_in_trainer", package="accelerate", limits_host_itself=True, max_ranks=1
+    ),
     "fsdp2": SystemSpec(module="fsdp2", build="build_resident", package="torch"),
     "fsdp2-offload": SystemSpec(module="fsdp2", build="build_offloaded", package="torch"),
     "deepspeed-zero3-offload": SystemSpec(

@@ -23,20 +23,30 @@ def build_chunked(job: Job) -> Chunked:
     return Chunked(job)
 
 
+def training_options(job: Job) -> TrainingOptions:
+    """What PatrickStar is given for ``job``."""
+    return TrainingOptions(
+        **ADAMW,
+        speculation=job.speculation,
+        streaming=job.streaming,
+        clipping=job.clipping,
+        chunk_numel=_CHUNK_NUMEL,
+        gpu_memory=job.gpu_bytes,
+        host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
+        margin_use_ratio=MARGIN_USE_RATIO,
+    )
+
+
+def engine_config(job: Job) -> dict[str, Any]:
+    """The same as an engine's configuration."""
+    return training_options(job).engine_config()
+
+
 class Chunked:
     """See :class:`benchmark.systems.System`."""
 
     def __init__(self, job: Job):
-        options = TrainingOptions(
-            **ADAMW,
-            speculation=job.speculation,
-            streaming=job.streaming,
-            clipping=job.clipping,
-            chunk_numel=_CHUNK_NUMEL,
-            gpu_memory=job.gpu_bytes,
-            host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
-            margin_use_ratio=MARGIN_USE_RATIO,
-        )
+        options = training_options(job)
         self.version = patrickstar.__version__
         self.settings: dict[str, Any] = {"config": options.engine_config()}
         self.device = training_device()

@@ -35,8 +35,9 @@ void register_gradient_hook(pybind11::module_& module);
 // The planner's types as Python lists and dicts, there and back.
 pybind11::list describe_timeline(const Timeline& timeline);
 pybind11::dict describe_plan(const Plan& plan);
-// A traced step likewise.
+// A traced step likewise; of one, {"seconds", "stalled_seconds": {StallCause: seconds}}.
 pybind11::dict describe_trace(const StepTrace& trace);
+pybind11::dict describe_stalls(const StepTrace& trace);
 // make_plan's arguments but the timeline.
 pybind11::dict describe_problem(const PlanProblem& problem);
 Timeline parse_timeline(const pybind11::list& moments);

@@ -57,6 +57,9 @@ void register_options(py::module_& module) {
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
+  py::enum_<BiasCorrection>(module, "BiasCorrection")
+      .value("APPLIED", BiasCorrection::kApplied)
+      .value("NONE", BiasCorrection::kNone);
   py::class_<DelayOptions>(module, "DelayOptions", "A simulated link, and random delays (common/queue_delays.h).")
       .def(py::init<>())
       .def_readwrite("bytes_per_second", &DelayOptions::bytes_per_second)
@@ -94,11 +97,12 @@ void register_options(py::module_& module) {
       .def_readwrite("speculation", &RuntimeOptions::speculation)
       .def_readwrite("streaming", &RuntimeOptions::streaming);
   py::class_<GroupOptions>(module, "GroupOptions")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode) {
-             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode};
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
+                       BiasCorrection bias_correction) {
+             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode, bias_correction};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-           py::arg("mode"));
+           py::arg("mode"), py::arg("bias_correction") = BiasCorrection::kApplied);
 }
 
 py::dict report(Runtime& self) {
@@ -146,13 +150,13 @@ py::dict report(Runtime& self) {
 }
 
 // None before a traced step is over.
-py::object take_trace(Runtime& self) {
+py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(const StepTrace&)) {
   std::optional<StepTrace> trace;
   {
     const py::gil_scoped_release release;
-    trace = self.take_trace();
+    trace = self.take_trace(reader);
   }
-  return trace ? py::object(describe_trace(*trace)) : py::none();
+  return trace ? py::object(describe(*trace)) : py::none();
 }
 
 // {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt]}: the simulator's arguments.
@@ -268,8 +272,12 @@ void register_runtime(py::module_& module) {
       .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
       .def("set_step_count",
            [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
-      .def("start_trace", &Runtime::start_trace, ReleaseGil())
-      .def("take_trace", &take_trace)
+      .def(
+          "start_trace", [](Runtime& self) { self.start_trace(TraceReader::kUser); }, ReleaseGil())
+      .def("take_trace", [](Runtime& self) { return take_trace(self, TraceReader::kUser, &describe_trace); })
+      .def(
+          "start_stall_trace", [](Runtime& self) { self.start_trace(TraceReader::kMonitor); }, ReleaseGil())
+      .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
       .def_property_readonly("closed", &Runtime::closed)
       .def_property_readonly("num_committed", [](Runtime& self) { return self.optimizer().num_committed(); })
       .def_property_readonly("replays", &Runtime::replays, "The running step goes as planned so far.")

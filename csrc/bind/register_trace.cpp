@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "bind/bind.h"
 #include "trace/step_tracer.h"
 
@@ -71,6 +73,18 @@ py::dict describe_trace(const StepTrace& trace) {
   result["moments"] = moments;
   result["spans"] = spans;
   result["samples"] = samples;
+  return result;
+}
+
+py::dict describe_stalls(const StepTrace& trace) {
+  std::map<StallCause, double> stalled;
+  for (const TracedSpan& span : trace.spans) {
+    if (span.label.track == Track::kStall && span.owner == SpanOwner::kThisStep)
+      stalled[span.label.cause] += span.end_seconds - span.begin_seconds;
+  }
+  py::dict result;
+  result["seconds"] = trace.seconds;
+  result["stalled_seconds"] = stalled;
   return result;
 }
 

@@ -360,14 +360,14 @@ bool Runtime::gradients_pending() {
   return gradients_->pending();
 }
 
-void Runtime::start_trace() {
+void Runtime::start_trace(TraceReader reader) {
   const Entry entry(*this);
-  traces_.ask(TraceReader::kUser);
+  traces_.ask(reader);
 }
 
-std::optional<StepTrace> Runtime::take_trace() {
+std::optional<StepTrace> Runtime::take_trace(TraceReader reader) {
   const Entry entry(*this);
-  return traces_.take(TraceReader::kUser);
+  return traces_.take(reader);
 }
 
 void Runtime::forget_running_step() {

@@ -107,10 +107,10 @@ class Runtime final : public UseListener {
   bool has_gradient(ParamId param);
   bool gradients_pending();
 
-  // The next training step that begins is traced (trace/step_tracer.h).
-  void start_trace();
+  // The next training step that begins is traced for `reader` (trace/trace_requests.h).
+  void start_trace(TraceReader reader);
   // The traced step, once; nothing before it is over. Waits for the updates that it started.
-  std::optional<StepTrace> take_trace();
+  std::optional<StepTrace> take_trace(TraceReader reader);
   OptimizerStep& optimizer() { return *step_; }
 
   const Layout& layout() const { return store_.layout(); }

@@ -15,8 +15,9 @@ const char* at(const void* data, int64_t offset, DType dtype) {
 // The float32 constants of one step, from the options in binary64 (kernels.h).
 optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
   const auto step = static_cast<double>(step_count);
-  const double bias_correction1 = 1 - std::pow(options.beta1, step);
-  const double bias_correction2 = 1 - std::pow(options.beta2, step);
+  const bool corrects = options.bias_correction == BiasCorrection::kApplied;
+  const double bias_correction1 = corrects ? 1 - std::pow(options.beta1, step) : 1;
+  const double bias_correction2 = corrects ? 1 - std::pow(options.beta2, step) : 1;
   const bool l2 = options.mode == WeightDecay::kL2;
   optim::AdamScalars scalars{};
   scalars.grad_scale = grad_scale;

@@ -1,11 +1,11 @@
-// Whom a traced step is for. Two readers share the one tracer: each asks for a step and takes its trace, and both may
+// Whom a traced step is for. Several readers share the one tracer: each asks for a step and takes its trace, and all may
 // have the same one.
 //
 //   requests.ask(TraceReader::kPlanner);   // then a step goes by
 //   std::optional<StepTrace> trace = requests.take(TraceReader::kPlanner);
 //
-// The user gets the next step that begins after asking, as if there were nobody else: where the planner's step is under
-// way then, that one is given up, and the planner gets the user's. Guarded by the runtime's lock.
+// The user gets the next step that begins after asking, as if there were nobody else: where another's step is under way
+// then, that one is given up, and the other gets the user's. Guarded by the runtime's lock.
 #pragma once
 
 #include <array>
@@ -18,16 +18,19 @@
 namespace patrickstar {
 
 enum class TraceReader : uint8_t {
-  kUser,
-  kPlanner,
+  kUser,     // wants one step, for its files
+  kPlanner,  // learns how long a step takes
+  kMonitor,  // says now and then what steps wait for
 };
+
+constexpr size_t kNumTraceReaders = 3;
 
 class TraceRequests {
  public:
   explicit TraceRequests(StepTracer& tracer) : tracer_(tracer) {}
 
   // The next training step that begins is traced for `reader`, who gives up a trace that it has not taken. Waits for what
-  // a traced step started, if the other reader has not taken that yet.
+  // a traced step started, if another reader has not taken that yet.
   void ask(TraceReader reader);
   // The step that was asked for is over.
   bool is_ready(TraceReader reader) const;
@@ -46,7 +49,7 @@ class TraceRequests {
   void collect();
 
   StepTracer& tracer_;
-  std::array<Request, 2> requests_;
+  std::array<Request, kNumTraceReaders> requests_;
 };
 
 }  // namespace patrickstar

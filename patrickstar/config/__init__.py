@@ -1,16 +1,20 @@
-"""The configuration: a dict as users write it, checked and turned into frozen dataclasses.
+"""The configuration: a dict or a JSON file as users write it, checked and turned into immutable models.
 
-``parse_config`` turns the dict into a :class:`Config`; nothing past it sees a dict.
+``parse_config`` turns it into a :class:`Config`; nothing past it sees a dict. The models are the one schema: each key's
+type, default, meaning and what happens to it (``fates``) stand together, and docs/config.md and the JSON Schema
+(``python -m patrickstar.config``) are made from them.
 """
 
+from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import check_adam_options, make_loss_scaler
-from patrickstar.config.parsing import log_accepted_options, parse_bytes, parse_config
+from patrickstar.config.dialects import Dialect
+from patrickstar.config.parsing import log_accepted_options, parse_config
+from patrickstar.config.root import Config
 from patrickstar.config.schema import (
     PROFILE_VARIABLE,
     AdamConfig,
     Bf16Config,
     ClientConfig,
-    Config,
     DelaysConfig,
     Fp16Config,
     HostAffinity,
@@ -24,14 +28,18 @@ from patrickstar.config.schema import (
     Streaming,
     profile_of_environment,
 )
+from patrickstar.config.spellings import auto_keys, fill_auto
+from patrickstar.config.values import parse_bytes
 
 __all__ = [
     "PROFILE_VARIABLE",
     "AdamConfig",
+    "BatchSizes",
     "Bf16Config",
     "ClientConfig",
     "Config",
     "DelaysConfig",
+    "Dialect",
     "Fp16Config",
     "HostAffinity",
     "HostThreadsConfig",
@@ -42,10 +50,13 @@ __all__ = [
     "ProfileConfig",
     "Speculation",
     "Streaming",
+    "auto_keys",
     "check_adam_options",
+    "fill_auto",
     "log_accepted_options",
     "make_loss_scaler",
     "parse_bytes",
     "parse_config",
     "profile_of_environment",
+    "resolve_batch_sizes",
 ]

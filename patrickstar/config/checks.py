@@ -1,13 +1,18 @@
-"""Which values are possible, alone and together."""
+"""Which values are possible together."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from patrickstar import _C
-from patrickstar.config.schema import Config, Speculation
+from patrickstar.config.root import Config
+from patrickstar.config.schema import Speculation
+from patrickstar.config.values import DataType
+
+if TYPE_CHECKING:
+    from patrickstar import _C
+
+_NAMES = {"torch.float32": DataType.FP32, "torch.float16": DataType.FP16, "torch.bfloat16": DataType.BF16}
 
 
 def check_adam_options(options: Mapping[str, Any], name: str) -> None:
@@ -24,52 +29,53 @@ def check_adam_options(options: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name}.betas[{index}] is {beta}; it must be at least 0 and less than 1")
 
 
-def check_values(config: Config) -> None:
-    """Raises ValueError for a value, or a combination, that makes no sense."""
-    check_adam_options(dataclasses.asdict(config.optimizer.params), "optimizer.params")
+def find_conflicts(config: Config) -> list[str]:
+    """A line for each combination of values that makes no sense."""
+    problems = []
     if config.optimizer.speculation is Speculation.COMMIT and (config.fp16 is not None or config.gradient_clipping > 0):
-        raise ValueError(
-            'optimizer.speculation is "commit", which updates before the norm of all gradients is known; leave '
-            'gradient_clipping and fp16 out, or set optimizer.speculation to "auto"'
+        problems.append(
+            'optimizer.speculation is "commit", which updates before the norm of all gradients is known; set '
+            'gradient_clipping to 0 and leave fp16 out, or set optimizer.speculation to "auto"'
         )
     if config.fp16 is not None and config.bf16 is not None:
-        raise ValueError("fp16.enabled and bf16.enabled are both True; enable one")
-    if not config.rank_timeout_seconds > 0:
-        raise ValueError(f"rank_timeout_seconds is {config.rank_timeout_seconds}; it must be more than 0")
-    if config.default_chunk_size < 1024:
-        raise ValueError(
-            f"default_chunk_size is {config.default_chunk_size} elements; give at least 1024 (64 * 1024 * 1024 is "
-            "usual)"
+        problems.append("fp16.enabled and bf16.enabled are both True; enable one")
+    elif config.fp16 is not None:
+        try:
+            make_loss_scaler(config)
+        except ValueError as error:  # the scaler checks its own values
+            problems.append(str(error))
+    return problems + _conflicts_of_dtypes(config)
+
+
+def _conflicts_of_dtypes(config: Config) -> list[str]:
+    compute = _NAMES[str(config.compute_dtype)]
+    problems = []
+    wire = config.communication_data_type
+    if wire not in (None, DataType.FP32, compute):
+        problems.append(
+            f'communication_data_type is "{wire.value}", but gradients travel in the compute dtype, which is '
+            f'"{compute.value}"; leave it out, or enable {wire.value}'
         )
-    if config.profile is not None and config.profile.step < 1:
-        raise ValueError(f"profile.step is {config.profile.step}; steps are counted from 1")
-    for name, value in dataclasses.asdict(config.delays).items():
-        if value < 0:
-            raise ValueError(f"delays.{name} is {value}; it must be at least 0")
-    threads = config.host_threads
-    if threads.num_threads < 0:
-        raise ValueError(f"host_threads.num_threads is {threads.num_threads}; give at least 1, or 0 for one per CPU")
-    if threads.num_sharing_processes is not None and threads.num_sharing_processes < 1:
-        raise ValueError(
-            f"host_threads.num_sharing_processes is {threads.num_sharing_processes}; give at least 1, this process"
+    param = config.data_types.param_dtype
+    if param not in (None, compute):
+        problems.append(
+            f'data_types.param_dtype is "{param.value}", but the compute dtype is "{compute.value}"; leave it out, and '
+            "enable bf16 or fp16 or neither"
         )
-    tracer = config.client.mem_tracer
-    for name in ("warmup_gpu_chunk_mem_ratio", "overall_gpu_mem_ratio", "overall_cpu_mem_ratio", "margin_use_ratio"):
-        ratio = getattr(tracer, name)
-        if not 0 < ratio <= 1:
-            raise ValueError(f"client.mem_tracer.{name} is {ratio}; it is a share, give more than 0 and at most 1")
-    if config.fp16 is not None:
-        make_loss_scaler(config)  # the scaler checks its own values
+    return problems
 
 
 def make_loss_scaler(config: Config) -> _C.optim.LossScaler | None:
     """The loss scaler that ``config.fp16`` asks for; None without float16."""
     if config.fp16 is None:
         return None
+    from patrickstar import _C  # here: what reads a configuration needs no extension
+
     return _C.optim.LossScaler(
         loss_scale=config.fp16.loss_scale,
         initial_scale_power=config.fp16.initial_scale_power,
         scale_window=config.fp16.loss_scale_window,
         hysteresis=config.fp16.hysteresis,
+        consecutive_hysteresis=config.fp16.consecutive_hysteresis,
         min_scale=config.fp16.min_loss_scale,
     )

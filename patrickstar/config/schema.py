@@ -1,12 +1,28 @@
-"""What can be configured: one frozen dataclass per section, with a docstring under each key."""
+"""The sections of the configuration that the engine itself reads. The text under each key is its meaning."""
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import enum
 import os
+from typing import Annotated
 
-import torch
+from pydantic import BeforeValidator, Field
+
+from patrickstar.config.fates import HONOURED, OtherSpelling, mapped, no_effect, refused
+from patrickstar.config.values import (
+    AtLeast0,
+    AtLeast1,
+    Betas,
+    FilePath,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Switch,
+    ignoring_case,
+    unexpected,
+)
 
 PROFILE_VARIABLE = "PATRICKSTAR_PROFILE"
 """The environment variable that asks for a profile where the configuration does not: ``<step>,<folder>``."""
@@ -44,31 +60,78 @@ class HostAffinity(enum.Enum):
     FREE = "free"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamConfig:
+_INSTEAD_OF_OPTIMIZERS = {
+    "onebitadam": "compressed gradients change the numbers: use Adam",
+    "zerooneadam": "compressed gradients change the numbers: use Adam",
+    "onebitlamb": "compressed gradients change the numbers: use AdamW",
+    "fusedadam": "all updates are fused: use Adam",
+    "deepspeedcpuadam": "states live where there is room: use Adam",
+    "muadam": "mup's learning rates are those of its parameter groups: pass these, with Adam",
+    "muadamw": "mup's learning rates are those of its parameter groups: pass these, with AdamW",
+}
+
+
+def _optimizer_type(value: object) -> object:
+    found = ignoring_case(OptimizerType)(value)
+    if isinstance(found, OptimizerType):
+        return found
+    names = {member.value.lower(): member.value for member in OptimizerType}
+    near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.7)
+    instead = f"did you mean {names[near[0]]!r}?" if near else "use AdamW"
+    instead = _INSTEAD_OF_OPTIMIZERS.get(str(value).lower(), instead)
+    raise unexpected(f"PatrickStar has {' and '.join(names.values())}: {instead}")
+
+
+class AdamConfig(Section):
     """``optimizer.params``: the defaults of every parameter group."""
 
-    lr: float = 1e-3
+    lr: Annotated[NonNegative, HONOURED] = 1e-3
     """Learning rate, at least 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
     """Decay rates of the two moments, each in [0, 1)."""
-    eps: float = 1e-8
+    eps: Annotated[NonNegative, HONOURED] = 1e-8
     """Added to the denominator, at least 0."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[NonNegative, HONOURED] = 0.0
     """L2 term with Adam, decoupled decay with AdamW; at least 0."""
-    use_hybrid_adam: bool = True
+    use_hybrid_adam: Annotated[Switch, HONOURED] = True
     """Whether optimizer states may live on the device where its memory has a margin; else all are on the host."""
+    adam_w_mode: Annotated[
+        Switch | None, mapped("optimizer.type", "``True`` makes Adam AdamW; AdamW is AdamW with either value")
+    ] = None
+    """Decoupled weight decay. None: as ``type`` says."""
+    torch_adam: Annotated[
+        Switch,
+        mapped(
+            "optimizer.params.weight_decay",
+            "formulas are those of ``torch.optim`` in either case; with ``True``, AdamW's default decay is too (0.01)",
+        ),
+    ] = False
+    """PyTorch's Adam instead of DeepSpeed's."""
+    bias_correction: Annotated[Switch, HONOURED] = True
+    """Whether the moments' bias of the first steps is corrected, as ``torch.optim`` does."""
+    amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
+    """Adam's AMSGrad variant."""
+    fp32_optimizer_states: Annotated[
+        Switch, refused("moments are float32, which exactness is built on; leave it out", only=(True,))
+    ] = True
+    """Moments in float32; False: in the parameters' dtype."""
+    max_grad_norm: Annotated[
+        NonNegative | None,
+        refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
+    ] = None
+    """Clipping, where some scripts put it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """``optimizer``."""
 
-    type: OptimizerType = OptimizerType.ADAM
-    """``"Adam"`` or ``"AdamW"``."""
-    params: AdamConfig = dataclasses.field(default_factory=AdamConfig)
+    type: Annotated[OptimizerType, BeforeValidator(_optimizer_type), HONOURED] = OptimizerType.ADAM
+    """``"Adam"`` or ``"AdamW"``, in any case. With ``patrickstar.initialize``, Adam is AdamW too unless
+    ``params.adam_w_mode`` is ``False``, as with DeepSpeed.
+    """
+    params: AdamConfig = Field(default_factory=AdamConfig)
     """Its options."""
-    speculation: Speculation = Speculation.AUTO
+    speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
     """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
     memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
     ``"auto"`` (with a GPU), ``"always"`` or ``"never"``. It changes no number.
@@ -80,127 +143,145 @@ class OptimizerConfig:
     ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
     checkpoint.
     """
-    streaming: Streaming = Streaming.NEVER
+    streaming: Annotated[Streaming, HONOURED] = Streaming.NEVER
     """Whether optimizer states that stay on the host may be updated by the GPU, through which they pass (14 bytes per
     parameter up and as many down), beside the host's threads: ``"auto"`` (with a GPU, where the threads are
     behind and measured speeds say that it helps), ``"always"`` or ``"never"``. It changes no number. It pays
     where there are few cores for a GPU; with 16 of them host memory bounds updates, and it does not.
     """
+    legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
+    """An older way to group parameters in DeepSpeed's LAMB."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp16Config:
+class Fp16Config(Section):
     """``fp16``: float16 training with loss scaling (DeepSpeed's keys and semantics)."""
 
-    enabled: bool = True
+    enabled: Annotated[Switch, HONOURED] = True
     """False is the same as leaving the section out."""
-    loss_scale: float = 0.0
+    loss_scale: Annotated[NonNegative, HONOURED] = 0.0
     """A static scale, or 0 for a dynamic one."""
-    initial_scale_power: int = 16
+    initial_scale_power: Annotated[AtLeast0, HONOURED] = 16
     """The dynamic scale starts at 2 to this power."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[AtLeast1, HONOURED] = 1000
     """Steps without overflow after which the dynamic scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Annotated[AtLeast1, HONOURED] = 2
     """Overflows that are tolerated before the dynamic scale halves."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[Positive, HONOURED] = 1.0
     """The dynamic scale never falls below this."""
+    consecutive_hysteresis: Annotated[Switch, HONOURED] = False
+    """Whether a step without overflow restores the tolerated overflows; else only a doubling of the scale does."""
+    auto_cast: Annotated[Switch, HONOURED] = False
+    """Floating point inputs are cast to float16. They are in either case."""
+    fp16_master_weights_and_grads: Annotated[
+        Switch, refused("masters are float32, which exactness is built on; leave it out")
+    ] = False
+    """Masters and gradients of the optimizer in float16."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bf16Config:
+class Bf16Config(Section):
     """``bf16``: bfloat16 training; no loss scaling is needed."""
 
-    enabled: bool = True
+    enabled: Annotated[Switch, HONOURED] = True
     """False is the same as leaving the section out."""
+    check_grad_overflow: Annotated[
+        Switch, OtherSpelling("check_overflow"), no_effect("a step whose gradients are not finite is always skipped")
+    ] = True
+    """Whether gradients that are not finite skip the step."""
+    immediate_grad_update: Annotated[
+        Switch, no_effect("gradients are summed as backward makes them; ``optimizer.speculation`` starts updates there")
+    ] = False
+    """Gradients go into the optimizer's copies during backward."""
+    bf16_master_weights_and_grads: Annotated[
+        Switch, refused("masters are float32, which exactness is built on; leave it out")
+    ] = False
+    """Masters and gradients of the optimizer in bfloat16."""
+    bf16_optimizer_states: Annotated[
+        Switch, refused("moments are float32, which exactness is built on; leave it out")
+    ] = False
+    """Moments in bfloat16."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemTracerConfig:
+class MemTracerConfig(Section):
     """``client.mem_tracer``: how much memory chunks may take. ``device_memory`` and ``host_memory`` win over the
     ratios.
     """
 
-    use_async_mem_monitor: bool = True
-    """Accepted; the allocator's exact counters always replace the first PatrickStar's polling thread."""
-    warmup_gpu_chunk_mem_ratio: float = 0.1
+    use_async_mem_monitor: Annotated[Switch, no_effect("the allocator's exact counters are always used")] = True
+    """The first PatrickStar's polling thread."""
+    warmup_gpu_chunk_mem_ratio: Annotated[Share, HONOURED] = 0.1
     """Share of the device budget for chunks in the warm-up step (and always, with a static partition)."""
-    overall_gpu_mem_ratio: float = 0.8
+    overall_gpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
     """Share of the device's memory that is the device budget."""
-    overall_cpu_mem_ratio: float = 0.8
+    overall_cpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
     """Share of the host's memory that is the host budget."""
-    margin_use_ratio: float = 0.8
+    margin_use_ratio: Annotated[Share, HONOURED] = 0.8
     """Share of the device memory left after compute copies and the tide that optimizer states may take."""
-    use_fake_dist: bool = False
+    use_fake_dist: Annotated[Switch, HONOURED] = False
     """Several processes share one device: budgets that follow from ratios are divided by ``LOCAL_WORLD_SIZE``. Ranks of
     one run can do so on the simulated device; on a GPU they are refused, since NCCL wants one for each.
     """
-    with_static_partition: bool = False
+    with_static_partition: Annotated[Switch, HONOURED] = False
     """Chunks get a fixed share of the device (``warmup_gpu_chunk_mem_ratio``) instead of what the tide leaves."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptsConfig:
-    """``client.opts``: options of the first PatrickStar that this design always improves on. Accepted."""
+class OptsConfig(Section):
+    """``client.opts``: options of the first PatrickStar that this design always improves on."""
 
-    with_mem_saving_comm: bool = False
-    """Accepted; collectives work in place on whole chunks."""
-    with_mem_cache: bool = False
-    """Accepted; device slots and host blocks are always reused."""
-    with_async_move: bool = False
-    """Accepted; transfers are always asynchronous."""
+    with_mem_saving_comm: Annotated[Switch, no_effect("collectives work in place on whole chunks")] = False
+    """Chunks are broadcast one by one instead of all at once."""
+    with_mem_cache: Annotated[Switch, no_effect("device slots and host blocks are always reused")] = False
+    """Memory of chunks is kept for the next one."""
+    with_async_move: Annotated[Switch, no_effect("transfers are always asynchronous")] = False
+    """Chunks move beside compute."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientConfig:
+class ClientConfig(Section):
     """``client``."""
 
-    mem_tracer: MemTracerConfig = dataclasses.field(default_factory=MemTracerConfig)
+    mem_tracer: MemTracerConfig = Field(default_factory=MemTracerConfig)
     """Memory shares."""
-    opts: OptsConfig = dataclasses.field(default_factory=OptsConfig)
+    opts: OptsConfig = Field(default_factory=OptsConfig)
     """Accepted options without effect."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(Section):
     """``profile``: one step as a trace, a picture and a summary. ``python -m patrickstar.profile`` asks for it."""
 
-    step: int = 4
+    step: Annotated[AtLeast1, HONOURED] = 4
     """Which step of the engine, counted from 1. The first measures, the second is the first with a plan."""
-    output: str = "profile"
+    output: Annotated[FilePath, HONOURED] = "profile"
     """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
     matplotlib) and ``step<N>.txt``.
     """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DelaysConfig:
+class DelaysConfig(Section):
     """``delays``: delays made on purpose, for tests and benchmarks. They change no number."""
 
-    link_gbps: float = 0.0
+    link_gbps: Annotated[NonNegative, HONOURED] = 0.0
     """A simulated link between host and device: 10^9 bytes per second, each way; 0: as fast as memory is copied."""
-    link_latency_us: float = 0.0
+    link_latency_us: Annotated[NonNegative, HONOURED] = 0.0
     """What every transfer takes beside that, in microseconds."""
-    max_random_us: float = 0.0
+    max_random_us: Annotated[NonNegative, HONOURED] = 0.0
     """Random delays up to this before every transfer, moment of compute and update on the host, in microseconds."""
-    seed: int = 0
+    seed: Annotated[AtLeast0, HONOURED] = 0
     """Of the random delays."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostThreadsConfig:
+class HostThreadsConfig(Section):
     """``host_threads``: the threads that update, copy and touch host memory. They change no number."""
 
-    num_threads: int = 0
+    num_threads: Annotated[AtLeast0, HONOURED] = 0
     """How many, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU but for
     one core, which launches kernels. A cgroup's CPU quota is not exceeded.
     """
-    affinity: HostAffinity = HostAffinity.AUTO
+    affinity: Annotated[HostAffinity, HONOURED] = HostAffinity.AUTO
     """``"pinned"``: each has a CPU of its own, cores before their further hyper-threads, spread over NUMA nodes.
     ``"free"``: the system places them. ``"auto"``: pinned with a GPU, free without one, where PyTorch's own threads
     compute on the same CPUs, and free where ``LOCAL_WORLD_SIZE`` is more than 1 and ``num_sharing_processes`` is not
     said. A CPU quota below the number of CPUs leaves them free in any case.
     """
-    num_sharing_processes: int | None = None
+    num_sharing_processes: Annotated[AtLeast1 | None, HONOURED] = None
     """Processes that may use the same CPUs, this one included. They divide them, whole cores and neighbours, by
     ``LOCAL_RANK``. None: 1, all that this process may use are its own. It is for the user to say: CPUs that processes
     share look from inside like those that a launcher (numactl, Slurm) gave this process alone.
@@ -217,57 +298,8 @@ def profile_of_environment() -> ProfileConfig | None:
     if not value:
         return None
     step, _, output = value.partition(",")
-    if not step.isdecimal() or not output:
-        raise ValueError(f"{PROFILE_VARIABLE} is {value!r}; give <step>,<folder>, for example 4,profile")
+    if not step.isdecimal() or int(step) < 1 or not output:
+        raise ValueError(
+            f"{PROFILE_VARIABLE} is {value!r}; give <step>,<folder>, for example 4,profile; steps count from 1"
+        )
     return ProfileConfig(step=int(step), output=output)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The whole configuration of an engine."""
-
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    """Which optimizer, and its defaults."""
-    fp16: Fp16Config | None = None
-    """float16 training; None or disabled: not."""
-    bf16: Bf16Config | None = None
-    """bfloat16 training; neither section: float32."""
-    gradient_clipping: float = 0.0
-    """Largest global L2 norm of the gradients; 0 or less: no clipping."""
-    default_chunk_size: int = 32 * 1024 * 1024
-    """Elements per chunk. A smaller size is chosen when the device budget is too small for this one."""
-    release_after_init: bool = False
-    """Of several processes on a machine: True: all build the model at once, whole, and keep their shares afterwards.
-    False: one after the other does, so that no more than one whole model exists at a time. A model on the meta device
-    is initialised piece by piece by all at once in either case.
-    """
-    use_cpu_embedding: bool = False
-    """Keep ``nn.Embedding`` weights in host memory and look them up there."""
-    client: ClientConfig = dataclasses.field(default_factory=ClientConfig)
-    """Memory shares and accepted options."""
-    device_memory: int | None = None
-    """Device budget in bytes, or a string such as ``"24GiB"``; activations included. None: by ratio (unlimited on the
-    simulated device).
-    """
-    host_memory: int | None = None
-    """Host budget for chunks, in bytes or as a string; None: by ratio."""
-    profile: ProfileConfig | None = dataclasses.field(default_factory=profile_of_environment)
-    """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
-    """
-    rank_timeout_seconds: float = 600.0
-    """How long a rank waits for another one before it gives up with an error (with several ranks)."""
-    delays: DelaysConfig = dataclasses.field(default_factory=DelaysConfig)
-    """A simulated link and random delays."""
-    host_threads: HostThreadsConfig = dataclasses.field(default_factory=HostThreadsConfig)
-    """How many threads compute on the host, and where."""
-    plan: str | None = None
-    """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
-    then replays it. It changes no number; a plan for other chunks is refused.
-    """
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of parameters and gradients in forward and backward."""
-        if self.fp16 is not None:
-            return torch.float16
-        return torch.float32 if self.bf16 is None else torch.bfloat16

@@ -10,7 +10,6 @@ whole; updates of the step before that still ran are clipped and marked.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -50,7 +49,7 @@ def write_profile(trace: dict[str, Any], step: int, folder: Path) -> list[Path]:
 def make_profiler(runtime: _C.Runtime, config: ProfileConfig | None, rank: int, num_ranks: int) -> StepProfiler | None:
     """The profiler that ``config`` asks for; each of several ranks writes to a folder of its own in that one."""
     if config is not None and num_ranks > 1:
-        config = dataclasses.replace(config, output=str(Path(config.output) / f"rank-{rank}"))
+        config = config.model_copy(update={"output": str(Path(config.output) / f"rank-{rank}")})
     return None if config is None else StepProfiler(runtime, config)
 
 

@@ -1,0 +1,28 @@
+"""``deepspeed.checkpointing``: activation checkpointing by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+__all__ = ["checkpoint", "configure", "is_configured"]
+
+_is_configured = False
+
+
+def configure(*accepted: Any, **options: Any) -> None:
+    """Accepted: activations are the model's, and chunks make room for them; there is nothing to configure."""
+    global _is_configured
+    _is_configured = True
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure` was called."""
+    return _is_configured
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """``torch.utils.checkpoint.checkpoint``: ``function`` runs again in backward instead of keeping its activations."""
+    return _checkpoint(function, *args, use_reentrant=False)

@@ -1,0 +1,84 @@
+"""The two entry points and what a configuration means at each: their defaults, and which keys say something about
+others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from patrickstar.config.root import Config
+from patrickstar.config.schema import OptimizerType
+
+
+class Dialect(enum.Enum):
+    """Whose defaults a configuration is read with."""
+
+    PATRICKSTAR = "initialize_engine"
+    """No clipping; Adam's weight decay is an L2 term; a section ``fp16`` or ``bf16`` switches it on."""
+    DEEPSPEED = "patrickstar.initialize"
+    """DeepSpeed's: clipping at 1; Adam is AdamW; these sections are off without ``enabled``."""
+
+
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = {
+    "gradient_clipping": 1.0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "optimizer.params.adam_w_mode": True,
+}
+"""Where DeepSpeed's defaults differ; those of a section count where its first one is given."""
+
+_LEAST_CHUNK_NUMEL = 1024
+_TORCH_ADAMW_DECAY = 0.01
+
+
+def with_defaults(values: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """A copy with the dialect's defaults where ``values`` has none."""
+    result = dict(values)
+    if dialect is Dialect.DEEPSPEED:
+        for path, default in DEEPSPEED_DEFAULTS.items():
+            _set_default(result, path.split("."), default, is_top=True)
+    return result
+
+
+def _set_default(place: dict[str, Any], path: list[str], default: Any, *, is_top: bool) -> None:
+    name, *rest = path
+    if not rest:
+        place.setdefault(name, default)
+        return
+    inner = place.get(name) if is_top else place.get(name, {})
+    if isinstance(inner, Mapping):
+        place[name] = dict(inner)
+        _set_default(place[name], rest, default, is_top=False)
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with what its keys say about other keys, and without sections that are switched off."""
+    zero = config.zero_optimization
+    updates: dict[str, Any] = {
+        "fp16": config.fp16 if config.fp16 is not None and config.fp16.enabled else None,
+        "bf16": config.bf16 if config.bf16 is not None and config.bf16.enabled else None,
+        "default_chunk_size": min(config.default_chunk_size, max(zero.sub_group_size, _LEAST_CHUNK_NUMEL)),
+        "optimizer": _resolve_optimizer(config),
+    }
+    on_host = {"device": "cpu"}
+    offload = {}
+    if zero.cpu_offload:
+        offload["offload_optimizer"] = zero.offload_optimizer.model_copy(update=on_host)
+    if zero.cpu_offload_param:
+        offload["offload_param"] = zero.offload_param.model_copy(update=on_host)
+    updates["zero_optimization"] = zero.model_copy(update=offload)
+    given = config.model_fields_set
+    changed = {name: value for name, value in updates.items() if name in given or value != getattr(config, name)}
+    return config.model_copy(update=changed)
+
+
+def _resolve_optimizer(config: Config) -> Any:
+    """Adam or AdamW, as DeepSpeed's engine chooses: AdamW by name, or because the mode says so."""
+    params = config.optimizer.params
+    decoupled = config.optimizer.type is OptimizerType.ADAMW or params.adam_w_mode is True
+    if params.torch_adam and decoupled and "weight_decay" not in params.model_fields_set:
+        params = params.model_copy(update={"weight_decay": _TORCH_ADAMW_DECAY})
+    kind = OptimizerType.ADAMW if decoupled else OptimizerType.ADAM
+    return config.optimizer.model_copy(update={"type": kind, "params": params})

@@ -1,0 +1,93 @@
+"""All keys of the configuration, read off its models: what the check, the log, the table and the JSON Schema go
+through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from patrickstar.config.fates import Fate, OtherSpelling, Reader
+from patrickstar.config.root import Config
+from patrickstar.config.values import Section
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key, or one section, of one section."""
+
+    section: str
+    """The dotted name of the section that it is in; empty at top level."""
+    name: str
+    field: FieldInfo
+    sections: tuple[type[Section], ...]
+    """A section's models: several where its ``type`` chooses; none for a key with a value of its own."""
+    fate: Fate | None
+    """None for a section whose keys have fates of their own."""
+    reader: Reader | None
+    """Which entry point alone acts on it; None: both."""
+
+    @property
+    def path(self) -> str:
+        """The dotted name."""
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Its further names, in the same section."""
+        return tuple(item.name for item in self.field.metadata if isinstance(item, OtherSpelling))
+
+
+def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> list[Key]:
+    """The keys of one section, without those of sections in it."""
+    keys = []
+    for name, field in model.model_fields.items():
+        fates = [item for item in field.metadata if isinstance(item, Fate)]
+        readers = [item for item in field.metadata if isinstance(item, Reader)]
+        keys.append(
+            Key(
+                section=section,
+                name=name,
+                field=field,
+                sections=tuple(_sections(field.annotation)),
+                fate=fates[0] if fates else None,
+                reader=readers[0] if readers else reader,
+            )
+        )
+    return keys
+
+
+def all_keys(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> Iterator[Key]:
+    """The keys of a section, each section in it followed by its own."""
+    for key in keys_of(model, section, reader):
+        yield key
+        for inner in key.sections:
+            yield from all_keys(inner, key.path, key.reader)
+
+
+def section_for(key: Key, value: Any) -> type[Section] | None:
+    """The model that a section's dict is checked by; None if it is none, or ``value`` is no dict."""
+    if not isinstance(value, Mapping) or not key.sections:
+        return None
+    return next((model for model in key.sections if model.__name__ == value.get("type")), key.sections[-1])
+
+
+def set_keys(config: Section, section: str = "") -> Iterator[tuple[Key, Any]]:
+    """The keys of a parsed section that have another value than the default, those of its sections included."""
+    for key in keys_of(type(config), section):
+        value = getattr(config, key.name)
+        if isinstance(value, Section):
+            yield from set_keys(value, key.path)
+        elif value != key.field.get_default():
+            yield key, value
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _sections(argument)

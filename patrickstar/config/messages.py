@@ -1,0 +1,113 @@
+"""What a user reads about a wrong configuration: one line for each problem, with the key, its value and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from patrickstar.config.keys import Key, all_keys
+from patrickstar.config.schedulers import SCHEDULERS, TorchSchedule
+
+_EXPECTED = {
+    "bool_type": "it is a switch, give True or False",
+    "float_type": "give a finite number",
+    "int_type": "give an integer",
+    "greater_than": "it must be more than {gt:g}",
+    "greater_than_equal": "it must be at least {ge:g}",
+    "less_than": "it must be less than {lt:g}",
+    "less_than_equal": "it must be at most {le:g}",
+    "model_type": "it is a section, give a dict",
+    "model_attributes_type": "it is a section, give a dict",
+    "dict_type": "it is a section, give a dict",
+}
+_MODELS_OF_SCHEDULES = {*SCHEDULERS, TorchSchedule.__name__}
+_FEW_KEYS = 12
+_LEAST_LIKENESS = 0.55
+_MOST_CHARACTERS = 80
+
+
+def join(problems: Sequence[str]) -> str:
+    """The message of all problems of one configuration."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"the configuration has {len(problems)} problems:\n" + "\n".join(f"  {line}" for line in problems)
+
+
+def describe(error: ErrorDetails) -> str:
+    """The line for one of pydantic's errors."""
+    path, kind, value = _path(error["loc"]), error["type"], _shown(error["input"])
+    context = error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(path)
+    if kind == "missing":
+        return f"{path} is missing; it has no default, docs/config.md says what it means"
+    if kind in ("enum", "literal_error"):
+        return f"{path} is {value}; give " + re.sub("'([^']*)'", r'"\1"', str(context["expected"]))
+    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else str(error["msg"])
+    return f"{path} is {value}; {expected}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    parts = list(loc)
+    if len(parts) > 1 and parts[0] == "scheduler" and parts[1] in _MODELS_OF_SCHEDULES:
+        del parts[1]  # pydantic names the model that "type" chose
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")
+
+
+def _likeness(word: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    return max(known, key=lambda name: _likeness(word, name))
+
+
+def _unknown_key(path: str) -> str:
+    section, _, name = path.rpartition(".")
+    keys = list(all_keys())
+    here = list(dict.fromkeys(key.name for key in keys if key.section == section))
+    near = _near(name, here)
+    line = f"unknown key {path}: "
+    elsewhere = _elsewhere(name, section, keys)
+    if elsewhere and _likeness(name, near) < 0.9:
+        return f"{line}did you mean {_choice_of_paths(elsewhere)}?"
+    if _likeness(name, near) < _LEAST_LIKENESS:
+        return f"{line}docs/config.md has them all"
+    line += f"did you mean {section + '.' if section else ''}{near}?"
+    if len(here) <= _FEW_KEYS:
+        line += f" Keys of {section or 'the configuration'}: {', '.join(here)}"
+    return line
+
+
+def _elsewhere(name: str, section: str, keys: Sequence[Key]) -> list[str]:
+    """Where else that name is a key, sections nearest to the top first; none if it is one of many places."""
+    paths = dict.fromkeys(key.path for key in keys if key.section != section and name in (key.name, *key.spellings))
+    found = sorted(paths, key=lambda path: path.count("."))
+    return found if len(found) <= 3 else []
+
+
+def _choice_of_paths(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{', '.join(paths[:-1])} or {paths[-1]}"
+
+
+def wrong_entry_point(key: Key, value: Mapping[str, Any] | Any) -> str:
+    """The line for a key that the entry point in use does not act on."""
+    instead = {
+        "scheduler": "make a torch.optim.lr_scheduler of the optimizer",
+        "train_batch_size": "divide batches in the script",
+        "train_micro_batch_size_per_gpu": "divide batches in the script",
+        "gradient_accumulation_steps": "call backward() several times before step()",
+        "dataloader_drop_last": "make the loader in the script",
+    }.get(key.path, "leave it out")
+    shown = "given" if isinstance(value, Mapping) else _shown(value)
+    return f"{key.path} is {shown}, which patrickstar.initialize acts on; with initialize_engine, {instead}"

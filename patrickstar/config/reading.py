@@ -1,0 +1,64 @@
+"""Gets a configuration's dict from where a user has it: a dict, or a file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[Any, Any]:
+    """The dict; None is an empty one. A file has JSON, or Hjson or JSON5 where that is installed.
+
+    Raises:
+        ValueError: there is no dict.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        config = _read_file(Path(config))
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"config is a {type(config).__name__}; give a dict, the path of a JSON file, or None for the defaults"
+        )
+    return config
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"config is {str(path)!r}, which cannot be read: {error}") from error
+    try:
+        return json.loads(text, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        return _read_lenient(path, text, error)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_lenient(path: Path, text: str, error: json.JSONDecodeError) -> Any:
+    """Comments and trailing commas, which DeepSpeed's reader allows."""
+    for name in ("hjson", "json5"):
+        try:
+            package = importlib.import_module(name)
+        except ImportError:
+            continue
+        try:
+            return package.loads(text, object_pairs_hook=_no_key_twice)
+        except Exception as other:  # each package has errors of its own
+            raise ValueError(f"{path} is neither JSON ({error}) nor what {name} reads: {other}") from other
+    raise ValueError(
+        f"{path} is not JSON: {error}; take out comments and trailing commas, or pip install hjson, which reads them"
+    ) from error
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is given twice; give each key once")
+    return dict(pairs)

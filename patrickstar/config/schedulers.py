@@ -1,0 +1,213 @@
+"""``scheduler``: learning-rate schedules and their parameters, which ``patrickstar.initialize`` makes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from torch.optim import lr_scheduler
+
+from patrickstar.config.fates import HONOURED
+from patrickstar.config.values import (
+    AtLeast0,
+    AtLeast1,
+    Integer,
+    Number,
+    PerGroup,
+    Section,
+    Switch,
+    unexpected,
+)
+
+LastBatch = Annotated[Integer, Field(ge=-1), HONOURED]
+Warmup = Annotated[Literal["log", "linear"], HONOURED]
+
+
+def _torch_schedule(value: Any) -> str:
+    cls = getattr(lr_scheduler, value, None) if isinstance(value, str) else None
+    if not inspect.isclass(cls) or not issubclass(cls, lr_scheduler.LRScheduler):
+        near = max(SCHEDULERS, key=lambda name: SequenceMatcher(None, str(value).lower(), name.lower()).ratio())
+        raise unexpected(
+            f"did you mean {near!r}? There are {', '.join(SCHEDULERS)}, and the classes of torch.optim.lr_scheduler"
+        )
+    return str(value)
+
+
+class LRRangeTestParams(Section):
+    """``scheduler.params`` of ``LRRangeTest``: the rate grows, to see where training diverges."""
+
+    lr_range_test_min_lr: Annotated[PerGroup, HONOURED] = 1e-3
+    """The first learning rate; a list gives one for each parameter group."""
+    lr_range_test_step_size: Annotated[AtLeast1, HONOURED] = 2000
+    """Steps over which the rate grows by ``lr_range_test_step_rate`` times the first one."""
+    lr_range_test_step_rate: Annotated[Number, HONOURED] = 1.0
+    """How fast it grows."""
+    lr_range_test_staircase: Annotated[Switch, HONOURED] = False
+    """Whether it grows in stairs."""
+    last_batch_iteration: LastBatch = -1
+    """The step to go on from; -1: from the beginning."""
+
+
+class OneCycleParams(Section):
+    """``scheduler.params`` of ``OneCycle``: up and down once, then decay; the momentum goes the other way."""
+
+    cycle_min_lr: Annotated[PerGroup, HONOURED]
+    """The learning rate at both ends of the cycle."""
+    cycle_max_lr: Annotated[PerGroup, HONOURED]
+    """The learning rate in its middle."""
+    decay_lr_rate: Annotated[Number, HONOURED] = 0.0
+    """How fast the rate decays after the cycle."""
+    cycle_first_step_size: Annotated[AtLeast1, HONOURED] = 2000
+    """Steps up."""
+    cycle_second_step_size: Annotated[AtLeast0 | None, HONOURED] = None
+    """Steps down; None: as many as up."""
+    cycle_first_stair_count: Annotated[AtLeast0, HONOURED] = 0
+    """Stairs on the way up; 0: none."""
+    cycle_second_stair_count: Annotated[AtLeast0 | None, HONOURED] = None
+    """Stairs on the way down; None: as many as up."""
+    decay_step_size: Annotated[AtLeast0, HONOURED] = 0
+    """Steps between two decays; 0: no decay."""
+    cycle_momentum: Annotated[Switch, HONOURED] = True
+    """Whether the momentum (the first of ``betas``) cycles too."""
+    cycle_min_mom: Annotated[PerGroup, HONOURED] = 0.8
+    """The least momentum, in the middle of the cycle."""
+    cycle_max_mom: Annotated[PerGroup, HONOURED] = 0.9
+    """The largest momentum, at both ends."""
+    decay_mom_rate: Annotated[Number, HONOURED] = 0.0
+    """How fast the momentum changes after the cycle."""
+    last_batch_iteration: LastBatch = -1
+    """The step to go on from; -1: from the beginning."""
+
+
+class WarmupLRParams(Section):
+    """``scheduler.params`` of ``WarmupLR``: the rate rises, then stays."""
+
+    warmup_min_lr: Annotated[PerGroup, HONOURED] = 0.0
+    """The learning rate that the warm-up begins with."""
+    warmup_max_lr: Annotated[PerGroup | None, HONOURED] = None
+    """The learning rate that it ends with; None: the optimizer's."""
+    warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
+    """Its steps; at least 2 are taken."""
+    warmup_type: Warmup = "log"
+    """``"log"`` or ``"linear"``."""
+    last_batch_iteration: LastBatch = -1
+    """The step to go on from; -1: from the beginning."""
+
+
+class WarmupDecayLRParams(Section):
+    """``scheduler.params`` of ``WarmupDecayLR``: the rate rises, then falls to 0 in a line."""
+
+    total_num_steps: Annotated[AtLeast1 | None, HONOURED] = None
+    """Steps of the whole run. It must be given; None is left where it is ``"auto"``."""
+    warmup_min_lr: Annotated[PerGroup, HONOURED] = 0.0
+    """The learning rate that the warm-up begins with."""
+    warmup_max_lr: Annotated[PerGroup, HONOURED] = 1e-3
+    """The learning rate that it ends with."""
+    warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
+    """Its steps; at least 2 are taken."""
+    warmup_type: Warmup = "log"
+    """``"log"`` or ``"linear"``."""
+    last_batch_iteration: LastBatch = -1
+    """The step to go on from; -1: from the beginning."""
+
+
+class WarmupCosineLRParams(Section):
+    """``scheduler.params`` of ``WarmupCosineLR``: the rate rises to the optimizer's, then falls as a cosine."""
+
+    total_num_steps: Annotated[AtLeast1 | None, HONOURED] = None
+    """Steps of the whole run. It must be given; None is left where it is ``"auto"``."""
+    warmup_min_ratio: Annotated[Number, HONOURED] = 0.0
+    """What the warm-up begins with, as a share of the optimizer's learning rate."""
+    warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
+    """Its steps; at least 2 are taken."""
+    cos_min_ratio: Annotated[Number, HONOURED] = 1e-4
+    """What the cosine ends with, as a share of the optimizer's learning rate."""
+    warmup_type: Warmup = "log"
+    """``"log"`` or ``"linear"``."""
+    last_batch_iteration: LastBatch = -1
+    """The step to go on from; -1: from the beginning."""
+
+
+class LRRangeTest(Section):
+    """``scheduler`` with type ``LRRangeTest``."""
+
+    type: Annotated[Literal["LRRangeTest"], HONOURED]
+    """Which schedule."""
+    params: LRRangeTestParams = Field(default_factory=LRRangeTestParams)
+    """Its parameters."""
+
+
+class OneCycle(Section):
+    """``scheduler`` with type ``OneCycle``."""
+
+    type: Annotated[Literal["OneCycle"], HONOURED]
+    """Which schedule."""
+    params: OneCycleParams
+    """Its parameters."""
+
+
+class WarmupLR(Section):
+    """``scheduler`` with type ``WarmupLR``."""
+
+    type: Annotated[Literal["WarmupLR"], HONOURED]
+    """Which schedule."""
+    params: WarmupLRParams = Field(default_factory=WarmupLRParams)
+    """Its parameters."""
+
+
+class WarmupDecayLR(Section):
+    """``scheduler`` with type ``WarmupDecayLR``."""
+
+    type: Annotated[Literal["WarmupDecayLR"], HONOURED]
+    """Which schedule."""
+    params: WarmupDecayLRParams = Field(default_factory=WarmupDecayLRParams)
+    """Its parameters."""
+
+
+class WarmupCosineLR(Section):
+    """``scheduler`` with type ``WarmupCosineLR``."""
+
+    type: Annotated[Literal["WarmupCosineLR"], HONOURED]
+    """Which schedule."""
+    params: WarmupCosineLRParams = Field(default_factory=WarmupCosineLRParams)
+    """Its parameters."""
+
+
+class TorchScheduleParams(Section):
+    """``scheduler.params`` of a schedule of PyTorch: its arguments, but for the optimizer."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TorchSchedule(Section):
+    """``scheduler`` with the name of a class of ``torch.optim.lr_scheduler``."""
+
+    type: Annotated[str, BeforeValidator(_torch_schedule), HONOURED]
+    """Which schedule."""
+    params: TorchScheduleParams = Field(default_factory=TorchScheduleParams)
+    """Its parameters."""
+
+
+SCHEDULERS: dict[str, type[Section]] = {
+    section.__name__: section for section in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""DeepSpeed's schedules by the name that ``scheduler.type`` gives them."""
+
+
+def _model_of(values: Any) -> str:
+    name = values.get("type") if isinstance(values, Mapping) else getattr(values, "type", None)
+    return name if isinstance(name, str) and name in SCHEDULERS else TorchSchedule.__name__
+
+
+SchedulerConfig = Annotated[
+    Annotated[LRRangeTest, Tag("LRRangeTest")]
+    | Annotated[OneCycle, Tag("OneCycle")]
+    | Annotated[WarmupLR, Tag("WarmupLR")]
+    | Annotated[WarmupDecayLR, Tag("WarmupDecayLR")]
+    | Annotated[WarmupCosineLR, Tag("WarmupCosineLR")]
+    | Annotated[TorchSchedule, Tag("TorchSchedule")],
+    Discriminator(_model_of),
+]

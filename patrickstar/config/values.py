@@ -1,0 +1,166 @@
+"""Types of values, stricter than pydantic's: a switch is no number, a number is no text, and each error says what is
+expected. And :class:`Section`, of which all models of the configuration are made.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import numbers
+import os
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+class Section(BaseModel):
+    """A section of the configuration: immutable, without unknown keys; the text under each field is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+def unexpected(text: str) -> PydanticCustomError:
+    """The error of a value; ``text`` follows "<key> is <value>; " in the message."""
+    return PydanticCustomError("unexpected", "{text}", {"text": text})
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes of an integer or a string such as ``"24GiB"``, ``"1.5 GB"`` or ``"4096"``.
+
+    Raises:
+        ValueError: ``value`` is not a positive amount of memory.
+    """
+    num_bytes = _num_bytes(value)
+    if num_bytes is None:
+        raise ValueError(f"{name} is {value!r}; {_GIVE_BYTES}")
+    return num_bytes
+
+
+_GIVE_BYTES = 'give bytes as a positive integer or a string such as "24GiB" or "500MB"'
+
+
+def _num_bytes(value: Any) -> int | None:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match.group(2).lower() in _UNITS:
+            value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value <= 0:
+        return None
+    return int(value)
+
+
+def _memory(value: Any) -> int:
+    num_bytes = _num_bytes(value)
+    if num_bytes is None:
+        raise unexpected(_GIVE_BYTES)
+    return num_bytes
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise unexpected("it is a switch, give True or False")
+    return value
+
+
+def _integer(value: Any) -> int:
+    """Also 5e8, which JSON reads as a float."""
+    whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
+        raise unexpected("give an integer")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise unexpected("give a finite number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise unexpected("give a string")
+    return value
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise unexpected("give a path")
+    return str(os.fspath(value))
+
+
+def _pair(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise unexpected("give two numbers, such as (0.9, 0.999)")
+    return tuple(value)
+
+
+def _per_group(value: Any) -> float | tuple[float, ...]:
+    return tuple(_number(item) for item in value) if isinstance(value, (tuple, list)) else _number(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise unexpected("give a list of names")
+    return tuple(names)
+
+
+def _data_type(value: Any) -> Any:
+    name = str(value).removeprefix("torch.").lower()
+    return next((member for member in DataType if name in _DATA_TYPE_NAMES[member]), value)
+
+
+class DataType(enum.Enum):
+    """A floating point type, by any of its usual names."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+_DATA_TYPE_NAMES = {
+    DataType.FP32: ("datatype.fp32", "fp32", "float32", "float"),
+    DataType.FP16: ("datatype.fp16", "fp16", "float16", "half"),
+    DataType.BF16: ("datatype.bf16", "bf16", "bfloat16"),
+}
+
+
+def ignoring_case(choices: type[enum.Enum]) -> Callable[[Any], Any]:
+    """For a ``BeforeValidator``: the member of ``choices`` whose value is the given one but for case."""
+
+    def find(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return next((member for member in choices if member.value.lower() == value.lower()), value)
+
+    return find
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]
+Integer = Annotated[int, BeforeValidator(_integer)]
+AtLeast0 = Annotated[Integer, Field(ge=0)]
+AtLeast1 = Annotated[Integer, Field(ge=1)]
+Number = Annotated[float, BeforeValidator(_number)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(gt=0, le=1)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[DecayRate, DecayRate], BeforeValidator(_pair)]
+PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
+Text = Annotated[str, BeforeValidator(_text)]
+FilePath = Annotated[str, BeforeValidator(_path)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+FloatType = Annotated[DataType, BeforeValidator(_data_type)]
+Memory = Annotated[
+    int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]})
+]
+Anything = Annotated[Any, WithJsonSchema({})]

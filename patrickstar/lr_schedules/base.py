@@ -1,0 +1,93 @@
+"""What all schedules share: counting iterations, setting the groups' options, checks of values."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+PerGroup = float | Sequence[float]
+"""A value for all parameter groups, or one for each."""
+
+
+class Schedule(LRScheduler):
+    """What the schedules of this file share. Subclasses say which learning rates an iteration has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int):
+        if last_batch_iteration >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])  # PyTorch asks for it in this case
+        super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The iteration: -1 until the first :meth:`step`."""
+        return self.last_epoch - 1
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        raise NotImplementedError
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Goes one iteration further, or to the one that is given, and sets the groups' options."""
+        self._step_count += 1
+        self.last_epoch = self.last_epoch + 1 if last_batch_iteration is None else last_batch_iteration + 1
+        self._set_options()
+
+    def _set_options(self) -> None:
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to a saved iteration and sets the groups' options to what they are there, whichever of optimizer and
+        schedule is loaded first.
+        """
+        self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
+        self._set_options()
+
+
+def per_group(optimizer: torch.optim.Optimizer, value: Any, name: str) -> list[float]:
+    """One value for each parameter group of what is called ``name`` in the configuration.
+
+    Raises:
+        ValueError: it holds something else than numbers, or a list is of another length than the groups.
+    """
+    num_groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, (numbers.Real, torch.Tensor)):
+            raise ValueError(f"{name} is {value!r}; give a number, or a list with one for each parameter group")
+    if len(values) != num_groups:
+        raise ValueError(
+            f"{name} has {len(values)} values and the optimizer {num_groups} parameter groups; give one value for all, "
+            "or one for each"
+        )
+    return [float(item) for item in values]
+
+
+def count_of(value: Any, name: str, least: int = 0) -> int:
+    """``value`` as an integer, whose name in the configuration is ``name``.
+
+    Raises:
+        ValueError: it is not a whole number, or less than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value % 1 != 0 or value < least:
+        raise ValueError(f"{name} is {value!r}; give a whole number, at least {least}")
+    return int(value)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """The known word that looks most like ``word``."""
+    return max(known, key=lambda name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio())

@@ -1,0 +1,171 @@
+"""Learning rates that rise to find or to pass the highest useful one: range test and one cycle."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, per_group
+
+logger = logging.getLogger("patrickstar")
+
+
+class LRRangeTest(Schedule):
+    """Raises the learning rate without end, to see how high it may be (Smith 2018, section 4.1).
+
+    lr(i) = min_lr * (1 + step_rate * (i + 1) / step_size), the quotient rounded down with ``staircase``.
+
+    Args:
+        optimizer: whose groups' ``lr`` is set.
+        lr_range_test_min_lr: where it starts.
+        lr_range_test_step_size: iterations in which it grows by ``min_lr * step_rate``.
+        lr_range_test_step_rate: that factor.
+        lr_range_test_staircase: whether it grows once in ``step_size`` iterations only.
+        last_batch_iteration: where to go on.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        self._min_lrs = per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._step_size = count_of(lr_range_test_step_size, "lr_range_test_step_size", least=1)
+        self._step_rate = lr_range_test_step_rate
+        self._staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        interval = (self.last_batch_iteration + 1) / self._step_size
+        factor = 1 + self._step_rate * (math.floor(interval) if self._staircase else interval)
+        return [lr * factor for lr in self._min_lrs]
+
+
+class OneCycle(Schedule):
+    """One cycle up and down, then decay; momentum goes the other way (Smith 2018, sections 4.2 and 4.3).
+
+    With t = i + 1, up = ``cycle_first_step_size``, down = ``cycle_second_step_size`` and s the height, t / up while
+    t <= up, then (up + down - t) / down (rounded down to stairs if there are any):
+
+    lr(i) = min_lr + (max_lr - min_lr) * s, and momentum(i) = max_mom - (max_mom - min_mom) * s, while i < up + down;
+    then lr(i) = min_lr / (1 + decay_lr_rate * d) and momentum(i) = max_mom * (1 + decay_mom_rate * d) with
+    d = (i - up - down + 1) / decay_step_size.
+
+    As with DeepSpeed, the first optimizer step runs with ``cycle_min_mom``, and the second beta is 0.99 throughout.
+
+    Args:
+        optimizer: whose groups' ``lr`` and ``betas`` are set.
+        cycle_min_lr: at both ends of the cycle.
+        cycle_max_lr: in its middle.
+        decay_lr_rate: of the decay after the cycle.
+        cycle_first_step_size: iterations that go up.
+        cycle_second_step_size: iterations that go down; None: as many.
+        cycle_first_stair_count: stairs on the way up; 0 or less: none, it rises in every iteration.
+        cycle_second_stair_count: on the way down; None: as many.
+        decay_step_size: iterations of one interval of decay; 0: no decay.
+        cycle_momentum: whether momentum is set; only for optimizers that have ``betas``.
+        cycle_min_mom: first beta in the middle of the cycle.
+        cycle_max_mom: first beta at its ends.
+        decay_mom_rate: of momentum's growth after the cycle.
+        last_batch_iteration: where to go on.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ):
+        self._up = float(cycle_first_step_size)
+        self._down = self._up if cycle_second_step_size is None else float(cycle_second_step_size)
+        if not self._up > 0:
+            raise ValueError(f"cycle_first_step_size is {cycle_first_step_size}; give more than 0 iterations")
+        if not self._down >= 0:
+            raise ValueError(f"cycle_second_step_size is {cycle_second_step_size}; give at least 0 iterations")
+        self._up_stairs = count_of(cycle_first_stair_count, "cycle_first_stair_count", least=-1)
+        self._down_stairs = (
+            self._up_stairs
+            if cycle_second_stair_count is None
+            else count_of(cycle_second_stair_count, "cycle_second_stair_count", least=-1)
+        )
+        self._min_lrs = per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self._max_lrs = per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self._min_moms = per_group(optimizer, cycle_min_mom, "cycle_min_mom")
+        self._max_moms = per_group(optimizer, cycle_max_mom, "cycle_max_mom")
+        self._decay_step_size = decay_step_size
+        self._decay_lr_rate = decay_lr_rate
+        self._decay_mom_rate = decay_mom_rate
+        self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self._cycles_momentum:
+            logger.warning(
+                "OneCycle leaves momentum alone: %s has no betas; cycle_momentum=False silences this",
+                type(optimizer).__name__,
+            )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        if self.last_batch_iteration < self._up + self._down:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
+        return [low / (1 + self._decay_lr_rate * self._decay_intervals()) for low in self._min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at the present iteration; None where momentum is left alone.
+
+        Raises:
+            ValueError: ``decay_mom_rate`` has raised a momentum to 1, with which Adam divides by zero.
+        """
+        if not self._cycles_momentum:
+            return None
+        if self.last_batch_iteration == -1:
+            moms = self._min_moms
+        elif self.last_batch_iteration < self._up + self._down:
+            height = self._height()
+            moms = [high - (high - low) * height for low, high in zip(self._min_moms, self._max_moms, strict=True)]
+        else:
+            moms = [high * (1 + self._decay_mom_rate * self._decay_intervals()) for high in self._max_moms]
+        if max(moms) >= 1:
+            raise ValueError(
+                f"OneCycle's momentum is {max(moms):g} at iteration {self.last_batch_iteration} and must stay below 1; "
+                f"lower cycle_max_mom or decay_mom_rate ({self._decay_mom_rate:g})"
+            )
+        return [(mom, 0.99) for mom in moms]
+
+    def _set_options(self) -> None:
+        moms = self.get_mom()
+        super()._set_options()
+        if moms is not None:
+            for group, betas in zip(self.optimizer.param_groups, moms, strict=True):
+                group["betas"] = betas
+
+    def _height(self) -> float:
+        t = (self.last_batch_iteration + 1) % (self._up + self._down)
+        if t <= self._up:
+            length, left, stairs = self._up, t, self._up_stairs
+        else:
+            length, left, stairs = self._down, self._up + self._down - t, self._down_stairs
+        return math.floor(left * stairs / length) / stairs if stairs > 0 else left / length
+
+    def _decay_intervals(self) -> float:
+        if self._decay_step_size == 0:
+            return 0.0
+        return (self.last_batch_iteration - self._up - self._down + 1) / self._decay_step_size

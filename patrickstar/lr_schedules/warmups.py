@@ -1,0 +1,173 @@
+"""Learning rates that warm up, then stay or go down."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from typing import Any
+
+import torch
+
+from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, nearest, per_group
+
+logger = logging.getLogger("patrickstar")
+
+
+class WarmupType(enum.Enum):
+    """How a warm-up rises from 0 at iteration 0 to 1 at iteration n."""
+
+    LOG = "log"
+    """log(i + 1) / log(n), which is 1 at iteration n - 1 already."""
+    LINEAR = "linear"
+    """i / n."""
+
+
+class WarmupLR(Schedule):
+    """From ``warmup_min_lr`` up to ``warmup_max_lr``, and there it stays.
+
+    lr(i) = min_lr + (max_lr - min_lr) * w(i), w as :class:`WarmupType` has it for n = max(2, ``warmup_num_steps``)
+    while i < n, then 1.
+
+    Args:
+        optimizer: whose groups' ``lr`` is set.
+        warmup_min_lr: where it starts.
+        warmup_max_lr: where it ends; None: the groups' own ``lr``.
+        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: where to go on.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        self._warmup_type = _warmup_type(warmup_type)
+        self._num_warmup = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
+        self._min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        own = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._max_lrs = per_group(optimizer, own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        gamma = self._gamma()
+        return [low + (high - low) * gamma for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
+
+    def _gamma(self) -> float:
+        if self.last_batch_iteration < self._num_warmup:
+            return _warmup(self.last_batch_iteration, self._num_warmup, self._warmup_type)
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As :class:`WarmupLR`, then down in a straight line.
+
+    From iteration n on, lr(i) = min_lr + (max_lr - min_lr) * max(0, (total_num_steps - i) /
+    max(1, total_num_steps - n)).
+
+    Args:
+        optimizer: whose groups' ``lr`` is set.
+        total_num_steps: the iteration at which it is back at ``warmup_min_lr``.
+        warmup_min_lr: where it starts and ends.
+        warmup_max_lr: the highest; None: the groups' own ``lr``.
+        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: where to go on.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        self._num_total = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _gamma(self) -> float:
+        if self.last_batch_iteration < self._num_warmup:
+            return super()._gamma()
+        return max(0.0, (self._num_total - self.last_batch_iteration) / max(1, self._num_total - self._num_warmup))
+
+
+class WarmupCosineLR(Schedule):
+    """Shares of each group's own learning rate: up, then down along half a cosine (Loshchilov & Hutter 2017, eq. 5).
+
+    With n = max(2, ``warmup_num_steps``) and w as :class:`WarmupType` has it: lr(-1) = 0; while i < n,
+    lr(i) = lr * (warmup_min_ratio + (1 - warmup_min_ratio) * w(i)); then
+    lr(i) = lr * max(0, cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2) with
+    p = min(1, (i - n + 1) / max(1, total_num_steps - n)).
+
+    Args:
+        optimizer: whose groups' ``lr`` is the highest, and is set.
+        total_num_steps: one more than the iteration at which ``cos_min_ratio`` is reached.
+        warmup_min_ratio: where it starts.
+        warmup_num_steps: iterations of the rise; 0 and 1 are the same as 2.
+        cos_min_ratio: where it ends.
+        warmup_type: ``"log"`` or ``"linear"``.
+        last_batch_iteration: where to go on.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        self._warmup_type = _warmup_type(warmup_type)
+        self._num_warmup = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
+        self._num_total = _total(total_num_steps, warmup_num_steps)
+        self._warmup_min_ratio = warmup_min_ratio
+        self._cos_min_ratio = cos_min_ratio
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr_ratio(self) -> float:
+        """The share of the groups' own learning rates at the present iteration."""
+        iteration = self.last_batch_iteration
+        if iteration < 0:
+            return 0.0
+        if iteration < self._num_warmup:
+            rise = _warmup(iteration, self._num_warmup, self._warmup_type)
+            return self._warmup_min_ratio + (1 - self._warmup_min_ratio) * rise
+        progress = min(1.0, (iteration - self._num_warmup + 1) / max(1, self._num_total - self._num_warmup))
+        return max(0.0, self._cos_min_ratio + (1 - self._cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at the present iteration."""
+        ratio = self.get_lr_ratio()
+        return [float(lr) * ratio for lr in self.base_lrs]
+
+
+def _total(total_num_steps: Any, warmup_num_steps: Any) -> int:
+    total = count_of(total_num_steps, "total_num_steps")
+    if total < warmup_num_steps:
+        logger.warning("total_num_steps (%d) is less than warmup_num_steps (%d)", total, warmup_num_steps)
+    return total
+
+
+def _warmup_type(name: str) -> WarmupType:
+    known = [member.value for member in WarmupType]
+    if name not in known:
+        raise ValueError(f"warmup_type is {name!r}: did you mean {nearest(str(name), known)!r}? There are {known}")
+    return WarmupType(name)
+
+
+def _warmup(iteration: int, num_steps: int, kind: WarmupType) -> float:
+    """The share of the rise that is done; 0 before iteration 0."""
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(num_steps) if kind is WarmupType.LOG else iteration / num_steps

@@ -1,0 +1,39 @@
+"""What a run says of its steps: one line each on rank 0 when asked, and metrics for TensorBoard, W&B or a CSV file.
+
+    monitor = StepMonitor(options, RunFacts(...), engine.report)
+    with monitor.phase(Phase.FORWARD):
+        loss = engine(**batch)
+    ...
+    monitor.add_micro_batch(batch, loss)
+    optimizer.step()
+    monitor.end_step(lr)
+
+Every rank makes one and calls it in the same way; only rank 0 does anything. It knows no engine, only what it is given.
+Nothing is read back from a device but in steps that are printed. docs/logging.md says what each figure means.
+"""
+
+from patrickstar.monitor.options import (
+    CsvOptions,
+    FlopsProfilerOptions,
+    MonitorOptions,
+    TensorBoardOptions,
+    WandbOptions,
+)
+from patrickstar.monitor.sinks import Sink, open_sinks
+from patrickstar.monitor.stalls import Stalls, StallSampler
+from patrickstar.monitor.step_monitor import Phase, RunFacts, StepMonitor
+
+__all__ = [
+    "CsvOptions",
+    "FlopsProfilerOptions",
+    "MonitorOptions",
+    "Phase",
+    "RunFacts",
+    "Sink",
+    "StallSampler",
+    "Stalls",
+    "StepMonitor",
+    "TensorBoardOptions",
+    "WandbOptions",
+    "open_sinks",
+]

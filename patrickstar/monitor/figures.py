@@ -1,0 +1,131 @@
+"""The figures of a step: their names as metrics, and the line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from patrickstar.monitor.stalls import Stalls
+
+METRICS = (
+    "Train/Samples/train_loss",
+    "Train/Samples/lr",
+    "Train/Samples/loss_scale",
+    "Train/Samples/elapsed_time_ms_forward",
+    "Train/Samples/elapsed_time_ms_backward",
+    "Train/Samples/elapsed_time_ms_step",
+    "patrickstar/grad_norm",
+    "patrickstar/skipped_steps",
+    "patrickstar/device_gib",
+    "patrickstar/host_gib",
+    "patrickstar/tokens_per_second",
+    "patrickstar/samples_per_second",
+    "patrickstar/model_tflops",
+    "patrickstar/stalled_share",
+)
+"""All names of metrics: those that DeepSpeed has under its names, the others under ours."""
+
+
+def model_tflops(num_parameters: int, num_trainable: int, tokens_per_second: float) -> float:
+    """10^12 floating point operations of a model per second: 2 per parameter and token in forward, 2 in backward for
+    the gradients of activations, 2 for those of weights, where these train.
+
+    That is 6 per parameter and token (Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1), the
+    formula (3) of Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    2021, without its recomputation and without attention's scores, which add sequence / (6 * hidden size).
+    """
+    return (4 * num_parameters + 2 * num_trainable) * tokens_per_second / 1e12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What is known after a step; None: not known. Rates are over the steps since the line before."""
+
+    step: int
+    """Counted from 1 since the beginning of the training."""
+    loss: float | None = None
+    """Of this step on this rank, the mean of its micro-batches."""
+    grad_norm: float | None = None
+    """Of all ranks' mean gradients, before clipping; None where the step was skipped."""
+    lr: float | None = None
+    """Of the first parameter group."""
+    loss_scale: float | None = None
+    """Where loss scaling is on."""
+    num_skipped: int | None = None
+    """Steps since the line before whose gradients were not finite."""
+    device_name: str = "device"
+    """``gpu``, or ``device`` for the simulated one."""
+    device_gib: float | None = None
+    """The most that was in use on the device."""
+    host_gib: float | None = None
+    """The most host memory that model data took."""
+    tokens_per_second: float | None = None
+    """Of all ranks."""
+    samples_per_second: float | None = None
+    """Of all ranks."""
+    tflops: float | None = None
+    """Of the model, per rank."""
+    stalls: Stalls | None = None
+    """Of a step shortly before."""
+    phase_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Milliseconds of the host's time per step, by phase."""
+
+    def text(self) -> str:
+        """The line."""
+        parts = [
+            f"step {self.step}",
+            _part("loss {:.4f}", self.loss),
+            _part("grad norm {:.3g}", self.grad_norm),
+            _part("lr {}", _exponent(self.lr)),
+            _part("loss scale {:g}", self.loss_scale),
+            f"skipped {self.num_skipped}" if self.num_skipped else None,
+            _part(self.device_name + " {:.1f} GiB", self.device_gib),
+            _part("host {:.1f} GiB", self.host_gib),
+            _part("{} tokens/s", _thousands(self.tokens_per_second)),
+            _part("{} samples/s", _thousands(self.samples_per_second)) if self.tokens_per_second is None else None,
+            _part("{:.3g} TFLOPS", self.tflops),
+            self.stalls.text() if self.stalls is not None else None,
+            *(f"{name} {value:.1f} ms" for name, value in self.phase_ms.items()),
+        ]
+        return "  ".join(part for part in parts if part is not None)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of ``METRICS``; what is not known, or not finite, is left out."""
+        values = {
+            "Train/Samples/train_loss": self.loss,
+            "Train/Samples/lr": self.lr,
+            "Train/Samples/loss_scale": self.loss_scale,
+            "patrickstar/grad_norm": self.grad_norm,
+            "patrickstar/skipped_steps": self.num_skipped,
+            "patrickstar/device_gib": self.device_gib,
+            "patrickstar/host_gib": self.host_gib,
+            "patrickstar/tokens_per_second": self.tokens_per_second,
+            "patrickstar/samples_per_second": self.samples_per_second,
+            "patrickstar/model_tflops": self.tflops,
+            "patrickstar/stalled_share": self.stalls.share if self.stalls is not None else None,
+            **{f"Train/Samples/elapsed_time_ms_{name}": value for name, value in self.phase_ms.items()},
+        }
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def _part(pattern: str, value: object) -> str | None:
+    return None if value is None else pattern.format(value)
+
+
+def _exponent(value: float | None) -> str | None:
+    """``3.00e-4``."""
+    if value is None:
+        return None
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _thousands(value: float | None) -> str | None:
+    """``13.2k``."""
+    if value is None:
+        return None
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:.3g}"

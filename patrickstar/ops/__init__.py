@@ -1,0 +1,1 @@
+"""Optimizers by the names that DeepSpeed scripts import."""

@@ -1,0 +1,80 @@
+"""Packages beside PyTorch: what each is for, which versions PatrickStar works with, and which of them are here.
+
+Standard library only, as ``python -m patrickstar.env`` must be. ``pyproject.toml`` has the same requirements as extras;
+``tests/test_env.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+
+REQUIRED = ""
+"""The extra of a package that PatrickStar cannot do without."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UsedPackage:
+    """A package that a part of PatrickStar imports, and the versions of it that work."""
+
+    name: str
+    """As pip knows it."""
+    purpose: str
+    """What needs it."""
+    extra: str
+    """``pip install 'patrickstar[extra]'`` brings it; or :data:`REQUIRED`."""
+    minimum: tuple[int, ...]
+    """The first version that works."""
+    below: tuple[int, ...] | None = None
+    """The first version that is not known to work; None: none is known not to."""
+
+    @property
+    def versions(self) -> str:
+        """As pip writes them: ``">=5.23,<6"``."""
+        upper = f",<{_text(self.below)}" if self.below is not None else ""
+        return f">={_text(self.minimum)}{upper}"
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for: ``"transformers>=5.23,<6"``."""
+        return self.name + self.versions
+
+    def supports(self, version: str) -> bool:
+        """Whether ``version``, such as ``"5.23.0"``, is among :attr:`versions`."""
+        release = _release(version)
+        return release >= self.minimum and (self.below is None or release < self.below)
+
+    def installed_version(self) -> str | None:
+        """The version that is here; None without one."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``(5, 23, 0)`` of ``"5.23.0rc1+cpu"``."""
+    return tuple(int(part) for part in re.match(r"[0-9]*(?:\.[0-9]+)*", version).group().split(".") if part)
+
+
+PACKAGES = (
+    UsedPackage(name="numpy", purpose="several ranks, random numbers in checkpoints", extra=REQUIRED, minimum=(1, 26)),
+    UsedPackage(name="safetensors", purpose="weights as Hugging Face has them", extra=REQUIRED, minimum=(0, 5)),
+    UsedPackage(name="pydantic", purpose="the configuration", extra=REQUIRED, minimum=(2, 7)),
+    UsedPackage(
+        name="transformers", purpose="the Trainer, --model of plans", extra="transformers", minimum=(5, 23), below=(6,)
+    ),
+    UsedPackage(
+        name="accelerate", purpose="the Trainer, Accelerate", extra="transformers", minimum=(1, 15), below=(2,)
+    ),
+    UsedPackage(name="peft", purpose="LoRA", extra="transformers", minimum=(0, 18)),
+    UsedPackage(name="lightning", purpose="the Lightning strategy", extra="lightning", minimum=(2, 6), below=(3,)),
+    UsedPackage(name="tensorboard", purpose="TensorBoard logs", extra="monitor", minimum=(2, 16)),
+    UsedPackage(name="wandb", purpose="Weights & Biases logs", extra="monitor", minimum=(0, 17)),
+    UsedPackage(name="matplotlib", purpose="the picture of a profile", extra="profile", minimum=(3, 8)),
+)

@@ -1,0 +1,35 @@
+"""``deepspeed.zero``: what scripts use of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from patrickstar.gathered_parameters import GatheredParameters
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+logger = logging.getLogger("patrickstar")
+
+
+class Init(contextlib.AbstractContextManager["Init"]):
+    """Accepted: the model inside is built as it is anywhere else, in host memory, and sharded by ``initialize``.
+
+    A model that must never be whole in memory is built on the meta device, in a function that ``initialize`` is given
+    (``model=lambda: ...``), or with ``patrickstar.from_pretrained``. All arguments of DeepSpeed's are accepted.
+    """
+
+    def __init__(self, module: Any = None, enabled: bool = True, **accepted: Any):
+        if enabled:
+            logger.info(
+                "zero.Init: the model is built in host memory; to build it piece by piece give initialize a function "
+                "that builds it on the meta device"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def register_external_parameter(module: Any, parameter: Any) -> None:
+    """Accepted: uses of parameters are seen wherever they happen."""

@@ -1,0 +1,118 @@
+"""A case for each key of the schema: a configuration that gives it one value after the other, and what comes of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from patrickstar.config import Config, Dialect, parse_config
+from patrickstar.config.fates import Action, Reader
+from patrickstar.config.keys import Key, all_keys
+from patrickstar.config.schedulers import SCHEDULERS
+from patrickstar.config.values import Section
+
+VALUES: list[Any] = [
+    *(True, False, 2, 3, 0.25, 0.5, 2048, "always", "cpu", "fp32", "Ignore", "other", "nvme", "linear", "pinned"),
+    *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
+]
+"""For each key one of them is another value than its default, and one is refused where some are."""
+
+REQUIRED = {
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    "WarmupDecayLR": {"total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 9},
+}
+"""Parameters that a schedule cannot be without."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One key, and what has to be given beside it for it to count."""
+
+    key: Key
+    title: str
+    """The section as docs/config.md names it."""
+    beside: dict[str, Any]
+
+    @property
+    def dialect(self) -> Dialect:
+        """An entry point that acts on it."""
+        return Dialect.DEEPSPEED if self.key.reader is Reader.INITIALIZE else Dialect.PATRICKSTAR
+
+    def given(self, value: Any) -> dict[str, Any]:
+        """The configuration with that value."""
+        config = copy.deepcopy(self.beside)
+        put(config, self.key.path, value)
+        return config
+
+    def before(self) -> Config:
+        """What comes of the configuration without the key."""
+        return parse_config(self.beside, self.dialect)
+
+    def outcomes(self) -> Iterator[tuple[Any, Config | str]]:
+        """For each value the parsed configuration, or the error's text."""
+        for value in VALUES:
+            try:
+                yield value, parse_config(self.given(value), self.dialect)
+            except ValueError as error:
+                yield value, str(error)
+
+    def changing(self, path: str) -> tuple[Any, Config]:
+        """A value that changes what ``path`` names, and what comes of it."""
+        before = at(self.before(), path)
+        for value, after in self.outcomes():
+            if isinstance(after, Config) and at(after, path) != before:
+                return value, after
+        raise AssertionError(f"no value of {self.key.path} changes {path}")
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a dotted key."""
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[name] = value
+
+
+def at(config: Config, path: str) -> Any:
+    """The value of a dotted key; None in a section that is None."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def differences(one: Section, other: Section, section: str = "") -> list[str]:
+    """The dotted keys in which two configurations differ."""
+    found = []
+    for name in type(one).model_fields:
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, Section) and isinstance(b, Section):
+            found += differences(a, b, f"{section}{name}.")
+        elif a != b:
+            found.append(section + name)
+    return found
+
+
+def all_cases() -> list[Case]:
+    """One for each key, sections included."""
+    keys = list(all_keys())
+    switches = {
+        key.section for key in keys if key.name == "enabled" and key.fate and key.fate.action is Action.HONOURED
+    }
+    cases, schedules = [], iter([*SCHEDULERS, "StepLR"])
+    beside: dict[str, Any] = {}
+    title = ""
+    for key in keys:
+        if key.path == "scheduler.type":  # the keys of the next schedule begin
+            name = next(schedules)
+            beside, title = {"scheduler": {"type": name, "params": REQUIRED.get(name, {})}}, f" of {name}"
+        elif not key.section.startswith("scheduler"):
+            beside = {key.section: {"enabled": True}} if key.section in switches and key.name != "enabled" else {}
+        if key.path == "optimizer.params.torch_adam":
+            beside = {"optimizer": {"type": "AdamW"}}
+        of = title if key.section == "scheduler.params" else ""
+        cases.append(Case(key=key, title=key.section + of, beside=beside))
+    return cases

@@ -1,0 +1,263 @@
+"""The monitor beside an engine: its figures are the engine's, it changes no number and waits for nothing."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from patrickstar import _C
+from patrickstar.monitor import (
+    CsvOptions,
+    FlopsProfilerOptions,
+    MonitorOptions,
+    Phase,
+    RunFacts,
+    StallSampler,
+    StepMonitor,
+)
+from patrickstar.runtime import initialize_engine
+from tests.models import BATCH, LENGTH, Case, Mlp, token_batch
+from tests.training import Run, assert_same, make_config, train
+
+GIB = 2**30
+ACCUMULATE = 2
+WIDTH = 64
+CASE = Case(functools.partial(Mlp, width=WIDTH), token_batch)
+
+
+def ticks():
+    """A clock that goes on by 1/8 s whenever it is read."""
+    return functools.partial(next, itertools.count(0.0, 0.125))
+
+
+@dataclasses.dataclass
+class Watched:
+    run: Run
+    num_parameters: int
+    reports: list[dict]
+    """After each step."""
+    stalls: list[dict]
+    """What the sampler took."""
+    user_trace: dict | None
+    """Of the seventh step, asked for by another reader."""
+
+
+def facts_of(module, **options):
+    num_parameters = sum(param.numel() for param in module.parameters())
+    return RunFacts(num_parameters=num_parameters, num_trainable=num_parameters, **options)
+
+
+def watch(case, config, options, steps, clock=None):
+    """As ``train``, with a monitor that traces the engine's steps."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(case.build, 0, config)
+    generator = torch.Generator().manual_seed(1)
+    losses, reports, stalls = [], [], []
+    with engine:
+        engine.train()
+        runtime = engine._session.runtime
+
+        def take():
+            taken = runtime.take_stalls()
+            stalls.extend([taken] if taken is not None else [])
+            return taken
+
+        sampler = StallSampler(runtime.start_stall_trace, take)
+        facts = facts_of(engine.module)
+        monitor = StepMonitor(options, facts, engine.report, sampler, **({"clock": clock} if clock else {}))
+        for step in range(1, steps + 1):
+            if step == 7:
+                runtime.start_trace()
+            optimizer.zero_grad()
+            for _ in range(ACCUMULATE):
+                batch = case.batch(generator)
+                with monitor.phase(Phase.FORWARD):
+                    loss = case.loss(engine(**batch))
+                monitor.add_micro_batch(batch, loss)
+                with monitor.phase(Phase.BACKWARD):
+                    engine.backward(loss / ACCUMULATE)
+                losses.append(loss.item())
+                del loss
+            with monitor.phase(Phase.STEP):
+                optimizer.step()
+            monitor.end_step(lr=optimizer.param_groups[0]["lr"])
+            reports.append(engine.report())
+        run = Run(losses, engine.state_dict(), engine.report())
+        user_trace = runtime.take_trace()
+    monitor.close()
+    return Watched(run, facts.num_parameters, reports, stalls, user_trace)
+
+
+def test_a_run_that_is_watched(tmp_path, capsys):
+    """A budget, accumulation, clipping, a traced step in each interval, one of them for another reader too."""
+    config = make_config("fp16", default_chunk_size=8192, device_memory="600KB", gradient_clipping=0.1)
+    expected = train(CASE, config, steps=8, accumulate=ACCUMULATE)
+    options = MonitorOptions(
+        steps_per_print=4,
+        wall_clock_breakdown=True,
+        csv_monitor=CsvOptions(enabled=True, output_path=str(tmp_path), job_name="job"),
+    )
+    watched = watch(CASE, config, options, steps=8, clock=ticks())
+    assert_same(watched.run, expected)
+    assert watched.run.report["uploaded_bytes"] > 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 4", "step 8"]
+    assert len(watched.stalls) == 2
+    trace, stalled = watched.user_trace, {}
+    for span in trace["spans"]:
+        if span["track"] == _C.Track.STALL:
+            stalled[span["cause"]] = stalled.get(span["cause"], 0.0) + span["seconds"]
+    assert trace["seconds"] == watched.stalls[1]["seconds"]  # of the same step, and each reader has its own
+    assert stalled == pytest.approx(watched.stalls[1]["stalled_seconds"])
+    for line, step, taken in zip(lines, (4, 8), watched.stalls, strict=True):
+        print(line)
+        report = watched.reports[step - 1]
+        loss = sum(watched.run.losses[ACCUMULATE * (step - 1) : ACCUMULATE * step]) / ACCUMULATE
+        share = 100 * sum(taken["stalled_seconds"].values()) / taken["seconds"]
+        for part in (
+            f"loss {loss:.4f}",
+            f"grad norm {report['grad_norm']:.3g}",
+            "lr 1.00e-3",
+            f"loss scale {report['loss_scale']:g}",
+            f"device {report['device_peak_bytes'] / GIB:.1f} GiB",
+            f"host {report['host_peak_bytes'] / GIB:.1f} GiB",
+            f"stalled {share:.0f} %",
+            # Each phase reads the clock twice, 1/8 s apart: two forwards and backwards in a step.
+            "forward 250.0 ms  backward 250.0 ms  step 125.0 ms",
+        ):
+            assert f"  {part}" in line
+    rows = list(csv.DictReader((tmp_path / "job" / "metrics.csv").open()))
+    assert [(row["step"], row["samples"]) for row in rows] == [
+        (str(n), str(n * ACCUMULATE * BATCH)) for n in range(1, 9)
+    ]
+    for number, row in enumerate(rows):
+        losses = watched.run.losses[ACCUMULATE * number : ACCUMULATE * (number + 1)]
+        assert float(row["Train/Samples/train_loss"]) == sum(losses) / ACCUMULATE
+        assert float(row["patrickstar/grad_norm"]) == watched.reports[number]["grad_norm"]
+        assert float(row["Train/Samples/loss_scale"]) == watched.reports[number]["loss_scale"]
+        for name, key in (("device_gib", "device_peak_bytes"), ("host_gib", "host_peak_bytes")):
+            expected = str(watched.reports[number][key] / GIB) if number in (3, 7) else ""
+            assert row[f"patrickstar/{name}"] == expected
+        assert (row["patrickstar/tokens_per_second"] != "") == (number in (3, 7))
+    seconds = 0.125 * (4 * 11 + 1)  # a step reads the clock as it begins and ten times for phases; a line once
+    rate = 4 * ACCUMULATE * BATCH * LENGTH / seconds
+    assert float(rows[7]["patrickstar/tokens_per_second"]) == pytest.approx(rate, rel=1e-12)
+    assert float(rows[7]["patrickstar/model_tflops"]) == pytest.approx(6 * watched.num_parameters * rate / 1e12)
+
+
+def test_no_number_is_read_between_lines():
+    """A loss without values raises when it is read: at the line, and before it nowhere."""
+    report = {"grad_norm": 1.0, "loss_scale": 1.0, "num_skipped_steps": 0, "device_peak_bytes": 0, "host_peak_bytes": 0}
+    monitor = StepMonitor(
+        MonitorOptions(steps_per_print=3), RunFacts(num_parameters=1, num_trainable=1), lambda: report
+    )
+    loss = torch.zeros((), device="meta", requires_grad=True)
+    for step in range(1, 4):
+        for _ in range(2):
+            monitor.add_micro_batch({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, loss)
+        if step < 3:
+            monitor.end_step(lr=0.1)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        monitor.end_step(lr=0.1)
+
+
+def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, capsys):
+    def report():
+        raise AssertionError("nobody asked")
+
+    asked = MonitorOptions(
+        steps_per_print=1,
+        csv_monitor=CsvOptions(enabled=True, output_path=str(tmp_path)),
+        flops_profiler=FlopsProfilerOptions(enabled=True, profile_step=0),
+    )
+    facts = RunFacts(num_parameters=1, num_trainable=1, rank=1, num_ranks=2)
+    idle = RunFacts(num_parameters=1, num_trainable=1)
+    for monitor in (StepMonitor(asked, facts, report), StepMonitor(MonitorOptions(), idle, report)):
+        assert not monitor.is_active
+        with monitor.phase(Phase.FORWARD):
+            loss = torch.zeros((), device="meta")
+        monitor.add_micro_batch([loss], loss)
+        monitor.end_step(lr=1.0)
+        monitor.close()
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, capsys):
+    """Two ranks, metrics without lines, a skipped step, a last interval that is not full."""
+    report = {"grad_norm": 1.5, "loss_scale": 2.0, "num_skipped_steps": 0, "device_peak_bytes": 3 * GIB}
+    report["host_peak_bytes"] = 5 * GIB
+    asked = {"csv_monitor": CsvOptions(enabled=True, output_path=str(tmp_path))}
+    facts = RunFacts(num_parameters=10**9, num_trainable=10**6, num_ranks=2)
+    state = {}
+    for num_steps in (12, 3):
+        monitor = StepMonitor(MonitorOptions(**asked), facts, lambda: report, clock=ticks())
+        if state:
+            monitor.load_state_dict(state)
+        for step in range(num_steps):
+            report["grad_norm"] = float("nan") if step == 4 else 1.5
+            report["num_skipped_steps"] += step == 4
+            monitor.add_micro_batch((torch.zeros(4, 100, dtype=torch.int32),), 7.0)
+            monitor.end_step()
+        state = monitor.state_dict()
+        monitor.close()
+        monitor.close()
+    assert state == {"num_steps": 15, "num_samples": 15 * 8}
+    rows = list(csv.DictReader((tmp_path / "DeepSpeedJobName" / "metrics.csv").open()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 16))
+    assert [int(row["samples"]) for row in rows] == [8 * n for n in range(1, 16)]
+    assert {row["Train/Samples/train_loss"] for row in rows} == {"7.0"}
+    assert [row["patrickstar/grad_norm"] for row in rows[3:6]] == ["1.5", "", "1.5"]
+    last = rows[9]
+    assert last["patrickstar/skipped_steps"] == "1"
+    assert (last["patrickstar/device_gib"], last["patrickstar/host_gib"]) == ("3.0", "5.0")
+    seconds = 0.125 * 10  # one reading as each step begins, and one at the end
+    assert float(last["patrickstar/tokens_per_second"]) == pytest.approx(2 * 10 * 400 / seconds)
+    assert float(last["patrickstar/samples_per_second"]) == pytest.approx(2 * 10 * 4 / seconds)
+    assert float(last["patrickstar/model_tflops"]) == pytest.approx((4e9 + 2e6) * 10 * 400 / seconds / 1e12)
+    assert capsys.readouterr().out == ""
+
+
+def test_flops_of_a_step(tmp_path, capsys):
+    """Counted through the engine's parameters: the products of the model's matrices, and no number changes."""
+    file = tmp_path / "deep" / "flops.txt"
+    config = make_config(default_chunk_size=8192, device_memory="600KB")
+    asked = FlopsProfilerOptions(enabled=True, profile_step=2, output_file=str(file), top_modules=2)
+    watched = watch(CASE, config, MonitorOptions(flops_profiler=asked), steps=4)
+    assert_same(watched.run, train(CASE, config, steps=4, accumulate=ACCUMULATE))
+    text = file.read_text()
+    tokens, width, vocabulary = ACCUMULATE * BATCH * LENGTH, WIDTH, 97
+    head = 2 * tokens * width * vocabulary
+    forward = 3 * 2 * (2 * tokens * width * 2 * width) + head
+    assert text.startswith("flops of step 3: ")
+    assert f"forward      {forward / 1e6:.4g} MFLOP in 2 micro-batches" in text
+    assert f"of step 3: {3 * forward / 1e6:.4g} MFLOP" in text
+    assert f"by formula   {6 * watched.num_parameters * tokens / 1e6:.4g} MFLOP" in text
+    listed = re.findall(r"depth (\d) +(\S+): .* in forward, (.+) %", text)
+    first = 2 * tokens * width * 2 * width
+    shares = [f"{100 * flops / forward:.1f}" for flops in (head, 2 * first, 2 * first, first, first)]
+    names = [("1", "head"), ("2", "layers.0"), ("2", "layers.1"), ("3", "layers.0.0"), ("3", "layers.0.2")]
+    assert listed == [(*name, share) for name, share in zip(names, shares, strict=True)]
+    assert capsys.readouterr().out == ""  # it went to the file
+
+
+def test_the_example_of_the_documentation(capsys):
+    """``engine.make_monitor`` in a plain loop."""
+    text = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "logging.md", "exec"), {"__name__": "docs"})
+    lines = capsys.readouterr().out.splitlines()
+    number = r"[0-9.e+-]+"
+    figures = rf"loss {number}  grad norm {number}  lr 3.00e-4  device {number} GiB  host {number} GiB"
+    rest = rf"{number}[kM]? tokens/s  {number} TFLOPS  stalled {number} %( \([a-z ]+\))?"
+    assert len(lines) == 2
+    for line, step in zip(lines, (5, 10), strict=True):
+        assert re.fullmatch(rf"step {step}  {figures}  {rest}", line), line

@@ -1,0 +1,107 @@
+"""Pages of the documentation as tests see them: their fenced blocks, their links, and their Python as one script."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+_FENCE = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    """What stands behind the opening fence; empty where nothing does."""
+    text: str
+    line: int
+    """Of its first line in the page, from 1."""
+    not_run: str | None
+    """The reason in a comment ``<!-- not run: reason -->`` just before it; None: it is to be run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A Markdown file of the repository."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Relative to the repository."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.path.read_text(encoding="utf-8")
+
+    def blocks(self, *languages: str) -> list[Block]:
+        """The fenced blocks in these languages, in order; all for none. Also those within HTML comments."""
+        text = self.text
+        found = [
+            Block(
+                language=match.group(1),
+                text=match.group(2),
+                line=text.count("\n", 0, match.start()) + 2,
+                not_run=reason.group(1) if (reason := _NOT_RUN.search(text[: match.start()])) else None,
+            )
+            for match in _FENCE.finditer(text)
+        ]
+        return [block for block in found if not languages or block.language in languages]
+
+    def script(self) -> str:
+        """Its Python blocks that are to be run, each on the lines that it has in the page."""
+        lines: list[str] = []
+        for block in self.blocks("python"):
+            if block.not_run is None:
+                lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+        return "\n".join(lines) + "\n" if lines else ""
+
+    def links(self) -> list[str]:
+        """Targets of its links and pictures, without those in blocks."""
+        return re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", self.text))
+
+    def anchors(self) -> set[str]:
+        """What a link may name behind #: its headings as GitHub spells them."""
+        headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", self.text), re.MULTILINE)
+        plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading)).lower() for heading in headings]
+        return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def all_pages() -> list[Page]:
+    """README.md, then those of docs, sorted."""
+    return [Page(path) for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]]
+
+
+def run_page(page: Page, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the page's script in ``folder``, on the simulated device, with nothing to download from."""
+    script = folder / page.name.replace("/", "-").replace(".md", ".py")
+    script.write_text(page.script(), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+def shows(output: str, excerpt: str) -> bool:
+    """Whether ``output`` has the lines of ``excerpt`` one after the other. ``…`` stands for anything within its line,
+    and alone on one for any lines.
+    """
+    patterns = [re.escape(line).replace("…", ".*") + "\n" for line in excerpt.splitlines()]
+    pattern = "".join("(?:.*\n)*?" if line == ".*\n" else line for line in patterns)
+    return re.search("^" + pattern, output, re.MULTILINE) is not None
