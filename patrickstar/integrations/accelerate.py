@@ -25,8 +25,8 @@ from torch import nn
 from patrickstar import StateError
 from patrickstar.engine import Engine
 from patrickstar.integrations.decided_config import (
+    own_config,
     precision_decisions,
-    read_config,
     with_optimizer,
     with_precision,
     without_decided,
@@ -80,7 +80,7 @@ class PatrickStarAccelerator(Accelerator):
         self._optimizer: PatrickStarOptimizer | None = None
         self._waiting: list[nn.Module] = []
         self._user_dtype: torch.dtype | None = None
-        self._config = read_config(patrickstar_config)
+        self._config = own_config(patrickstar_config)
         if mixed_precision is not None:
             self._config = _precise(self._config, str(mixed_precision))
         elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # its default is set too

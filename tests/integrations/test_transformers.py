@@ -253,6 +253,55 @@ def test_a_configuration_in_a_file_may_leave_values_to_the_arguments(tmp_path):
     trainer.close()
 
 
+def test_a_configuration_for_deepspeed(tmp_path):
+    """With the keys of Hugging Face's own examples: a schedule of DeepSpeed's, and values left to the arguments."""
+    (tmp_path / "ds_config.json").write_text(
+        json.dumps(
+            {
+                "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+                "bfloat16": {"enabled": "auto"},
+                "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {
+                        "warmup_min_lr": "auto",
+                        "warmup_max_lr": "auto",
+                        "warmup_num_steps": "auto",
+                        "total_num_steps": "auto",
+                        "warmup_type": "linear",
+                    },
+                },
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                    "offload_param": {"device": "cpu", "pin_memory": True},
+                    "overlap_comm": True,
+                    "contiguous_gradients": True,
+                    "sub_group_size": 1e9,
+                    "reduce_bucket_size": "auto",
+                    "stage3_prefetch_bucket_size": "auto",
+                    "stage3_param_persistence_threshold": "auto",
+                    "stage3_gather_16bit_weights_on_model_save": True,
+                },
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "steps_per_print": 2000,
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": "auto",
+                "wall_clock_breakdown": False,
+            }
+        )
+    )
+    args = arguments(tmp_path, max_steps=6, warmup_steps=3, learning_rate=1e-3)
+    trainer = PatrickStarTrainer(
+        gpt2(), args, train_dataset=Tokens(12, 1), patrickstar_config=tmp_path / "ds_config.json"
+    )
+    run = train(trainer)
+    rates = [entry["learning_rate"] for entry in run.history if "loss" in entry]
+    # The first step runs with the schedule's beginning, then 1/3, 2/3, 1 of the rate, and down to 0 at the sixth.
+    assert rates == pytest.approx([0.0, 0.0, 1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3], abs=1e-9)
+
+
 def test_two_ranks(two_ranks):
     """As DDP under the unmodified trainer."""
     for rank in two_ranks:
