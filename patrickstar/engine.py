@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from patrickstar.chunked_parameter import ChunkedParameter
 from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
+
+_T = TypeVar("_T")
 
 
 class Engine(nn.Module):
@@ -47,6 +49,15 @@ class Engine(nn.Module):
         """
         self._session.check_open()
         return self.module(*args, **kwargs)
+
+    def run_forward(self, call: Callable[[], _T]) -> _T:
+        """Runs ``call`` as one forward of the module and returns what it returns: for a step that is more than one call
+        of the module, such as a LightningModule's ``training_step``.
+
+        It may run twice: once more with an emptier device where memory ran out. Calls of the module within it are part
+        of this forward; inputs are taken as they are.
+        """
+        return self._session.forward(call)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate

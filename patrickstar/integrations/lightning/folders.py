@@ -1,0 +1,107 @@
+"""Checkpoints as folders: the engine's own, written by all ranks without a copy in memory, and beside it the rest of
+what Lightning keeps.
+
+    last.ckpt/latest                  "global_step100": names the complete checkpoint
+    last.ckpt/global_step100/         parameters, moments, buffers, random numbers (docs/checkpoints.md)
+    last.ckpt/global_step100.loops    Lightning's own dict: loops, schedulers, callbacks, hyperparameters
+
+The dict is written first and ``latest`` changes last, so whatever happens meanwhile leads to a whole checkpoint, the
+old one or the new.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.checkpoint import Checkpoint, CheckpointError, TensorRange, latest_tag, tags
+from patrickstar.engine import Engine
+
+_KEY = "patrickstar_checkpoint"
+_VALUES = ("master", "frozen", "managed", "buffer")
+
+
+def save_folder(
+    engine: Engine,
+    checkpoint: dict[str, Any],
+    path: str | os.PathLike[str],
+    write: Callable[[dict[str, Any], Path], None] | None,
+) -> None:
+    """All ranks call it; ``write`` saves Lightning's dict as a file, on the first rank alone. It is None on the others,
+    which wait for the first in the engine: its failure ends their wait.
+
+    Raises:
+        CheckpointError: it was not saved, ``path`` is a file or a remote address.
+    """
+    if "://" in os.fspath(path):
+        raise CheckpointError(
+            f"{path} is a remote address, and folders are written to local or shared file systems; give a path, or "
+            'PatrickStarStrategy(checkpoint_format="file")'
+        )
+    path = Path(path)
+    tag = f"global_step{checkpoint['global_step']}"
+    if write is not None:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file, and a folder is to be written there; give another path")
+        path.mkdir(parents=True, exist_ok=True)
+        write({**checkpoint, _KEY: tag}, _loops(path, tag))
+    engine.save_checkpoint(path, tag)
+    if write is not None:
+        for old in tags(path):
+            if old != tag:
+                shutil.rmtree(path / old)
+                _loops(path, old).unlink(missing_ok=True)
+
+
+def find_loops(path: str | os.PathLike[str]) -> Path | None:
+    """The file of Lightning's dict in a folder; None when ``path`` is not one.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
+    if not Path(path).is_dir():
+        return None
+    tag = latest_tag(path)
+    if tag is None:
+        raise CheckpointError(f"{path} holds no complete checkpoint; give another")
+    return _loops(Path(path), tag)
+
+
+def _loops(path: Path, tag: str) -> Path:
+    return path / f"{tag}.loops"
+
+
+def tag_of(checkpoint: Any) -> str | None:
+    """The engine's checkpoint that belongs to a dict of Lightning's; None when it was saved as a file."""
+    return checkpoint.get(_KEY)
+
+
+def load_values(module: nn.Module, path: Path, tag: str) -> None:
+    """Parameters and buffers alone, into a module that is not trained.
+
+    Raises:
+        CheckpointError: one is missing or has another shape, or is damaged.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    persistent = set(module.state_dict(keep_vars=True))
+    with Checkpoint.find(path, tag) as checkpoint, torch.no_grad():
+        for name, tensor in tensors.items():
+            if name not in persistent:
+                continue
+            stored = next(filter(None, (checkpoint.tensor(name, kind) for kind in _VALUES)), None)
+            if stored is None or tuple(stored.shape) != tuple(tensor.shape):
+                what = "missing" if stored is None else f"of shape {tuple(stored.shape)}"
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)}, and is {what} in {path}; load it into the module that "
+                    "was saved"
+                )
+            whole = TensorRange(
+                name=name, kind="master", shape=tuple(stored.shape), dtype=stored.dtype, begin=0, end=stored.numel
+            )
+            tensor.copy_(checkpoint.read(stored, whole).view(tensor.shape))

@@ -1,0 +1,63 @@
+"""The optimizer and schedulers that ``configure_optimizers`` returned, in the hands of the engine and back.
+
+A scheduler, however it is nested or written, goes on writing into the groups of the ``torch.optim`` object that it was
+made with, which are the engine's too ([Note: the user's optimizer], ``patrickstar/optimizer_takeover.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.integrations.lightning.package import pl
+from patrickstar.optim import HybridAdam
+from patrickstar.optimizer_takeover import groups_of, move_state
+
+
+class ConfiguredOptimizer:
+    """The user's ``torch.optim.Adam`` or ``AdamW`` for one run.
+
+    Raises:
+        ValueError: there is none, there are several, or it is of another class.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+        if any(isinstance(optimizer, pl.core.optimizer._MockOptimizer) for optimizer in optimizers):
+            raise ValueError("configure_optimizers returned None; return a torch.optim.AdamW or Adam")
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers; an engine has one for the whole module: "
+                "return one torch.optim.AdamW or Adam with several parameter groups"
+            )
+        self._optimizer = optimizers[0]
+        self.taken = groups_of(self._optimizer)
+        """What it says."""
+        self._names = {param: name for name, param in module.named_parameters()}
+
+    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Its groups, with the parameters that ``module`` has now: those on the meta device were replaced."""
+        params = dict(module.named_parameters())
+        return [
+            {**group, "params": [params.get(self._names.get(param, ""), param) for param in group["params"]]}
+            for group in self.taken.groups
+        ]
+
+    def hand_over(self, hybrid: HybridAdam) -> None:
+        """State and groups go to ``hybrid``, made of :meth:`groups` ([Note: the user's optimizer])."""
+        with _C.HostAllocations():
+            move_state(self._optimizer, hybrid)
+        # It never steps itself; else schedulers would warn that they came first.
+        self._optimizer._opt_called = True
+
+    def give_back(self, hybrid: HybridAdam) -> torch.optim.Optimizer:
+        """The user's object, with the state that ``hybrid`` has now; while the engine is open."""
+        with _C.HostAllocations():
+            state = hybrid.state_dict()["state"]
+        params = [param for group in hybrid.param_groups for param in group["params"]]
+        for index, entry in state.items():
+            self._optimizer.state[params[index]] = entry
+        return self._optimizer

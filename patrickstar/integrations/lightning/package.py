@@ -1,0 +1,27 @@
+"""Which of Lightning's two packages: ``lightning.pytorch``, or ``pytorch_lightning`` where the script uses that one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _find() -> ModuleType:
+    in_use = [name for name in _NAMES if name in sys.modules]
+    for name in in_use or _NAMES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise ImportError(
+        "patrickstar.integrations.lightning needs Lightning, which is not installed; run "
+        'pip install "patrickstar[lightning]"'
+    )
+
+
+pl = _find()
+"""The package."""

@@ -1,0 +1,51 @@
+"""The engine's configuration under Lightning: what the user's says, and what the ``Trainer`` and the module decide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from patrickstar.config import Config, parse_config
+from patrickstar.integrations.decided_config import (
+    Decision,
+    precision_decisions,
+    with_optimizer,
+    with_precision,
+    without_decided,
+)
+from patrickstar.optimizer_takeover import TakenOver
+
+_PRECISION_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """What Lightning says, which a configuration may leave out but not contradict."""
+
+    precision: str
+    """The ``Trainer``'s, such as ``"bf16-mixed"``."""
+    compute_dtype: torch.dtype
+    """What that means."""
+    gradient_clip_val: float | None
+    """The ``Trainer``'s largest global norm; None or 0: the configuration decides."""
+    optimizer: TakenOver | None
+    """Of ``configure_optimizers``; None: nothing is trained."""
+
+
+def merge(config: Mapping[str, Any], host: HostSettings) -> Config:
+    """The configuration with what the host decides. Clipping stays with Lightning, whose
+    ``configure_gradient_clipping`` the user may override.
+
+    Raises:
+        ValueError: both say something, and not the same; or the configuration is wrong.
+    """
+    name = _PRECISION_NAMES[host.compute_dtype]
+    decisions = precision_decisions(name, f'Trainer(precision="{host.precision}")')
+    if host.gradient_clip_val:
+        source = "Trainer's gradient_clip_val"
+        decisions.append(Decision(key="gradient_clipping", value=host.gradient_clip_val, source=source))
+    merged = with_precision(without_decided(config, decisions), name)
+    return parse_config(merged if host.optimizer is None else with_optimizer(merged, host.optimizer))

@@ -1,0 +1,338 @@
+"""The strategy: a ``LightningModule``'s parameters in chunks between a run's setup and its teardown.
+
+[Note: one engine a run] ``fit``, ``validate``, ``test`` and ``predict`` each build an engine in ``setup`` and close it
+in ``teardown``: in between the module keeps its class and parameters, before and after it is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.config import parse_config
+from patrickstar.engine import Engine
+from patrickstar.integrations.decided_config import read_config
+from patrickstar.integrations.lightning import folders
+from patrickstar.integrations.lightning.modules import frozen, move_metrics
+from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
+from patrickstar.integrations.lightning.package import pl
+from patrickstar.integrations.lightning.precision import PatrickStarPrecision, check_clip_algorithm
+from patrickstar.integrations.lightning.ranks import RankedStrategy
+from patrickstar.integrations.lightning.settings import HostSettings, merge
+from patrickstar.optim import HybridAdam
+from patrickstar.runtime import initialize_engine
+
+logger = logging.getLogger("patrickstar")
+_FITTING = pl.trainer.states.TrainerFn.FITTING
+
+
+class CheckpointFormat(enum.Enum):
+    """What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` write."""
+
+    FILE = "file"
+    """Lightning's own file, which any strategy reads. Each rank holds the whole of it in host memory (12 bytes per
+    parameter) while it is made or loaded."""
+    FOLDER = "folder"
+    """A folder in which each rank writes its share, without a copy in memory. Only this strategy reads it."""
+
+
+class ModuleInit(enum.Enum):
+    """Where ``configure_model`` builds."""
+
+    CPU = "cpu"
+    """In host memory, whole on each rank, with the values that its code gives."""
+    META = "meta"
+    """Without memory; then piece by piece, with the values that modules' own ``reset_parameters`` (or Hugging Face's
+    ``_init_weights``) give. What else the code does to values is lost."""
+
+
+class AfterRun(enum.Enum):
+    """What is whole again in host memory, on each rank, when a run is over."""
+
+    MODULE = "module"
+    """The module."""
+    EVERYTHING = "everything"
+    """The module, and after ``fit`` the user's optimizer with its state (8 bytes per parameter more)."""
+    NOTHING = "nothing"
+    """The module's parameters have no elements: for a model that fits in no rank's host memory."""
+
+
+class PatrickStarStrategy(RankedStrategy):
+    """Trains, evaluates and predicts with a module that need not fit in GPU memory, on one device or several.
+
+    Args:
+        patrickstar_config: a dict or a JSON file's path (docs/config.md). What the ``Trainer`` and
+            ``configure_optimizers`` say need not be in it; where it is, it must be the same.
+        checkpoint_format: a :class:`CheckpointFormat` or its value.
+        module_init: a :class:`ModuleInit` or its value.
+        after_run: an :class:`AfterRun` or its value.
+        **kwargs: of ``ParallelStrategy``.
+
+    Raises:
+        ValueError: one of these is wrong.
+    """
+
+    strategy_name = "patrickstar"
+
+    def __init__(
+        self,
+        patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        checkpoint_format: CheckpointFormat | str = CheckpointFormat.FILE,
+        module_init: ModuleInit | str = ModuleInit.CPU,
+        after_run: AfterRun | str = AfterRun.MODULE,
+        **kwargs: Any,
+    ):
+        self._config = read_config(patrickstar_config)
+        super().__init__(parse_config(self._config).rank_timeout_seconds, **kwargs)
+        self._checkpoint_format = CheckpointFormat(checkpoint_format)
+        self._module_init = ModuleInit(module_init)
+        self._after_run = AfterRun(after_run)
+        self._engine: Engine | None = None
+        self._configured: ConfiguredOptimizer | None = None
+        self._unfreeze = contextlib.ExitStack()
+        self._error: BaseException | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes ``Trainer(strategy="patrickstar")`` known."""
+        strategy_registry.register(
+            cls.strategy_name, cls, description="Parameters, gradients and Adam states in chunks", override=True
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the present run, for its ``grad_norm()``, ``report()`` and ``plan()``.
+
+        Raises:
+            StateError: no run is under way.
+        """
+        if self._engine is None:
+            raise _C.StateError("there is no engine: it lives from a run's setup (before on_fit_start) to its teardown")
+        return self._engine
+
+    @property
+    def precision_plugin(self) -> PatrickStarPrecision:
+        """What ``Trainer(precision=...)`` means here."""
+        if self._precision_plugin is None:
+            self._precision_plugin = PatrickStarPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else PatrickStarPrecision.of(plugin)
+
+    # A run's setup and teardown.
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built in host memory, never on the GPU; with ``empty_init`` on the meta device."""
+        with torch.device("meta" if empty_init else "cpu"):
+            yield
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: see :class:`ModuleInit`."""
+        with torch.device(self._module_init.value):
+            yield
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine moves what is needed when it is needed."""
+
+    def setup(self, trainer: Any) -> None:
+        """Optimizers first, then the engine, made of their groups.
+
+        Raises:
+            ValueError: the ``Trainer``, the module and the configuration say what cannot be done together.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        self._error = None
+        self._configured = None
+        if trainer.state.fn == _FITTING:
+            self.setup_optimizers(trainer)
+            self._configured = ConfiguredOptimizer(self.lightning_module, self.optimizers)
+        else:
+            self._unfreeze.enter_context(frozen(self.lightning_module, self.precision_plugin.compute_dtype))
+        self._open_engine(trainer.gradient_clip_val)
+        self.setup_precision_plugin()
+
+    def _refuse(self, trainer: Any) -> None:
+        if torch.cuda.is_available() != (self.root_device.type == "cuda"):
+            raise ValueError(
+                f"the Trainer's device is {self.root_device}, and an engine computes on a GPU where there is one; give "
+                'Trainer(accelerator="gpu"), or hide the GPUs with CUDA_VISIBLE_DEVICES='
+            )
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm replaces layers by ones that wait for each other in forward; leave it out")
+        if getattr(self.lightning_module, "_compiler_ctx", None) is not None:
+            raise ValueError("the module is compiled by torch.compile; give the module itself to the Trainer")
+        if trainer.gradient_clip_val:
+            check_clip_algorithm(trainer.gradient_clip_algorithm)
+
+    def _open_engine(self, gradient_clip_val: float | None) -> None:
+        configured, precision = self._configured, self.precision_plugin
+        host = HostSettings(
+            precision=precision.precision,
+            compute_dtype=precision.compute_dtype,
+            gradient_clip_val=gradient_clip_val,
+            optimizer=configured.taken if configured is not None else None,
+        )
+        engine, optimizer = initialize_engine(
+            lambda: self.lightning_module,
+            self.root_device.index or 0,
+            merge(self._config, host),
+            configured.groups if configured is not None else None,
+        )
+        self._engine = engine
+        precision.attach(engine)
+        if configured is not None:
+            configured.hand_over(optimizer)
+            self.optimizers = [optimizer]
+        move_metrics(self.lightning_module, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The other ranks are told in :meth:`teardown`, not waited for."""
+        self._error = exception
+
+    def teardown(self) -> None:
+        """The module is an ordinary one again (:class:`AfterRun`), in host memory."""
+        engine, self._engine = self._engine, None
+        self.precision_plugin.attach(None)
+        try:
+            if engine is not None:
+                self._close(engine)
+        finally:
+            self._unfreeze.close()
+            super().teardown()
+
+    def _close(self, engine: Engine) -> None:
+        error = self._error
+        if error is not None:
+            engine.__exit__(type(error), error, error.__traceback__)
+            return
+        if self._after_run is AfterRun.NOTHING:
+            engine.discard()
+            return
+        if self._after_run is AfterRun.EVERYTHING and self._configured is not None:
+            self.optimizers = [self._configured.give_back(self.optimizers[0])]
+        engine.close()
+
+    # Steps. A run of one of them is one forward; in manual optimization backward comes within training_step, and each
+    # call of the module is a forward.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step``."""
+        step = functools.partial(super().training_step, *args, **kwargs)
+        return self.engine.run_forward(step) if self.lightning_module.automatic_optimization else step()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``validation_step``."""
+        return self.engine.run_forward(functools.partial(super().validation_step, *args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``test_step``."""
+        return self.engine.run_forward(functools.partial(super().test_step, *args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``predict_step``."""
+        return self.engine.run_forward(functools.partial(super().predict_step, *args, **kwargs))
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Values are loaded into chunks."""
+        return True
+
+    @property
+    def _writes_folders(self) -> bool:
+        return self._checkpoint_format is CheckpointFormat.FOLDER and self._engine is not None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Float32 values under the module's names, on the first rank; nothing where a folder will be written."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        return {} if self._writes_folders else self._whole_state_dict()
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        is_plain = type(self.lightning_module).state_dict is torch.nn.Module.state_dict
+        with _C.HostAllocations():  # the module's own would round float32 values to its parameters' dtype
+            state = self.engine.state_dict() if is_plain else self.lightning_module.state_dict()
+        return state if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """As ``torch.optim.Adam``'s, on the first rank; nothing where a folder will be written, or when the run is over
+        and ``after_run`` is not ``"everything"``.
+        """
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
+        if not isinstance(optimizer, HybridAdam):
+            return optimizer.state_dict()
+        if self._engine is None and self.is_global_zero:
+            logger.warning(
+                "the run is over, and this checkpoint has no optimizer state: fit cannot go on from it. Save within "
+                'the run (ModelCheckpoint(save_last=True)), or give PatrickStarStrategy(after_run="everything")'
+            )
+        if self._engine is None or self._writes_folders:
+            return {}
+        with _C.HostAllocations():
+            state = optimizer.state_dict()
+        return state if self.is_global_zero else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A file, or a folder. Weights alone are always a file."""
+        with _C.HostAllocations():
+            if not self._writes_folders:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            elif "optimizer_states" not in checkpoint:
+                whole = {**checkpoint, "state_dict": self._whole_state_dict()}
+                super().save_checkpoint(whole, filepath, storage_options)
+            else:
+                write = self.checkpoint_io.save_checkpoint if self.is_global_zero else None
+                folders.save_folder(self.engine, checkpoint, self.broadcast(filepath), write)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What Lightning keeps of a run; of a folder without the values, which the engine reads itself."""
+        loops = folders.find_loops(checkpoint_path)
+        with _C.HostAllocations():
+            checkpoint = super().load_checkpoint(loops or checkpoint_path, weights_only)
+        if loops is not None:
+            checkpoint["patrickstar_folder"] = str(checkpoint_path)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Values into chunks."""
+        folder, tag = checkpoint.get("patrickstar_folder"), folders.tag_of(checkpoint)
+        if folder is None or tag is None:
+            super().load_model_state_dict(checkpoint, strict)
+        elif self._configured is not None:
+            self.engine.load_checkpoint(folder, tag)
+        else:
+            folders.load_values(self.lightning_module, Path(folder), tag)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Adam's states into chunks; a folder's were loaded with the values.
+
+        Raises:
+            ValueError: the checkpoint has none.
+        """
+        if folders.tag_of(checkpoint) is not None:
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != 1 or not states[0]:
+            raise ValueError(
+                f"the checkpoint has the states of {sum(map(bool, states))} optimizers, and fit goes on with one; give "
+                "one that was saved within a run of one optimizer, or load the weights alone with load_from_checkpoint"
+            )
+        with _C.HostAllocations():
+            self.optimizers[0].load_state_dict(states[0])
