@@ -25,8 +25,8 @@ from torch import nn
 from patrickstar import StateError
 from patrickstar.engine import Engine
 from patrickstar.integrations.decided_config import (
+    own_config,
     precision_decisions,
-    read_config,
     with_optimizer,
     with_precision,
     without_decided,
@@ -80,7 +80,7 @@ class PatrickStarAccelerator(Accelerator):
         self._optimizer: PatrickStarOptimizer | None = None
         self._waiting: list[nn.Module] = []
         self._user_dtype: torch.dtype | None = None
-        self._config = read_config(patrickstar_config)
+        self._config = own_config(patrickstar_config)
         if mixed_precision is not None:
             self._config = _precise(self._config, str(mixed_precision))
         elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # its default is set too
@@ -255,9 +255,10 @@ class PatrickStarAccelerator(Accelerator):
         """As ``Accelerator.save_state``: schedulers, data loaders, random numbers and registered objects as there;
         model and optimizer as the engine's checkpoint, in the folder ``patrickstar``. Hooks get no models.
         """
+        engine = self.engine
         with _Aside(self):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        self.engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
+        engine.save_checkpoint(Path(folder) / CHECKPOINT_FOLDER)
         return folder
 
     def load_state(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from patrickstar.config.reading import read_config
+from patrickstar.config.spellings import AUTO
 from patrickstar.optimizer_takeover import TakenOver
-
-AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,22 +30,14 @@ class Decision:
     """Who says so, for the error: ``"TrainingArguments.learning_rate"``."""
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """A copy of the user's configuration; of a path, what that JSON file holds.
+def own_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """A copy of the user's configuration, of a dict or a JSON file, with one name for the section ``bf16``.
 
     Raises:
-        ValueError: it is neither, or the file is no JSON object.
+        ValueError: there is no dict.
     """
-    if isinstance(config, (str, os.PathLike)):
-        try:
-            config = json.loads(Path(config).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"patrickstar_config: {os.fspath(config)!r} is no JSON ({error})") from error
-    if config is None:
-        return {}
-    if not isinstance(config, Mapping):
-        raise ValueError(f"patrickstar_config is a {type(config).__name__}; give a dict or the path of a JSON file")
-    return copy.deepcopy(dict(config))
+    values = copy.deepcopy(dict(read_config(config)))
+    return {"bf16" if name == "bfloat16" else name: value for name, value in values.items()}
 
 
 def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
 
-from patrickstar.integrations.decided_config import Decision, precision_decisions, with_precision, without_decided
+from patrickstar.config.spellings import AUTO
+from patrickstar.integrations.decided_config import (
+    Decision,
+    precision_decisions,
+    with_precision,
+    without_decided,
+)
+
+logger = logging.getLogger("patrickstar")
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_REPORTING = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "flops_profiler")
 
 
 def precision_of(args: TrainingArguments) -> str:
@@ -82,12 +92,16 @@ def check_optimizer_name(args: TrainingArguments) -> None:
 
 
 def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """``config`` with the precision and the clipping that ``args`` say, without the keys of DeepSpeed's about batches,
-    which ``args`` say too.
+    """``config`` with the precision and the clipping that ``args`` say, without DeepSpeed's keys about batches, which
+    ``args`` say too, and about reporting, which is the Trainer's.
 
     Raises:
         ValueError: ``config`` says something else.
     """
+    reporting = [key for key in _REPORTING if key in config]
+    if reporting:
+        logger.info("%s: left to the Trainer (logging_steps, report_to)", ", ".join(reporting))
+        config = {key: value for key, value in config.items() if key not in _REPORTING}
     precision = precision_of(args)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     decisions = [
@@ -119,6 +133,20 @@ def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dic
         _decision("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
     ]
     return without_decided(config, decisions)
+
+
+def schedule_params(section: Mapping[str, Any], args: TrainingArguments, num_steps: int) -> dict[str, Any]:
+    """The parameters of a configuration's ``scheduler`` for a run of ``num_steps``; those that are ``"auto"`` are what
+    ``args`` say, or left to the schedule.
+    """
+    of_arguments = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": args.get_warmup_steps(num_steps),
+        "total_num_steps": num_steps,
+    }
+    given = {key: of_arguments.get(key, AUTO) if value == AUTO else value for key, value in section.items()}
+    return {key: value for key, value in given.items() if value != AUTO}
 
 
 def _decision(key: str, value: Any, argument: str) -> Decision:

@@ -23,17 +23,20 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.config import parse_config
 from patrickstar.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
-from patrickstar.integrations.decided_config import read_config
+from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
     check_optimizer_name,
     precision_of,
+    schedule_params,
     settled_config,
     without_optimizer,
 )
 from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into, weight_files
+from patrickstar.lr_schedules import make_scheduler
 
 _OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
 _SCHEDULER_NAME = "scheduler.pt"
@@ -74,7 +77,7 @@ class PatrickStarTrainerMixin:
         patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ):
-        self._engine_config = read_config(patrickstar_config)
+        self._engine_config = own_config(patrickstar_config)
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             check_optimizer_name(self.args)
@@ -109,6 +112,8 @@ class PatrickStarTrainerMixin:
         """As the Trainer's, with an accelerator that knows the engine."""
         check_arguments(self.args, self.model)
         self._engine_config = settled_config(self._engine_config, self.args)
+        self._schedule = self._engine_config.pop("scheduler", None)
+        parse_config(self._engine_config)  # what is wrong in it is said now, not when training begins
         super().create_accelerator_and_postprocess()
         args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
         self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
@@ -118,6 +123,17 @@ class PatrickStarTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine places it."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As the Trainer's; one of DeepSpeed's where the configuration has a ``scheduler``."""
+        if self._schedule is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        params = schedule_params(self._schedule.get("params", {}), self.args, num_training_steps)
+        plain = getattr(optimizer, "optimizer", optimizer)
+        self.lr_scheduler = make_scheduler(plain, self._schedule.get("type", ""), params)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
         """As the Trainer's; the model before is given up first, so that there is never more than one."""

@@ -122,9 +122,9 @@ class Run:
     history: list[dict[str, float]]
 
 
-def train(trainer: Trainer, resume: str | None = None) -> Run:
-    """Evaluates, trains, evaluates; closes the engine if there is one."""
-    before = trainer.evaluate()["eval_loss"] if resume is None and trainer.eval_dataset is not None else 0.0
+def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool = False) -> Run:
+    """Evaluates first or not, trains; closes the engine if there is one."""
+    before = trainer.evaluate()["eval_loss"] if evaluate_first else 0.0
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     engine = trainer.engine if isinstance(trainer, PatrickStarTrainerMixin) else None

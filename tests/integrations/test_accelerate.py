@@ -1,0 +1,234 @@
+"""Accelerate's loop with our accelerator, and with ``PartialState`` alone, says what a plain ``Accelerator`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration, gather
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from patrickstar import _C, StateError
+from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.runtime import initialize_engine
+from tests.integrations.trainer_runs import MODEL_DATA_BYTES, Tokens, engine_config, gpt2
+
+STEPS = 4
+MAX_NORM = 0.5
+
+
+@dataclasses.dataclass
+class Loop:
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def parts() -> tuple[Any, ...]:
+    """The user's model, optimizer, loader and scheduler; the scheduler has moved the rates already."""
+    model = gpt2()
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    rest = [param for param in model.parameters() if param.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    loader = DataLoader(Tokens(40, seed=1), batch_size=1)
+    return model, optimizer, loader, scheduler
+
+
+def run_loop(accelerator: Accelerator, prepared: tuple[Any, ...], steps: int = STEPS, skip: int = 0) -> Loop:
+    """Steps of two micro-batches each, clipped; the first ``skip`` batches are passed over."""
+    model, optimizer, loader, scheduler = prepared
+    model.train()
+    losses, norms, rates = [], [], []
+    for index, batch in enumerate(loader):
+        if index < skip:
+            continue
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        rates.append(optimizer.param_groups[0]["lr"])
+        if len(norms) == steps:
+            break
+    with _C.HostAllocations():
+        state = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
+    return Loop(losses, norms, rates, state)
+
+
+def assert_equal_loops(run: Loop, plain: Loop) -> None:
+    assert len(run.losses) == len(plain.losses)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert run.norms == pytest.approx(plain.norms, rel=1e-6)
+    assert min(run.norms) > MAX_NORM
+    assert run.rates == plain.rates
+
+
+def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
+    """Plain; ours; ours gone on from a saved state; ``PartialState`` with the engine. On any number of ranks."""
+    torch.manual_seed(3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = run_loop(accelerator, accelerator.prepare(*parts()))
+
+    torch.manual_seed(3)
+    accelerator = PatrickStarAccelerator(cpu=True, gradient_accumulation_steps=2, patrickstar_config=engine_config())
+    prepared = accelerator.prepare(*parts())
+    own = run_loop(accelerator, prepared, steps=2)
+    accelerator.save_state(str(folder / "state"))
+    accelerator.save_model(prepared[0], folder / "weights")
+    rest = run_loop(accelerator, prepared, steps=2, skip=4)
+    assert accelerator.engine.report()["device_peak_bytes"] <= MODEL_DATA_BYTES // 4
+    accelerator.free_memory()
+
+    torch.manual_seed(3)
+    accelerator = PatrickStarAccelerator(cpu=True, gradient_accumulation_steps=2, patrickstar_config=engine_config())
+    prepared = accelerator.prepare(*parts())
+    accelerator.load_state(str(folder / "state"))
+    resumed = run_loop(accelerator, prepared, steps=2, skip=4)
+    accelerator.free_memory()
+    whole = Loop(own.losses + rest.losses, own.norms + rest.norms, own.rates + rest.rates, rest.state)
+    return plain, whole, resumed, partial_state_loop()
+
+
+def partial_state_loop() -> Loop:
+    """The recipe without a class of ours: the plain engine, and Accelerate for processes and gathering alone."""
+    torch.manual_seed(3)
+    state = PartialState()
+    engine, optimizer = initialize_engine(
+        gpt2,
+        state.local_process_index,
+        engine_config(
+            optimizer={"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}, gradient_clipping=MAX_NORM
+        ),
+        model_parameters=lambda module: [
+            {"params": [p for p in module.parameters() if p.ndim > 1]},
+            {"params": [p for p in module.parameters() if p.ndim <= 1], "weight_decay": 0.01},
+        ],
+    )
+    losses, norms = [], []
+    data = Tokens(40, seed=1)
+    with engine:
+        engine.train()
+        for step in range(STEPS):
+            for micro in range(2):
+                rows = range(state.num_processes)
+                first = (step * 2 + micro) * state.num_processes
+                with state.split_between_processes([data[first + row] for row in rows]) as mine:
+                    batch = {key: torch.stack([item[key] for item in mine]) for key in mine[0]}
+                loss = engine(**batch).loss
+                engine.backward(loss / 2)
+                losses.append(gather(loss.detach().reshape(1)).mean().item())
+            norms.append(engine.grad_norm())
+            optimizer.step()
+        return Loop(losses, norms, [], engine.state_dict())
+
+
+def test_the_loop(tmp_path):
+    plain, own, resumed, recipe = run_pair(tmp_path)
+    assert_equal_loops(own, plain)
+    assert resumed.losses == own.losses[-4:]
+    assert all(torch.equal(resumed.state[name], value) for name, value in own.state.items())
+    assert len(recipe.norms) == STEPS
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert set(weights) == set(own.state) - {"lm_head.weight"}
+
+
+def test_the_users_own_objects():
+    """Model and optimizer in separate calls, a scheduler that was never prepared, moments from steps before; a model
+    that is not trained stays ordinary.
+    """
+    model, optimizer, loader, scheduler = parts()
+    batch = next(iter(loader))
+    model(**batch).loss.backward()
+    optimizer.step()
+    moment = optimizer.state[model.lm_head.weight]["exp_avg"].clone()
+    teacher = gpt2().requires_grad_(False)
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=engine_config())
+    with pytest.raises(ValueError, match="parameters that are in no model"):
+        accelerator.prepare(optimizer)
+    assert accelerator.prepare(teacher) is teacher
+    assert accelerator.prepare(model) is model
+    prepared = accelerator.prepare(optimizer)
+    state = prepared.state_dict()["state"][0]
+    assert torch.equal(state["exp_avg"], moment)
+    assert state["step"] == 1
+    assert type(teacher.lm_head.weight) is torch.nn.Parameter
+    rate = prepared.param_groups[0]["lr"]
+    scheduler.step()
+    assert prepared.param_groups[0]["lr"] > rate
+    model.train()
+    accelerator.backward(model(**batch).loss)
+    with pytest.raises(RuntimeError, match="is in PatrickStar's chunks"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"1 parameters without transformer.*give model.parameters\(\)"):
+        accelerator.clip_grad_norm_([model.transformer.ln_f.weight], 1.0)
+    with pytest.raises(ValueError, match="use clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(StateError, match="one model is in the engine already"):
+        accelerator.prepare(*parts()[:2])
+    with pytest.raises(StateError):  # not through the accelerator
+        model(**batch).loss.backward()
+    assert accelerator.unwrap_model(model) is model
+    accelerator.free_memory()
+    assert type(model.lm_head.weight) is torch.nn.Parameter
+
+
+def test_named_checkpoints(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = PatrickStarAccelerator(cpu=True, project_config=project, patrickstar_config=engine_config())
+    with pytest.raises(StateError, match="no model is prepared"):
+        accelerator.save_state()
+    model, _ = accelerator.prepare(*parts()[:2])
+    expected = accelerator.get_state_dict(model)
+    accelerator.save_state()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.mul_(2)
+    accelerator.load_state()
+    assert all(torch.equal(value, expected[name]) for name, value in accelerator.get_state_dict(model).items())
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "fp8"}, "trains in .*bf16"),
+        ({"mixed_precision": "bf16", "patrickstar_config": {"bf16": {"enabled": False}}}, "bf16.enabled is False"),
+        ({"patrickstar_config": {"optimizer": {"params": {"lr": 1.0}}}}, "the optimizer's lr is 0.003"),
+        ({"patrickstar_config": {"optimizer": {"type": "Adam"}}}, "the optimizer's class is 'AdamW'"),
+        ({"dynamo_backend": "inductor"}, "torch.compile"),
+    ],
+)
+def test_refused(options, message):
+    AcceleratorState._reset_state()  # the first accelerator of a process decides about torch.compile
+    with pytest.raises(ValueError, match=message):
+        PatrickStarAccelerator(cpu=True, **options).prepare(*parts()[:2])
+    AcceleratorState._reset_state()
+
+
+def test_precision():
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config=engine_config())
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.scaler is None
+    model, _ = accelerator.prepare(*parts()[:2])
+    assert model.dtype == torch.bfloat16
+    accelerator.free_memory()
+    assert model.dtype == torch.float32
+
+
+def test_two_ranks(two_ranks):
+    for rank in two_ranks:
+        plain, own, resumed, recipe = rank["loops"]
+        assert_equal_loops(own, plain)
+        assert resumed.losses == own.losses[-4:]
+        assert recipe.losses == pytest.approx(two_ranks[0]["loops"][3].losses)

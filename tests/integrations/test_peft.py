@@ -1,0 +1,111 @@
+"""Adapters of PEFT in an engine: every row of docs/compatibility.md, and what holds for all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel
+
+from patrickstar import _C
+from patrickstar.runtime import initialize_engine
+from tests.integrations.compatibility import MORE, PAGE, ROWS, batches, build, page, train_in_engine, train_plain
+from tests.models import llama
+from tests.training import make_config
+
+
+def fresh_base():
+    torch.manual_seed(0)
+    return llama()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_row(tmp_path, row):
+    plain = train_plain(row)
+    run = train_in_engine(row, tmp_path)
+    assert len(plain.adapters) > 0
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6 if row.precision == "fp32" else 0.01)
+    trained = "second" if "second" in build(row).peft_config else "default"
+    folder = tmp_path / trained if trained != "default" else tmp_path
+    loaded = dict(PeftModel.from_pretrained(fresh_base(), folder, adapter_name=trained).named_parameters())
+    for name, value in run.adapters.items():
+        assert torch.equal(loaded[name], value), name
+        if row.precision == "fp32":
+            torch.testing.assert_close(value, plain.adapters[name], rtol=1e-4, atol=2e-5)
+
+
+def test_the_base_is_only_read(tmp_path):
+    """It passes through the device many times, and never comes back; it has no states, on neither side."""
+    row = ROWS[0]
+    model = build(row)
+    frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    config = make_config(device_memory=200_000, default_chunk_size=2048)
+    engine, optimizer = initialize_engine(
+        lambda: model, 0, config, lambda module: [param for param in module.parameters() if param.requires_grad]
+    )
+    with engine:
+        for batch in batches():
+            engine.backward(engine.module(**batch).loss)
+            optimizer.step()
+        report = engine.report()
+        padded = report["num_chunk_elements"] - frozen
+        print({key: report[key] for key in ("host_peak_bytes", "uploaded_bytes", "downloaded_bytes")}, frozen, trained)
+        assert report["uploaded_bytes"] > 2 * 4 * frozen
+        assert report["downloaded_bytes"] <= 16 * padded * 4
+        assert report["downloaded_bytes"] < 4 * frozen
+        assert report["host_peak_bytes"] <= 4 * frozen + 20 * padded
+        assert set(optimizer.state_dict()["state"]) == set(range(len(optimizer.param_groups[0]["params"])))
+        base = fresh_base().state_dict()
+        now = {name.replace(".base_layer", ""): p for name, p in engine.named_parameters() if not p.requires_grad}
+        assert all(torch.equal(engine.full_value(now[f"base_model.model.{name}"]), base[name]) for name in base)
+
+
+def test_generation_between_steps():
+    row = ROWS[0]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    tokens = next(iter(batches()))["input_ids"][:, :4]
+    config = make_config(device_memory=600_000, default_chunk_size=4096)
+    engine, optimizer = initialize_engine(lambda: build(row), 0, config)
+    with engine:
+        for batch in batches(2):
+            engine.backward(engine.module(**batch).loss)
+            optimizer.step()
+        generated = engine.module.eval().generate(input_ids=tokens, **options)
+        state = engine.state_dict()
+        with _C.HostAllocations():
+            plain = build(row).eval()
+            plain.load_state_dict(state)
+            assert torch.equal(plain.generate(input_ids=tokens, **options), generated)
+
+
+def test_merging_after_the_engine():
+    row = ROWS[0]
+    engine, optimizer = initialize_engine(lambda: build(row), 0, make_config())
+    for batch in batches(2):
+        engine.backward(engine.module(**batch).loss)
+        optimizer.step()
+    engine.close()
+    model = engine.module.eval()
+    batch = next(iter(batches()))
+    with torch.no_grad():
+        expected = model(**batch).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not isinstance(merged, PeftModel)
+
+
+def test_two_ranks(two_ranks):
+    """Under the Trainer: resumed with the same bits, saved once, and loaded as PEFT loads it."""
+    for rank in two_ranks:
+        run, resumed = rank["lora"]["runs"]
+        assert resumed.losses == run.losses
+        assert all(torch.equal(resumed.state[name], value) for name, value in run.state.items())
+        assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt"} <= set(rank["lora"]["files"])
+        assert not {"model.safetensors", "patrickstar"} & set(rank["lora"]["files"])
+        for name, value in rank["lora"]["loaded"].items():
+            assert torch.equal(value, run.state[name]), name
+
+
+def test_the_page_says_what_these_tests_show():
+    assert PAGE.read_text() == page(), "run python -m tests.integrations.compatibility"
+    assert all(test in globals() for _, _, test in MORE if test)

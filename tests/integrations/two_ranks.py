@@ -1,0 +1,90 @@
+"""What two ranks run for all tests of this folder, in one go: starting them and importing the libraries costs most."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Seq2SeqTrainingArguments, Trainer
+
+from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
+from tests.integrations import test_accelerate
+from tests.integrations.trainer_runs import (
+    PatrickStarSftLikeTrainer,
+    SftLikeTrainer,
+    Tokens,
+    arguments,
+    engine_config,
+    gpt2,
+    make_trainer,
+    train,
+)
+from tests.models import t5
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    """Everything; keys are what the tests ask for."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    results = {"trainer": trainers(folder), "loops": test_accelerate.run_pair(folder / "accelerate")}
+    results |= {"generated": generated(folder / "generated"), "lora": lora(folder / "lora")}
+    dist.barrier()
+    return results
+
+
+def trainers(folder: Path) -> dict[str, Any]:
+    """DDP under the unmodified trainer, ours, ours resumed, and the same of a subclass.
+
+    Ours evaluates before training. transformers 5.23 takes a model that was evaluated before for one that is in DDP
+    already, and would train it without averaging gradients.
+    """
+    options = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 4}
+    results = {"plain": train(make_trainer(Trainer, folder / "plain", **options | {"save_strategy": "no"}))}
+    results["own"] = train(make_trainer(PatrickStarTrainer, folder / "own", **options), evaluate_first=True)
+    checkpoint = str(folder / "own" / "checkpoint-4")
+    results["resumed"] = train(make_trainer(PatrickStarTrainer, folder / "own", **options), resume=checkpoint)
+    options["save_strategy"] = "no"
+    results["sft_plain"] = train(make_trainer(SftLikeTrainer, folder / "sft", **options))
+    results["sft"] = train(make_trainer(PatrickStarSftLikeTrainer, folder / "sft", **options))
+    return results
+
+
+def generated(folder: Path) -> list[list[int]]:
+    """Ranks whose sentences end at different lengths generate in step."""
+    torch.manual_seed(0)
+    args = Seq2SeqTrainingArguments(
+        str(folder),
+        predict_with_generate=True,
+        generation_max_length=6,
+        use_cpu=True,
+        per_device_eval_batch_size=1,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = t5()
+    model.generation_config.eos_token_id = list(range(0, 97, 3))
+    trainer = PatrickStarSeq2SeqTrainer(model, args, patrickstar_config={"default_chunk_size": 4096})
+    tokens = trainer.predict(Tokens(6, 2)).predictions.tolist()
+    trainer.close()
+    return tokens
+
+
+def lora(folder: Path) -> dict[str, Any]:
+    """Adapters trained, saved, resumed and loaded as PEFT loads them."""
+
+    def adapted() -> PeftModel:
+        torch.manual_seed(1)
+        return get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    runs = []
+    for resume in (None, str(folder / "checkpoint-2")):
+        args = arguments(folder, num_train_epochs=1, save_strategy="steps", save_steps=2)
+        config = engine_config(device_memory=400_000)
+        trainer = PatrickStarTrainer(adapted(), args, train_dataset=Tokens(12, 1), patrickstar_config=config)
+        runs.append(train(trainer, resume=resume))
+    loaded = PeftModel.from_pretrained(gpt2(), folder / "checkpoint-3").state_dict()
+    files = sorted(path.name for path in (folder / "checkpoint-3").iterdir())
+    return {"runs": runs, "loaded": loaded, "files": files}
