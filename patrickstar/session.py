@@ -207,7 +207,8 @@ class Session:
             self.stage = Stage.FORWARDED
 
     def _is_training(self) -> bool:
-        return self.module.training and torch.is_grad_enabled()
+        # Not by the module's mode: a model from from_pretrained is in evaluation mode, and may be trained so.
+        return torch.is_grad_enabled()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""
@@ -241,7 +242,8 @@ class Session:
             )
         if self.stage is Stage.IDLE:
             raise _C.StateError(
-                "backward before forward: call loss = model(inputs) in training mode first, then model.backward(loss)"
+                "backward before forward: call loss = model(inputs) first (not under torch.no_grad()), then "
+                "model.backward(loss)"
             )
         if not loss.requires_grad:
             raise _C.StateError(

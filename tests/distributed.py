@@ -9,6 +9,7 @@ a process of its own would spend five seconds on that. With `prefixes` they are 
 
 import contextlib
 import dataclasses
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -74,7 +75,7 @@ def rank_outcomes(
     environment, in which None unsets a variable; ranks in `absent` are never started.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "task").write_bytes(pickle.dumps((function, args)))
+        Path(folder, "task").write_bytes(pickle.dumps((function, args, timeout_seconds)))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
         common |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         processes = {}
@@ -184,7 +185,8 @@ def _run_rank(folder):
     import torch
 
     torch.set_num_threads(1)
-    function, args = pickle.loads(Path(folder, "task").read_bytes())
+    function, args, timeout_seconds = pickle.loads(Path(folder, "task").read_bytes())
+    faulthandler.dump_traceback_later(max(timeout_seconds - 3, 1))  # where it is when it is about to be killed
     value, error = None, ""
     try:
         value = function(*args)
@@ -193,6 +195,7 @@ def _run_rank(folder):
         error = f"{type(raised).__name__}: {raised}"
     result = Path(folder, f"result-{os.environ['RANK']}")
     result.write_bytes(pickle.dumps((value, error)))
+    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.exit(1 if error else 0)
 

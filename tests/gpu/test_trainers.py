@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import patrickstar
 from patrickstar.integrations.transformers import PatrickStarTrainer
@@ -11,6 +11,12 @@ from tests.integrations.trainer_runs import Tokens, gpt2, make_trainer, train
 pytestmark = pytest.mark.gpu
 
 LENIENT = {"rel": 2e-4}  # kernels of a GPU round in another order
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch):
+    """The trainer sees one GPU of several."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 1))
 
 
 def on_gpu(cls, folder, **options):
