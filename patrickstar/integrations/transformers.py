@@ -202,11 +202,11 @@ class PatrickStarTrainerMixin:
 
     def _save_weights(self, folder: str) -> None:
         dtype = self.accelerator.user_dtype
-        if self._is_adapted and callable(getattr(self.model, "get_base_model", None)):
+        if self._is_adapted:
             state = adapter_state(self.engine)
             if self.args.should_save:
                 self._save(folder, state_dict=state)
-            else:  # what PEFT asks of the model it asks on every rank
+            elif callable(getattr(self.model, "get_base_model", None)):  # PEFT may ask the model itself, on every rank
                 self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
         elif dtype is not None and exports_as_it_is(self.model):
             if self.args.should_save:
