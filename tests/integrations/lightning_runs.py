@@ -100,7 +100,8 @@ def make_module(kind=Regression):
 def make_trainer(strategy, devices=1, **options):
     defaults = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIPPING, "max_epochs": 2, "logger": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **(defaults | quiet | options))
+    where = {"accelerator": "cpu", "devices": devices}
+    return pl.Trainer(strategy=strategy, **(where | defaults | quiet | options))
 
 
 def fit(strategy, kind=Regression, ckpt_path=None, **options):
