@@ -196,6 +196,15 @@ def test_generation_in_evaluation(tmp_path):
     assert outputs[0] == outputs[1]
 
 
+def test_a_frozen_model_is_evaluated_in_less_memory_than_it_takes(tmp_path):
+    expected = make_trainer(Trainer, tmp_path).evaluate()["eval_loss"]
+    frozen = gpt2().requires_grad_(False)
+    trainer = make_trainer(PatrickStarTrainer, tmp_path, model=frozen, config={"device_memory": 300_000})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.engine.report()["device_peak_bytes"] <= 300_000 < 4 * sum(p.numel() for p in frozen.parameters())
+    trainer.close()
+
+
 def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
     """Else it would train without clipping."""
     engine, optimizer = initialize_engine(gpt2, 0, make_config())
