@@ -155,7 +155,7 @@ class PatrickStarAccelerator(Accelerator):
         models = [obj for obj in args if isinstance(obj, nn.Module)] + self._waiting
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in models:
-            if trained & {id(param) for param in model.parameters()}:
+            if not trained or trained & {id(param) for param in model.parameters()}:
                 self._waiting = [other for other in self._waiting if other is not model]
                 return self._open(model, optimizer)
         raise ValueError(

@@ -140,11 +140,14 @@ class PatrickStarTrainerMixin:
         self.accelerator.close_engine(discard=True)
         return super().call_model_init(*args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; before the first training it makes the engine."""
+    def _ensure_engine(self) -> None:
         if not self.accelerator.has_engine:
             self.create_optimizer()
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; before the first training it makes the engine."""
+        self._ensure_engine()
         return super().evaluation_loop(*args, **kwargs)
 
     # A step.
@@ -202,11 +205,11 @@ class PatrickStarTrainerMixin:
 
     def _save_weights(self, folder: str) -> None:
         dtype = self.accelerator.user_dtype
-        if self._is_adapted and callable(getattr(self.model, "get_base_model", None)):
+        if self._is_adapted:
             state = adapter_state(self.engine)
             if self.args.should_save:
                 self._save(folder, state_dict=state)
-            else:  # what PEFT asks of the model it asks on every rank
+            elif callable(getattr(self.model, "get_base_model", None)):  # PEFT may ask the model itself, on every rank
                 self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
         elif dtype is not None and exports_as_it_is(self.model):
             if self.args.should_save:
@@ -243,6 +246,7 @@ class PatrickStarTrainerMixin:
         if self._is_adapted or not weight_files(folder):
             load_otherwise(folder)
             return
+        self._ensure_engine()  # values go straight into chunks, also those of a model on the meta device
         self._issue_warnings_after_load(load_into(self.model, folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -95,6 +95,11 @@ MORE = [
     ("`generate` between steps", "as without an engine", "test_generation_between_steps"),
     ("`merge_and_unload` after `engine.close()`", "as without an engine", "test_merging_after_the_engine"),
     ("Trainer on two ranks, resumed", "bit-equal; adapters are saved once, in PEFT's form", "test_two_ranks"),
+    (
+        "Trainer, best adapter loaded at the end; `model.add_adapter` of transformers",
+        "adapters alone are saved, and read back into the engine",
+        "test_the_best_adapter_under_the_trainer",
+    ),
     ("Frozen base", "no optimizer state, never copied back to the host", "test_the_base_is_only_read"),
     (
         "4-bit and 8-bit base (bitsandbytes)",

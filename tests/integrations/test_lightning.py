@@ -343,5 +343,5 @@ def test_by_name_with_a_file(tmp_path):
     ours = fit(PatrickStarStrategy(tmp_path / "config.json"), gradient_clip_val=None)
     assert relative_error(ours.losses, fit("auto").losses) <= TOLERANCE
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         PatrickStarStrategy(str(tmp_path / "config.json"))

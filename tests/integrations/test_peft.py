@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from patrickstar import _C
+from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.integrations.compatibility import MORE, PAGE, ROWS, batches, build, page, train_in_engine, train_plain
+from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.models import llama
 from tests.training import make_config
 
@@ -92,6 +97,35 @@ def test_merging_after_the_engine():
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
     assert not isinstance(merged, PeftModel)
+
+
+def test_the_best_adapter_under_the_trainer(tmp_path):
+    """Of a model that transformers itself adapts, too: saved without its base, and read back into the engine."""
+    wrapped = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    native = gpt2()
+    native.add_adapter(LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    for name, model in (("wrapped", wrapped), ("native", native)):
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"} if name == "wrapped" else {}
+        args = arguments(tmp_path / name, greater_is_better=True, save_strategy="epoch", eval_strategy="epoch", **best)
+        trainer = PatrickStarTrainer(
+            model,
+            args,
+            train_dataset=Tokens(8, 1),
+            eval_dataset=Tokens(4, 2),
+            patrickstar_config=engine_config(device_memory=400_000),
+        )
+        trainer.train()
+        values = {key: trainer.engine.full_value(p) for key, p in trainer.engine.named_parameters() if "lora" in key}
+        trainer.close()
+        folder = trainer.state.best_model_checkpoint or tmp_path / name / "checkpoint-8"
+        saved = load_file(Path(folder) / "adapter_model.safetensors")
+        assert set(saved) == {f"base_model.model.{_bare(key)}" for key in values}
+        assert all(torch.equal(saved[f"base_model.model.{_bare(key)}"], value) for key, value in values.items())
+
+
+def _bare(name):
+    """Of a parameter, as PEFT saves it."""
+    return name.removeprefix("base_model.model.").replace(".default", "")
 
 
 def test_two_ranks(two_ranks):

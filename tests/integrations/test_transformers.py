@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
-from patrickstar import StateError
+from patrickstar import StateError, from_pretrained
 from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.integrations.trainer_runs import (
@@ -69,8 +69,10 @@ def test_training_saving_and_resuming(tmp_path):
 
     resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=str(checkpoint))
     assert_same_bits(resumed, run)
+
     from_plain = str(tmp_path / "plain" / "checkpoint-6")
-    options["save_strategy"] = "no"
+    gpt2(0.1).save_pretrained(tmp_path / "initial")
+    options |= {"save_strategy": "no", "model": from_pretrained(tmp_path / "initial")}  # on the meta device
     resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "more", **options), resume=from_plain)
     assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
 
@@ -192,6 +194,15 @@ def test_generation_in_evaluation(tmp_path):
         if cls is PatrickStarSeq2SeqTrainer:
             trainer.close()
     assert outputs[0] == outputs[1]
+
+
+def test_a_frozen_model_is_evaluated_in_less_memory_than_it_takes(tmp_path):
+    expected = make_trainer(Trainer, tmp_path).evaluate()["eval_loss"]
+    frozen = gpt2().requires_grad_(False)
+    trainer = make_trainer(PatrickStarTrainer, tmp_path, model=frozen, config={"device_memory": 300_000})
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.engine.report()["device_peak_bytes"] <= 300_000 < 4 * sum(p.numel() for p in frozen.parameters())
+    trainer.close()
 
 
 def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):

@@ -147,9 +147,9 @@ def train(trainer: Trainer, resume: str | None = None, *, evaluate_first: bool =
 def make_trainer(cls: type[Trainer], folder: Path, *, config: dict[str, Any] | None = None, **more: Any) -> Trainer:
     """Of 10 sentences: with 2 of them in a step (4 on two ranks), the last step of an epoch on two ranks is shorter."""
     own = {"patrickstar_config": engine_config(**(config or {}))} if issubclass(cls, PatrickStarTrainerMixin) else {}
-    dropout = more.pop("dropout", 0.0)
+    dropout, model = more.pop("dropout", 0.0), more.pop("model", None)
     return cls(
-        model=gpt2(dropout),
+        model=gpt2(dropout) if model is None else model,
         args=arguments(folder, **more),
         train_dataset=Tokens(10, seed=1),
         eval_dataset=Tokens(6, seed=2),

@@ -20,7 +20,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import parse_config
 from patrickstar.engine import Engine
-from patrickstar.integrations.decided_config import read_config
+from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.lightning import folders
 from patrickstar.integrations.lightning.modules import frozen, move_metrics
 from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
@@ -92,7 +92,7 @@ class PatrickStarStrategy(RankedStrategy):
         after_run: AfterRun | str = AfterRun.MODULE,
         **kwargs: Any,
     ):
-        self._config = read_config(patrickstar_config)
+        self._config = own_config(patrickstar_config)
         super().__init__(parse_config(self._config).rank_timeout_seconds, **kwargs)
         self._checkpoint_format = CheckpointFormat(checkpoint_format)
         self._module_init = ModuleInit(module_init)
