@@ -23,6 +23,7 @@ from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.converted_module import ConvertedModule
 from patrickstar.core_setup import build_core, check_no_open_engine, current_plan, load_plan
 from patrickstar.distributed import RankGroups
+from patrickstar.error_texts import explain_failed_backward, first_sentence
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
@@ -38,11 +39,6 @@ from patrickstar.rank_sync import BufferSync, check_same_model
 from patrickstar.step_gradients import StepGradients
 
 logger = logging.getLogger("patrickstar")
-
-_BACKWARD_NOTE = (
-    "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
-    "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
-)
 
 
 class Stage(enum.Enum):
@@ -179,7 +175,9 @@ class Session:
                 if not attempt.can_repeat() or self._replayed_with_others:
                     raise
                 # The error itself is let go of: its traceback keeps the activations alive.
-                logger.warning("%s; the forward is run again with what can leave the device pushed off", _first(error))
+                logger.warning(
+                    "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
+                )
             attempt.rewind()
             self.runtime.vacate_device(what)
         with self._forward():
@@ -227,7 +225,7 @@ class Session:
             committed = self.runtime.num_committed
             self.observer.uses.forget_scopes()
             self.runtime.abort_backward()
-            _explain(error, committed)
+            explain_failed_backward(error, committed)
             raise
         self.stage = Stage.BACKWARDED
 
@@ -386,21 +384,3 @@ class Session:
 def _is_no_plain_container(value: Any) -> bool:
     """Other containers (caches, a model's outputs) pass as the objects they are."""
     return not isinstance(value, (tuple, list, dict))
-
-
-def _explain(error: BaseException, num_committed: int) -> None:
-    """Says in a note what an error in backward left behind."""
-    if not hasattr(error, "add_note"):  # Python 3.10
-        return
-    if num_committed > 0:
-        error.add_note(
-            f"{num_committed} chunks had been updated before this backward failed (optimizer.speculation is "
-            '"commit"): the model is updated in part, go on from a checkpoint.'
-        )
-    elif isinstance(error, torch.OutOfMemoryError):
-        error.add_note(_BACKWARD_NOTE)
-
-
-def _first(error: BaseException) -> str:
-    """The first sentence of an error's message."""
-    return str(error).split(". ")[0].split("; ")[0]

@@ -1,6 +1,7 @@
 #include "runtime/access_tracker.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <utility>
 
@@ -32,12 +33,22 @@ void AccessTracker::close_scope() {
 
 Tick AccessTracker::touch(const std::vector<ParamId>& params) {
   if (!std::all_of(params.begin(), params.end(), [this](ParamId param) { return is_held(param); })) {
-    acquire(params);
+    acquire_in_turn(params);
     const bool transient = scopes_.empty() || scopes_.back().until == HoldUntil::kNextEvent;
     auto& holder = transient ? transient_ : scopes_.back().params;
     holder.insert(holder.end(), params.begin(), params.end());
   }
   return tick();
+}
+
+void AccessTracker::acquire_in_turn(const std::vector<ParamId>& params) {
+  if (!scopes_.empty() || transient_.empty()) return acquire(params);
+  try {
+    acquire(params);
+  } catch (const std::exception&) {  // no room
+    release_transient();
+    acquire(params);
+  }
 }
 
 void AccessTracker::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {

@@ -73,6 +73,8 @@ class AccessTracker {
   };
 
   void acquire(const std::vector<ParamId>& params);
+  // The same; where there is no room, the user's own earlier accesses make it.
+  void acquire_in_turn(const std::vector<ParamId>& params);
   void release(const std::vector<ParamId>& params, State to);
   State forward_release_state() const;
 
