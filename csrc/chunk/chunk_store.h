@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "chunk/layout.h"
@@ -32,6 +33,25 @@ struct ArrayRecord {
   uint64_t last_use = 0;    // moment of the last use, for the order of eviction before there is a trace
 
   bool exists() const { return on_device || on_host; }
+};
+
+// An array that is not evicted while this lives, whatever is thrown.
+class ScopedHold {
+ public:
+  explicit ScopedHold(ArrayRecord& array) : array_(&array) { ++array.holds; }
+  ~ScopedHold() { release(); }
+  ScopedHold(ScopedHold&& other) noexcept : array_(std::exchange(other.array_, nullptr)) {}
+  ScopedHold(const ScopedHold&) = delete;
+  ScopedHold& operator=(const ScopedHold&) = delete;
+  ScopedHold& operator=(ScopedHold&&) = delete;
+
+  // Before its end.
+  void release() {
+    if (array_ != nullptr) --std::exchange(array_, nullptr)->holds;
+  }
+
+ private:
+  ArrayRecord* array_;
 };
 
 class ChunkStore {

@@ -14,7 +14,7 @@ void ChunkGather::gather(ChunkId chunk) {
   const int64_t num_bytes = layout.num_bytes(id);
   const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
   ArrayRecord& array = core_.store.array(id);
-  ++array.holds;
+  const ScopedHold hold(array);
   pager_.ensure_slot(id);
   char* place = static_cast<char*>(array.slot.data) + layout.sharding().rank * shard_bytes;
   core_.backend.wait(Queue::kGather, place_shard(chunk, place, array.slot));
@@ -27,7 +27,6 @@ void ChunkGather::gather(ChunkId chunk) {
   array.device_ready = core_.backend.record(Queue::kGather);
   array.slot.busy = {array.device_ready, nullptr};
   pager_.set_on_device(id);
-  --array.holds;
 }
 
 Event ChunkGather::place_shard(ChunkId chunk, void* place, const Slot& slot) {

@@ -63,9 +63,9 @@ void GradientFlow::fold(ParamId param, const void* data) {
            "set requires_grad to False afterwards instead");
   ArrayRecord& record = core_.store.array(grad);
   if (!record.on_device) announce_change(place.chunk);
-  ++record.holds;
+  ScopedHold hold(record);
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
-  --record.holds;
+  hold.release();
   core_.recorder.add({grad, AccessMode::kWrite});
   const int64_t numel = core_.store.layout().param(param).numel;
   auto& present = in_slot_[static_cast<size_t>(param)];
@@ -139,8 +139,8 @@ void GradientFlow::scatter(ChunkId chunk) {
   ArrayRecord& shard_record = core_.store.array(shard);
   const bool again = std::exchange(scattered_[static_cast<size_t>(chunk)], uint8_t{1}) != 0;
   announce_change(chunk);
-  ++grad_record.holds;
-  ++shard_record.holds;
+  ScopedHold grad_hold(grad_record);
+  ScopedHold shard_hold(shard_record);
   fill_missing(chunk);
   void* sum = pager_.open_for_write(shard);
   Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
@@ -169,8 +169,8 @@ void GradientFlow::scatter(ChunkId chunk) {
   grad_record.slot.busy.copied = last_scatter_;
   scratch.busy = {last_scatter_, nullptr};
   core_.slots.release(std::move(scratch));
-  --shard_record.holds;
-  --grad_record.holds;
+  shard_hold.release();
+  grad_hold.release();
   pager_.discard(grad);
   core_.recorder.add({grad, AccessMode::kRetire});
   for (ParamId param : spec.params) in_slot_[static_cast<size_t>(param)] = 0;
@@ -299,8 +299,8 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   ArrayRecord& sum_record = core_.store.array(sum);
   const ChunkSpec& spec = core_.store.layout().chunk(chunk);
   const bool on_device = sum_record.exists() ? sum_record.on_device : states_on_device(chunk);
-  ++grad_record.holds;
-  ++sum_record.holds;
+  ScopedHold grad_hold(grad_record);
+  ScopedHold sum_hold(sum_record);
   if (on_device) {
     pager_.bring(grad);
     pager_.open_for_write(sum);
@@ -330,8 +330,8 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   } else {
     pager_.set_on_host(sum);
   }
-  --grad_record.holds;
-  --sum_record.holds;
+  grad_hold.release();
+  sum_hold.release();
   discard_gradients(chunk);
   statistics_.forget(chunk);
 }

@@ -252,7 +252,8 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
 void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : optimizer_arrays()) used.push_back({chunk, kind});
-  for (ArrayId id : used) ++core_.store.array(id).holds;
+  std::vector<ScopedHold> holds;
+  for (ArrayId id : used) holds.emplace_back(core_.store.array(id));
   for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
   const UpdateTarget target = open_target(chunk, /*on_device=*/true);
@@ -266,7 +267,7 @@ void OptimizerStep::apply_on_device(ChunkId chunk, const std::vector<GroupOption
     core_.device_compute.adam(jobs);
   }
   for (ArrayKind kind : optimizer_arrays()) pager_.set_on_device({chunk, kind});
-  for (ArrayId id : used) --core_.store.array(id).holds;
+  holds.clear();
   close_target(chunk, target);
 }
 

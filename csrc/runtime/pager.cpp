@@ -101,7 +101,7 @@ void Pager::bring(ArrayId id) {
     core_.counters.num_prefetch_hits += array.prefetched ? 1 : 0;
   } else {
     ++core_.counters.num_on_demand_fetches;
-    ++array.holds;  // making room must not evict what the derivation below reads
+    const ScopedHold hold(array);  // making room must not evict what the derivation below reads
     if (is_whole(id)) {
       fetch_whole(id);
     } else {
@@ -112,7 +112,6 @@ void Pager::bring(ArrayId id) {
         derive_on_device(id);
       }
     }
-    --array.holds;
   }
   array.prefetched = false;
   core_.transfer.await_on_device(id);

@@ -65,9 +65,9 @@ void Residency::move_states_to_device(ChunkId chunk) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = core_.store.array(id);
     if (record.on_device || !record.exists()) continue;
-    ++record.holds;
+    ScopedHold hold(record);
     pager_.bring(id);
-    --record.holds;
+    hold.release();
     pager_.drop_block(id);
   }
   homes_[static_cast<size_t>(chunk)] = Tier::kDevice;
