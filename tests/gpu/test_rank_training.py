@@ -44,7 +44,7 @@ def _digest(tensor):
 
 def run(tasks, size=NUM_RANKS, train=train_deterministically):
     """[task][rank]"""
-    by_rank = run_ranks(size, train, tasks, timeout_seconds=200, environment=see_gpus)
+    by_rank = run_ranks(size, train, tasks, timeout_seconds=130, environment=see_gpus)
     return [[results[index] for results in by_rank] for index in range(len(tasks))]
 
 
