@@ -4,7 +4,8 @@ Each rank is a Python process with the environment of torchrun, one thread and t
 machine. `function` must be importable (of a module's top level); it and its arguments and results are pickled.
 
 Ranks are forked from a server that has imported what all of them import (tests/rank_imports.py) and done nothing else:
-a process of its own would spend five seconds on that. With `prefixes` they are processes of their own.
+a process of its own would spend five seconds on that. With `prefixes`, and on a GPU (CUDA and what is built on it make
+no promise about forks), they are processes of their own.
 """
 
 import contextlib
@@ -82,7 +83,8 @@ def rank_outcomes(
         for rank in set(range(num_ranks)) - set(absent):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
             variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
-            start = _start_process if prefixes else _start_fork
+            on_cpu = variables.get("CUDA_VISIBLE_DEVICES") == ""
+            start = _start_fork if on_cpu and not prefixes else _start_process
             processes[rank] = start(folder, rank, variables, prefixes[rank] if prefixes else ())
         ended = _wait(processes, timeout_seconds, stop_after_failure)
         return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
