@@ -256,8 +256,12 @@ class Engine(nn.Module):
             num_ranks=len(session.ranks.members),
             device=session.device,
         )
-        stalls = StallSampler(session.runtime.start_stall_trace, session.runtime.take_stalls)
-        return StepMonitor(options, facts, self.report, stalls)
+        return StepMonitor(options, facts, self.report, self.make_stall_sampler())
+
+    def make_stall_sampler(self) -> StallSampler:
+        """What traces a step now and then, and says for how much of it the device waited, and for what."""
+        runtime = self._session.runtime
+        return StallSampler(runtime.start_stall_trace, runtime.take_stalls)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

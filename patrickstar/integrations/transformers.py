@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import IntervalStrategy, Seq2SeqTrainer, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
@@ -37,6 +37,7 @@ from patrickstar.integrations.trainer_arguments import (
 )
 from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into, weight_files
 from patrickstar.lr_schedules import make_scheduler
+from patrickstar.monitor import StallSampler
 
 _OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
 _SCHEDULER_NAME = "scheduler.pt"
@@ -55,6 +56,25 @@ class TrainerAccelerator(PatrickStarAccelerator):
     def free_memory(self, *objects: Any) -> Any:
         """As ``Accelerator.free_memory``; the engine stays."""
         return super(PatrickStarAccelerator, self).free_memory(*objects)
+
+
+class _StallCallback(TrainerCallback):
+    """Traces the step before a log, on the process that logs."""
+
+    def __init__(self, trainer: PatrickStarTrainerMixin):
+        self._trainer = trainer
+        self._engine: Engine | None = None
+        self.sampler: StallSampler | None = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Counts steps towards the next log."""
+        if not state.is_world_process_zero or args.logging_strategy != IntervalStrategy.STEPS:
+            return
+        if self._engine is not self._trainer.engine:
+            self._engine = self._trainer.engine
+            self.sampler = self._engine.make_stall_sampler()
+        every = max(state.logging_steps, 1)
+        self.sampler.end_step(steps_until_line=-state.global_step % every, steps_per_line=every)
 
 
 class PatrickStarTrainerMixin:
@@ -79,6 +99,8 @@ class PatrickStarTrainerMixin:
     ):
         self._engine_config = own_config(patrickstar_config)
         super().__init__(*args, **kwargs)
+        self._stall_callback = _StallCallback(self)
+        self.add_callback(self._stall_callback)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             check_optimizer_name(self.args)
             self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
@@ -178,11 +200,15 @@ class PatrickStarTrainerMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; training's logs have ``patrickstar/device_gib`` (the peak), ``host_gib``, ``uploaded_gib``
-        and ``downloaded_gib`` (since the engine was made) too.
+        and ``downloaded_gib`` (since the engine was made) too, and ``stalled``: the share of a step shortly before in
+        which the device waited for PatrickStar.
         """
         if "loss" in logs and self.accelerator.has_engine:
             report = self.engine.report()
             logs.update({f"patrickstar/{name}": round(report[key] / _GIB, 4) for name, key in _METRICS.items()})
+            sampler = self._stall_callback.sampler
+            if sampler is not None and sampler.latest is not None:
+                logs["patrickstar/stalled"] = round(sampler.latest.share, 4)
         super().log(logs, *args, **kwargs)
 
     # Saving and loading. Adapters and what else leaves most of the model frozen are saved as the Trainer does: all of

@@ -53,6 +53,7 @@ def test_training_saving_and_resuming(tmp_path):
     assert_equal_runs(run, plain)
     assert run.evals[0] == pytest.approx(plain.evals[0], rel=1e-6)
     assert any(entry.get("patrickstar/device_gib", 0) > 0 for entry in run.history)
+    assert any(0 <= entry.get("patrickstar/stalled", -1) <= 1 for entry in run.history)
 
     checkpoint = tmp_path / "own" / "checkpoint-6"
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
