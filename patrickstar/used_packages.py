@@ -67,7 +67,7 @@ PACKAGES = (
     UsedPackage(name="safetensors", purpose="weights as Hugging Face has them", extra=REQUIRED, minimum=(0, 5)),
     UsedPackage(name="pydantic", purpose="the configuration", extra=REQUIRED, minimum=(2, 7)),
     UsedPackage(
-        name="transformers", purpose="the Trainer, --model of plans", extra="transformers", minimum=(5, 23), below=(6,)
+        name="transformers", purpose="the Trainer, --model of plans", extra="transformers", minimum=(5, 17), below=(6,)
     ),
     UsedPackage(
         name="accelerate", purpose="the Trainer, Accelerate", extra="transformers", minimum=(1, 15), below=(2,)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from patrickstar import runtime
+from patrickstar import runtime, session_start
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.runs import (
     Task,
@@ -149,7 +149,7 @@ def test_batches_of_uneven_size_count_as_in_ddp():
 def test_several_ranks_on_one_gpu_are_refused(monkeypatch):
     """Before they wait for each other."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(runtime, "_device", lambda local_rank: torch.device("cuda", local_rank))
+    monkeypatch.setattr(session_start, "_device", lambda local_rank: torch.device("cuda", local_rank))
     with pytest.raises(ValueError, match="use_fake_dist puts the ranks of this run on one GPU"):
         runtime.initialize_engine(torch.nn.Module, 0, {"client": {"mem_tracer": {"use_fake_dist": True}}})
 
