@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from patrickstar.runtime import initialize_engine
     from patrickstar.training import TrainingEngine, add_config_arguments, initialize
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 __all__ = [
     "CheckpointError",
     "MemoryBudgetError",
