@@ -42,10 +42,9 @@ def test_hugging_face_models_get_their_own_initialisation(build, tokens):
         for name, expected in plain.state_dict().items():
             ours = values[name].float()
             assert ours.shape == expected.shape
-            assert ours.std(unbiased=False) == pytest.approx(expected.float().std(unbiased=False), rel=0.1, abs=1e-7), (
-                name
-            )
-            assert ours.mean() == pytest.approx(expected.float().mean(), abs=5e-3), name
+            spread = expected.float().std(unbiased=False).item()
+            assert ours.std(unbiased=False).item() == pytest.approx(spread, rel=0.1, abs=1e-7), name
+            assert ours.mean().item() == pytest.approx(expected.float().mean().item(), abs=5e-3), name
         # The buffers too: trained on, the model learns as one built on the CPU with the same values.
         plain.load_state_dict(values)
         data = torch.randint(0, tokens, (2, 16))

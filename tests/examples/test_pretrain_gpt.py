@@ -42,9 +42,11 @@ def text(tmp_path) -> Path:
 def steps_of(output: str) -> list[dict]:
     """The figures of each step that do not depend on time."""
     events = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    timed = ("seconds", "tokens_per_second", "model_tflops_per_gpu")
+    left_out = ("event", "seconds", "tokens_per_second", "model_tflops_per_gpu")
     return [
-        {key: value for key, value in event.items() if key not in timed} for event in events if event["event"] == "step"
+        {key: value for key, value in event.items() if key not in left_out}
+        for event in events
+        if event["event"] == "step"
     ]
 
 
