@@ -34,7 +34,7 @@ class ConvertedModule:
         module: the user's, with its parameters in chunks.
         call: runs one call of a module that holds all parameters: ``call(module, args, kwargs)``.
         zero_grad: forgets all gradients.
-        read_value: a parameter's value, as a new CPU tensor of any float dtype.
+        read_value: a parameter's value, as a new CPU tensor of the dtype that the user's module has.
     """
 
     def __init__(
@@ -157,8 +157,7 @@ class _StateDictHook:
         given = self._given.get(handle.id)
         if given is not None and any(value is given for value in state_dict.values()):
             return given
-        with torch.no_grad():
-            value = self._read_value(param).to(handle.original_dtype)
+        value = self._read_value(param)
         if handle.id in self._tied:
             self._given[handle.id] = value
         return value

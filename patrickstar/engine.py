@@ -102,11 +102,7 @@ class Engine(nn.Module):
         tensor on the CPU. With several ranks every rank calls it, in the same order.
         """
         self._session.check_open()
-        value = self._session.states.value(param)
-        if isinstance(param, ChunkedParameter):
-            with _C.HostAllocations():
-                value = value.to(param._patrickstar.original_dtype)
-        return value
+        return self._session.states.user_value(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""

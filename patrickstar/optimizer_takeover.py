@@ -88,7 +88,12 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     state = {
         indices[id(param)]: {key: entry[key] for key in _MOMENTS} for param, entry in optimizer.state.items() if entry
     }
-    hybrid.load_state_dict({"state": state, "param_groups": groups})
+    sizes = [[len(group["params"]) for group in one.param_groups] for one in (optimizer, hybrid)]
+    if state or sizes[0] != sizes[1]:
+        hybrid.load_state_dict({"state": state, "param_groups": groups})
+    else:  # nothing to write: moments that were never made are zeros
+        for own, group in zip(hybrid.param_groups, groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
     optimizer.state.clear()
     optimizer.param_groups = hybrid.param_groups
 

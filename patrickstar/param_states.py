@@ -30,6 +30,14 @@ class ParamStates:
             return self._observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
         return param.detach().cpu().clone()
 
+    def user_value(self, param: nn.Parameter) -> torch.Tensor:
+        """The same, of the dtype that the user's module has."""
+        value = self.value(param)
+        if not isinstance(param, ChunkedParameter):
+            return value
+        with _C.HostAllocations(), torch.no_grad():
+            return value.to(param._patrickstar.original_dtype)
+
     def set_value(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Sets it from a tensor of its shape, of any float dtype and device."""
         if isinstance(param, ChunkedParameter):

@@ -11,18 +11,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from patrickstar.checkpoint.export import INDEX_NAME
 from patrickstar.materialize import attach_values
 
 logger = logging.getLogger("patrickstar")
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 _SHOWN = 3
 
 
@@ -39,12 +39,14 @@ class SafetensorsFolder:
     def __init__(self, folder: str | os.PathLike[str]):
         from safetensors import safe_open
 
-        self._folder = Path(folder)
-        self._open = {
-            name: safe_open(self._folder / name, framework="pt")  # memory-mapped: no tensor is read yet
-            for name in _file_names(self._folder)
-        }
-        self._files = {key: name for name, file in self._open.items() for key in file.keys()}  # noqa: SIM118
+        paths = weight_files(folder)
+        if not paths:
+            raise ValueError(
+                f"{os.fspath(folder)} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert its weights with "
+                "save_pretrained of transformers"
+            )
+        self._open = {path: safe_open(path, framework="pt") for path in paths}  # memory-mapped: nothing is read yet
+        self._files = {key: path for path, file in self._open.items() for key in file.keys()}  # noqa: SIM118
         self._keys = {key: key for key in self._files}
 
     @property
@@ -135,15 +137,13 @@ def from_pretrained(
     return model.eval()
 
 
-def _file_names(folder: Path) -> Iterable[str]:
-    if (folder / _FILE).is_file():
-        return [_FILE]
-    if not (folder / _INDEX).is_file():
-        raise ValueError(
-            f"{folder} has neither {_FILE} nor {_INDEX}; convert its weights with save_pretrained of transformers"
-        )
-    index = json.loads((folder / _INDEX).read_text())
-    return sorted(set(index["weight_map"].values()))
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a model in ``folder``; none where it has no such weights."""
+    folder = Path(folder)
+    if (folder / INDEX_NAME).is_file():
+        names = set(json.loads((folder / INDEX_NAME).read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
 
 
 def _class_of(transformers: Any, config: Any, folder: str | os.PathLike[str]) -> Any:

@@ -103,7 +103,7 @@ class Session:
         self.states = ParamStates(self.runtime, self.observer, self.managed)
         self.gradients = StepGradients(self.runtime, self.managed, ranks, config)
         self._hooks = ModuleHooks(module, self.observer)
-        self._converted = ConvertedModule(module, self.call, self.zero_grad, self.states.value)
+        self._converted = ConvertedModule(module, self.call, self.zero_grad, self.states.user_value)
         trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
         self._gradient_hooks = [make_gradient_hook(param, self.runtime) for param in trainable]
         self._handles = [

@@ -35,9 +35,10 @@ from patrickstar.integrations.trainer_arguments import (
     settled_config,
     without_optimizer,
 )
-from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into, weight_files
+from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.monitor import StallSampler
+from patrickstar.pretrained import weight_files
 
 _OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
 _SCHEDULER_NAME = "scheduler.pt"
@@ -185,12 +186,12 @@ class PatrickStarTrainerMixin:
         return torch.where(torch.isfinite(loss), loss, average)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         if grad_norm is not None:
             return grad_norm
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        return torch.tensor(self.engine.grad_norm())
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. Several ranks generate in step, since each forward gathers what all of them hold."""

@@ -18,8 +18,8 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
 from patrickstar.engine import Engine
+from patrickstar.pretrained import SINGLE_NAME, weight_files
 
-SINGLE_NAME = "model.safetensors"
 _EXPORT_FOLDER = ".weights"
 
 
@@ -62,15 +62,6 @@ def export_into(
         if new.name != config.name:
             new.replace(folder / new.name)
     shutil.rmtree(exported)
-
-
-def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a model in ``folder``; none where it has no such weights."""
-    folder = Path(folder)
-    if (folder / INDEX_NAME).is_file():
-        names = set(json.loads((folder / INDEX_NAME).read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    return [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
 
 
 @torch.no_grad()

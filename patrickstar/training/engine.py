@@ -200,11 +200,6 @@ class TrainingEngine(Engine):
         return self._accumulation.num_done
 
     @property
-    def device(self) -> torch.device:
-        """Where the model computes; the engine moves batches there."""
-        return self._session.device
-
-    @property
     def global_rank(self) -> int:
         """This process among all."""
         return self._session.ranks.context.rank

@@ -34,7 +34,7 @@ from patrickstar.training.schedule import choose_scheduler
 
 logger = logging.getLogger("patrickstar")
 
-_UNUSED_ARGUMENTS = {"distributed_port": 29500, "dist_init_required": None, "mpu": None, "mesh_param": None}
+_UNUSED_ARGUMENTS = {"distributed_port": 29500, "mpu": None, "mesh_param": None}
 
 
 def initialize(
@@ -65,7 +65,8 @@ def initialize(
         training_data: a dataset; a loader of micro-batches is made of it.
         lr_scheduler: a schedule of the user's optimizer, or a function that makes one of an optimizer. None: the
             configuration's.
-        distributed_port, mpu, dist_init_required, mesh_param: accepted at their defaults.
+        distributed_port, mpu, mesh_param: accepted at their defaults.
+        dist_init_required: accepted; ranks are found where there are any.
         collate_fn: makes a batch of samples, for the loader.
         config: a DeepSpeed configuration: a dict or the path of a JSON file (docs/config.md says what each key does).
         config_params: its old name.

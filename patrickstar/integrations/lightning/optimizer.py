@@ -7,10 +7,8 @@ made with, which are the engine's too ([Note: the user's optimizer], ``patrickst
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from patrickstar import _C
 from patrickstar.integrations.lightning.package import pl
@@ -25,7 +23,7 @@ class ConfiguredOptimizer:
         ValueError: there is none, there are several, or it is of another class.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         if any(isinstance(optimizer, pl.core.optimizer._MockOptimizer) for optimizer in optimizers):
             raise ValueError("configure_optimizers returned None; return a torch.optim.AdamW or Adam")
         if len(optimizers) != 1:
@@ -36,18 +34,9 @@ class ConfiguredOptimizer:
         self._optimizer = optimizers[0]
         self.taken = groups_of(self._optimizer)
         """What it says."""
-        self._names = {param: name for name, param in module.named_parameters()}
-
-    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
-        """Its groups, with the parameters that ``module`` has now: those on the meta device were replaced."""
-        params = dict(module.named_parameters())
-        return [
-            {**group, "params": [params.get(self._names.get(param, ""), param) for param in group["params"]]}
-            for group in self.taken.groups
-        ]
 
     def hand_over(self, hybrid: HybridAdam) -> None:
-        """State and groups go to ``hybrid``, made of :meth:`groups` ([Note: the user's optimizer])."""
+        """State and groups go to ``hybrid``, made of ``taken.groups`` ([Note: the user's optimizer])."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
         # It never steps itself; else schedulers would warn that they came first.

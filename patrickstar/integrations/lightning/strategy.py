@@ -161,7 +161,7 @@ class PatrickStarStrategy(RankedStrategy):
         self._configured = None
         if trainer.state.fn == _FITTING:
             self.setup_optimizers(trainer)
-            self._configured = ConfiguredOptimizer(self.lightning_module, self.optimizers)
+            self._configured = ConfiguredOptimizer(self.optimizers)
         else:
             self._unfreeze.enter_context(frozen(self.lightning_module, self.precision_plugin.compute_dtype))
         self._open_engine(trainer.gradient_clip_val)
@@ -192,7 +192,7 @@ class PatrickStarStrategy(RankedStrategy):
             lambda: self.lightning_module,
             self.root_device.index or 0,
             merge(self._config, host),
-            configured.groups if configured is not None else None,
+            (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine
         precision.attach(engine)
