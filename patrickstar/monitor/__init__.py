@@ -12,20 +12,15 @@ Every rank makes one and calls it in the same way; only rank 0 does anything. It
 Nothing is read back from a device but in steps that are printed. docs/logging.md says what each figure means.
 """
 
-from patrickstar.monitor.options import (
-    CsvOptions,
-    FlopsProfilerOptions,
-    MonitorOptions,
-    TensorBoardOptions,
-    WandbOptions,
-)
+from patrickstar.config.monitors import CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig, WandbConfig
+from patrickstar.monitor.options import MonitorOptions
 from patrickstar.monitor.sinks import Sink, open_sinks
 from patrickstar.monitor.stalls import Stalls, StallSampler
 from patrickstar.monitor.step_monitor import Phase, RunFacts, StepMonitor
 
 __all__ = [
-    "CsvOptions",
-    "FlopsProfilerOptions",
+    "CsvMonitorConfig",
+    "FlopsProfilerConfig",
     "MonitorOptions",
     "Phase",
     "RunFacts",
@@ -33,7 +28,7 @@ __all__ = [
     "StallSampler",
     "Stalls",
     "StepMonitor",
-    "TensorBoardOptions",
-    "WandbOptions",
+    "TensorBoardConfig",
+    "WandbConfig",
     "open_sinks",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from patrickstar.monitor.options import FlopsProfilerOptions
+from patrickstar.config.monitors import FlopsProfilerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class FlopsProfiler:
     counts nothing; ``torch.utils.flop_counter`` lists what it has.
     """
 
-    def __init__(self, options: FlopsProfilerOptions):
+    def __init__(self, options: FlopsProfilerConfig):
         self._options = options
         self._by_module: dict[str, int] = {}
         self._num_forwards = 0

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from patrickstar.config.monitors import CsvMonitorConfig, TensorBoardConfig, WandbConfig
 from patrickstar.monitor.figures import METRICS
-from patrickstar.monitor.options import CsvOptions, MonitorOptions, TensorBoardOptions, WandbOptions
+from patrickstar.monitor.options import MonitorOptions
 
 
 class Sink(Protocol):
@@ -44,7 +45,7 @@ def open_sinks(options: MonitorOptions) -> list[Sink]:
 class TensorBoardSink:
     """Event files in ``output_path/job_name``; the horizontal axis is samples, as DeepSpeed's."""
 
-    def __init__(self, options: TensorBoardOptions):
+    def __init__(self, options: TensorBoardConfig):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -70,7 +71,7 @@ class TensorBoardSink:
 class WandbSink:
     """The user's run if there is one, else one of its own, which it finishes; the axis is samples, as DeepSpeed's."""
 
-    def __init__(self, options: WandbOptions):
+    def __init__(self, options: WandbConfig):
         try:
             import wandb
         except ImportError as error:
@@ -103,7 +104,7 @@ class CsvSink:
 
     HEADER = ["step", "samples", *METRICS]
 
-    def __init__(self, options: CsvOptions):
+    def __init__(self, options: CsvMonitorConfig):
         self.path = Path(options.output_path) / options.job_name / "metrics.csv"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+", newline="", encoding="utf-8")

@@ -23,7 +23,7 @@ from patrickstar.config import (
 )
 from patrickstar.distributed import num_ranks_to_come
 from patrickstar.groups import ModelParameters
-from patrickstar.monitor import CsvOptions, FlopsProfilerOptions, MonitorOptions, TensorBoardOptions, WandbOptions
+from patrickstar.monitor import MonitorOptions
 from patrickstar.optim import HybridAdam
 from patrickstar.optimizer_takeover import groups_of, move_state
 from patrickstar.session_start import start_session
@@ -186,8 +186,8 @@ def _monitor_options(config: Config) -> MonitorOptions:
     return MonitorOptions(
         steps_per_print=config.steps_per_print,
         wall_clock_breakdown=config.wall_clock_breakdown,
-        tensorboard=TensorBoardOptions(**config.tensorboard.model_dump()),
-        csv_monitor=CsvOptions(**config.csv_monitor.model_dump()),
-        wandb=WandbOptions(**config.wandb.model_dump()),
-        flops_profiler=FlopsProfilerOptions(**config.flops_profiler.model_dump()),
+        tensorboard=config.tensorboard,
+        csv_monitor=config.csv_monitor,
+        wandb=config.wandb,
+        flops_profiler=config.flops_profiler,
     )

@@ -11,12 +11,12 @@ import torch
 
 from patrickstar import _C
 from patrickstar.monitor import (
-    CsvOptions,
+    CsvMonitorConfig,
     MonitorOptions,
     Stalls,
     StallSampler,
-    TensorBoardOptions,
-    WandbOptions,
+    TensorBoardConfig,
+    WandbConfig,
     open_sinks,
 )
 from patrickstar.monitor.batch import BatchSize, size_of_batch
@@ -110,7 +110,7 @@ def test_tensorboard(monkeypatch, tmp_path):
         def close(self):
             written.append("close")
 
-    options = MonitorOptions(tensorboard=TensorBoardOptions(enabled=True, output_path=str(tmp_path), job_name="job"))
+    options = MonitorOptions(tensorboard=TensorBoardConfig(enabled=True, output_path=str(tmp_path), job_name="job"))
     stand_in = types.ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
@@ -142,7 +142,7 @@ def test_wandb(monkeypatch):
     stand_in = types.ModuleType("wandb")
     stand_in.run, stand_in.init = None, init
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    options = MonitorOptions(wandb=WandbOptions(enabled=True, group="g", team="t", project="p"))
+    options = MonitorOptions(wandb=WandbConfig(enabled=True, group="g", team="t", project="p"))
     (sink,) = open_sinks(options)
     sink.write(3, 24, {"Train/Samples/lr": 0.1})
     sink.close()
@@ -160,7 +160,7 @@ def test_wandb(monkeypatch):
 
 
 def test_csv_is_appended_to(tmp_path):
-    options = MonitorOptions(csv_monitor=CsvOptions(enabled=True, output_path=str(tmp_path), job_name="job"))
+    options = MonitorOptions(csv_monitor=CsvMonitorConfig(enabled=True, output_path=str(tmp_path), job_name="job"))
     for step in (1, 2):
         (sink,) = open_sinks(options)
         sink.write(step, 8 * step, {"patrickstar/grad_norm": 0.5})

@@ -14,8 +14,8 @@ import torch
 
 from patrickstar import _C
 from patrickstar.monitor import (
-    CsvOptions,
-    FlopsProfilerOptions,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
     MonitorOptions,
     Phase,
     RunFacts,
@@ -102,7 +102,7 @@ def test_a_run_that_is_watched(tmp_path, capsys):
     options = MonitorOptions(
         steps_per_print=4,
         wall_clock_breakdown=True,
-        csv_monitor=CsvOptions(enabled=True, output_path=str(tmp_path), job_name="job"),
+        csv_monitor=CsvMonitorConfig(enabled=True, output_path=str(tmp_path), job_name="job"),
     )
     watched = watch(CASE, config, options, steps=8, clock=ticks())
     assert_same(watched.run, expected)
@@ -175,8 +175,8 @@ def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, capsys):
 
     asked = MonitorOptions(
         steps_per_print=1,
-        csv_monitor=CsvOptions(enabled=True, output_path=str(tmp_path)),
-        flops_profiler=FlopsProfilerOptions(enabled=True, profile_step=0),
+        csv_monitor=CsvMonitorConfig(enabled=True, output_path=str(tmp_path)),
+        flops_profiler=FlopsProfilerConfig(enabled=True, profile_step=0),
     )
     facts = RunFacts(num_parameters=1, num_trainable=1, rank=1, num_ranks=2)
     idle = RunFacts(num_parameters=1, num_trainable=1)
@@ -195,7 +195,7 @@ def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, capsys):
     """Two ranks, metrics without lines, a skipped step, a last interval that is not full."""
     report = {"grad_norm": 1.5, "loss_scale": 2.0, "num_skipped_steps": 0, "device_peak_bytes": 3 * GIB}
     report["host_peak_bytes"] = 5 * GIB
-    asked = {"csv_monitor": CsvOptions(enabled=True, output_path=str(tmp_path))}
+    asked = {"csv_monitor": CsvMonitorConfig(enabled=True, output_path=str(tmp_path))}
     facts = RunFacts(num_parameters=10**9, num_trainable=10**6, num_ranks=2)
     state = {}
     for num_steps in (12, 3):
@@ -230,7 +230,7 @@ def test_flops_of_a_step(tmp_path, capsys):
     """Counted through the engine's parameters: the products of the model's matrices, and no number changes."""
     file = tmp_path / "deep" / "flops.txt"
     config = make_config(default_chunk_size=8192, device_memory="600KB")
-    asked = FlopsProfilerOptions(enabled=True, profile_step=2, output_file=str(file), top_modules=2)
+    asked = FlopsProfilerConfig(enabled=True, profile_step=2, output_file=str(file), top_modules=2)
     watched = watch(CASE, config, MonitorOptions(flops_profiler=asked), steps=4)
     assert_same(watched.run, train(CASE, config, steps=4, accumulate=ACCUMULATE))
     text = file.read_text()
