@@ -3,9 +3,10 @@
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
+GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 
-.PHONY: help build demo test test-gpu lint format check-cuda docs wheel env clean distclean
+.PHONY: help build demo test test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -20,10 +21,14 @@ demo: build  ## fine-tune GPT-2 within less memory than its states take (example
 test: build  ## all tests that need no GPU, two at a time (JOBS=1 ARGS="tests/optim -k adam")
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-gpu: build  ## the tests that need one, or several, GPUs
-	$(RUN) --extras build,test -- -m pytest -m gpu $(ARGS)
+test-gpu: build  ## the tests that need one, or several, GPUs (GPU_JOBS=4: four at a time)
+	$(RUN) --extras build,test -- -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
+	$(RUN) --extras build,test -- -m pytest -m "gpu and alone" $(ARGS)
 
-CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
+sanitize:  ## the core's tests under ASan and UBSan, then under TSan (tools/sanitize.py; some 15 minutes)
+	$(RUN) --extras build,test -- tools/sanitize.py --jobs $(JOBS) $(ARGS)
+
+CXX_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
 lint:  ## ruff, clang-format, and the layers of csrc
 	$(RUN) --extras lint -- -m ruff check .

@@ -43,7 +43,7 @@ from benchmark.common import SHAPES, command_line
 from benchmark.compare_report import Comparison, format_table, plot
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.launcher import run_system
-from patrickstar.config import Speculation, Streaming, parse_bytes
+from patrickstar.config import Speculation, parse_bytes
 
 _WHOLE_GPU = "all"
 
@@ -78,12 +78,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=Speculation.AUTO.value,
         help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
     )
-    parser.add_argument(
-        "--streaming",
-        choices=[member.value for member in Streaming],
-        default=Streaming.NEVER.value,
-        help="PatrickStar's optimizer.streaming",
-    )
     parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
@@ -111,7 +105,6 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             batch=args.batch,
             clipping=args.clipping,
             speculation=args.speculation,
-            streaming=args.streaming,
             gpu_bytes=limits[system],
             host_bytes=parse_bytes(args.host_mem, "--host-mem") if args.host_mem else None,
             warmup=args.warmup,

@@ -16,10 +16,27 @@ from pathlib import Path
 
 from patrickstar_build import cuda_torch_command, toolkit_command
 
+# PATRICKSTAR_SANITIZE: what is compiled watches itself as it runs (tools/sanitize.py builds and runs it).
+SANITIZE = os.environ.get("PATRICKSTAR_SANITIZE", "")
+_WATCHED = ["-g", "-fno-omit-frame-pointer"]  # reports name lines, and every frame on the way to them
+SANITIZE_FLAGS = {
+    "": ["-g0"],
+    # Python's own flags have -fwrapv, under which no signed overflow is an error.
+    "address": [
+        *_WATCHED,
+        "-fsanitize=address,undefined,float-cast-overflow",
+        "-fno-wrapv",
+        "-D_GLIBCXX_ASSERTIONS",
+    ],
+    "thread": [*_WATCHED, "-fsanitize=thread"],
+}
+if SANITIZE not in SANITIZE_FLAGS:
+    sys.exit(f"PATRICKSTAR_SANITIZE is {SANITIZE!r}; give address or thread, or unset it")
+
 # PATRICKSTAR_OPTIMIZATION: -O1 where compiling fast matters more than what comes of it
 CXX_FLAGS = [
-    os.environ.get("PATRICKSTAR_OPTIMIZATION", "-O3"),
-    "-g0",
+    os.environ.get("PATRICKSTAR_OPTIMIZATION", "-O1" if SANITIZE else "-O3"),
+    *SANITIZE_FLAGS[SANITIZE],
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-Wall",
@@ -31,7 +48,14 @@ CXX_FLAGS = [
 NVCC_FLAGS = ["-O3", "--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-lineinfo"]
 CUDA_MACRO = ("PATRICKSTAR_WITH_CUDA", "1")
 C10D_MACRO = ("PATRICKSTAR_WITH_C10D", "1")  # where PyTorch has torch.distributed with gloo
-LINK_FLAGS = ["-s"]  # without the symbol table: a third of the size, and nothing here is debugged from a wheel
+_SANITIZE_LINK_FLAGS = {
+    "": ["-s"],
+    # UBSan's shared library and ASan's have functions of the same names; where reports go would be told to one only.
+    "address": ["-fsanitize=address,undefined", "-static-libubsan", "-Wl,--exclude-libs,libubsan.a"],
+    "thread": ["-fsanitize=thread"],
+}
+# Without the symbol table: a third of the size, and nothing here is debugged from a wheel.
+LINK_FLAGS = _SANITIZE_LINK_FLAGS[SANITIZE]
 
 # With no GPU in sight (CI, a build for others) and no PyTorch to ask.
 _FALLBACK_ARCHITECTURES = "7.5;8.0;9.0+PTX"

@@ -19,6 +19,9 @@ class MemoryBudgetError(RuntimeError):
 class SystemError(RuntimeError):
     """The operating system, the CUDA driver or NCCL refused."""
 
+class RankMismatch(StateError):
+    """Ranks of a group make different calls at the same time. Raised on all of them; it names the calls."""
+
 class RankFailure(RuntimeError):
     """Another rank of a group died, left by an exception, or did not take part in time."""
 
@@ -104,6 +107,13 @@ class Tracking(_Enum):
     UNTRACKED: ClassVar[Tracking]
 
 @final
+class Attempt(_Enum):
+    """Whether a forward that runs out of device memory is made again."""
+
+    REPEATABLE: ClassVar[Attempt]
+    LAST: ClassVar[Attempt]
+
+@final
 class HoldUntil(_Enum):
     """How long a scope's parameters stay."""
 
@@ -135,7 +145,6 @@ class Track(_Enum):
     SCATTER: ClassVar[Track]
     HOST_ADAM: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
-    STREAMED_ADAM: ClassVar[Track]
 
 @final
 class StallCause(_Enum):
@@ -239,15 +248,42 @@ class HostThreads:
 def choose_host_threads(topology: CpuTopology, options: HostThreadOptions) -> HostThreads:
     """How many threads compute, and on which CPUs. Raises ValueError for impossible options."""
 
+class Priority(_Enum):
+    """Which loops the workers of a pool help first."""
+
+    URGENT: ClassVar[Priority]
+    BACKGROUND: ClassVar[Priority]
+
 class ThreadPool:
-    """Threads that split one range of indices at a time; the calling thread is one of them, and never pinned."""
+    """Threads that share the work of loops; the calling thread is one of them, and never pinned."""
 
     def __init__(self, num_threads: int, worker_cpus: Sequence[int] = ...) -> None: ...
     @property
     def num_threads(self) -> int: ...
     @property
+    def num_urgent(self) -> int:
+        """Urgent loops that run now."""
+    @property
     def pinned_cpus(self) -> list[int]:
         """Where workers are pinned indeed."""
+    def parallel_for(self, size: int, grain: int, fn: Callable[[int, int], object], priority: Priority = ...) -> None:
+        """Calls ``fn(begin, end)`` on disjoint ranges that cover [0, size). For tests."""
+
+class HostEvent:
+    """The end of some work on a host thread."""
+
+    def wait(self) -> None:
+        """Raises what the work has failed with."""
+    def settle(self) -> None: ...
+    @property
+    def is_over(self) -> bool: ...
+
+class WorkQueue:
+    """A queue of tasks with a thread of its own. For tests."""
+
+    def __init__(self) -> None: ...
+    def submit(self, failure: str = "") -> HostEvent:
+        """A task that does nothing, or fails with SystemError."""
 
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""
@@ -369,6 +405,18 @@ def choose_plan(
     gives it.
     """
 
+def set_interrupt_delivery(function: Callable[[], object]) -> None:
+    """What hooks of modules and gradients call while an interrupt is waiting; it may raise."""
+
+def set_interrupt_waiting(waiting: bool) -> None:
+    """Whether one is."""
+
+def example_messages(num_chunks: int) -> dict[str, bytes]:
+    """One message of each kind that ranks send each other in a step, by kind."""
+
+def read_message(kind: str, message: bytes, num_chunks: int) -> None:
+    """Reads it as a rank does. Raises StateError for what is no message of that kind."""
+
 def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks make of their votes on the next plan: ``can_measure``, ``has_plan``, ``updates`` by chunk, and
     ``rates`` (or None) with ``compute_seconds`` by moment.
@@ -384,7 +432,9 @@ class HostAllocations:
 class HostArena:
     """Host memory for payloads, not pinned."""
 
-    def __init__(self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = ...) -> None: ...
+    def __init__(
+        self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = ..., num_failures: int = 0
+    ) -> None: ...
     def reserve(self, sizes: Sequence[int], /) -> None: ...
     def prepare_ahead(self) -> None: ...
     def release_reserved(self) -> None: ...
@@ -425,6 +475,9 @@ class Layout:
     def shard_of(self, param: int, /) -> tuple[int, int, int]:
         """The part in this rank's shard: (first element of the parameter, number of elements, offset in the shard)."""
 
+    def train(self, chunk: int, /) -> None:
+        """The chunk and its parameters are trainable from now on."""
+
     def chunk(self, chunk: int, /) -> dict[str, Any]:
         """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``."""
 
@@ -447,24 +500,6 @@ class SpeculationMode(_Enum):
     COMMIT: ClassVar[SpeculationMode]
 
 @final
-class UpdateRate:
-    """How fast an executor updates, and what waits for it (runtime/update_executor.h)."""
-
-    def __init__(self, first_guess: float) -> None: ...
-    def submitted(self, numel: int) -> None: ...
-    def finished(self, numel: int, seconds: float) -> None:
-        """``seconds``: how long it was busy with it, 0 if it was cancelled."""
-    def params_per_second(self) -> float: ...
-    def seconds_until_done(self, numel: int) -> float:
-        """For what is waiting and ``numel`` more."""
-
-class StreamingMode(_Enum):
-    """Whether states that stay on the host may be updated on the device, through which they pass."""
-
-    OFF: ClassVar[StreamingMode]
-    AUTO: ClassVar[StreamingMode]
-    ALWAYS: ClassVar[StreamingMode]
-
 class RuntimeOptions:
     """What a Runtime is made with; all fields have defaults."""
 
@@ -480,7 +515,6 @@ class RuntimeOptions:
     state_placement: StatePlacement
     host_threads: HostThreadOptions
     speculation: SpeculationMode
-    streaming: StreamingMode
     delays: DelayOptions
     limit_rounding_bytes: int
     def __init__(self) -> None: ...
@@ -555,6 +589,7 @@ def torch_function(
     types: tuple[type, ...],
     way_of: Callable[[Callable[..., Any]], Way],
     write: Callable[..., Any],
+    refuse: Callable[..., Any],
     as_view: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A ``__torch_function__`` (csrc/bind/torch_function.h)."""
@@ -612,6 +647,13 @@ class Runtime(UseListener):
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
 
+    def make_states(self, chunks: Sequence[int], /) -> None:
+        """Optimizer states of chunks that were frozen, all of them or (MemoryBudgetError) none."""
+
+    def discard_states(self, chunks: Sequence[int], /) -> None: ...
+    def train(self, params: Sequence[int], /) -> None:
+        """Parameters that were not trained so far, in chunks that have states."""
+
     def release_chunk(self, chunk: int, /) -> None: ...
     def close(self) -> None: ...
     @property
@@ -622,7 +664,7 @@ class Runtime(UseListener):
     def replays(self) -> bool: ...
     @property
     def num_pressure_evictions(self) -> int: ...
-    def begin_forward(self, tracking: Tracking, /) -> None: ...
+    def begin_forward(self, tracking: Tracking, attempt: Attempt, /) -> None: ...
     def end_forward(self) -> None: ...
     def begin_backward(
         self, expected_groups: Sequence[GroupOptions] = ..., expected_grad_scale: float = 1.0
@@ -816,6 +858,9 @@ class collective:
         def oldest_pending_seconds(self) -> float:
             """For how long the oldest unfinished collective has been enqueued or running; any thread."""
 
+        def close(self) -> None:
+            """Frees what it holds, when nothing of it runs on any rank; waits for no other rank. Idempotent."""
+
     class ControlGroup:
         """Small values over the hosts, for agreement between ranks; blocking."""
 
@@ -823,11 +868,24 @@ class collective:
         def rank(self) -> int: ...
         @property
         def size(self) -> int: ...
-        def exchange(self, mine: bytes) -> list[bytes]:
-            """Everybody's value by rank, of any lengths. Raises RankFailure."""
+        def enter(self, call: str) -> None:
+            """The call that this rank is in from now on; empty: none."""
+
+        @property
+        def call(self) -> str: ...
+        def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
+            """Everybody's value by rank, of any lengths. ``what`` and the call must be the same on all ranks. Raises
+            RankFailure, RankMismatch.
+            """
+
+        def distribute(self, to_each: Sequence[bytes], what: str = "") -> list[bytes]:
+            """As ``exchange``, with another value for each rank; what comes from each."""
 
         def abort(self) -> None:
             """Stops what is running, for failures; any thread."""
+
+        def close(self) -> None:
+            """Frees what it holds; waits for no other rank. Idempotent."""
 
     @staticmethod
     def make_single_communicator() -> collective.Communicator: ...

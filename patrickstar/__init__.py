@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from patrickstar._C import MemoryBudgetError, RankFailure, StateError
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
+    from patrickstar.open_session import close_open_engine
     from patrickstar.preprocess import torch_scope
     from patrickstar.pretrained import from_pretrained
     from patrickstar.runtime import initialize_engine
@@ -32,6 +33,7 @@ __all__ = [
     "TrainingEngine",
     "add_config_arguments",
     "checkpointing",
+    "close_open_engine",
     "comm",
     "from_pretrained",
     "init_distributed",
@@ -50,6 +52,7 @@ _HOMES = {
     "StateError": "patrickstar._C",
     "TrainingEngine": "patrickstar.training",
     "add_config_arguments": "patrickstar.training",
+    "close_open_engine": "patrickstar.open_session",
     "from_pretrained": "patrickstar.pretrained",
     "init_distributed": "patrickstar.comm",
     "initialize": "patrickstar.training",

@@ -7,14 +7,17 @@ after it which node of the autograd graph will need it again. So uses are observ
 tying, a module that reads another's weights, an expert that is used now and then, a user who prints a weight between
 two steps.
 
-[Note: writes] An in-place operation on a parameter (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``) is carried
-out on its float32 value and written back there, so nothing is lost when the compute copy is derived again.
+[Note: writes] An operation that writes parameters (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``,
+``torch._foreach_mul_(params, 0.5)``, ``torch.add(a, b, out=p)``) is carried out on their float32 values and written
+back there, so nothing is lost when the compute copy is derived again. Which arguments it writes its schema says, where
+it has one, else its name. What is not found so is refused (csrc/bind/torch_function.h).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +55,8 @@ class ParamHandle:
     offset: int
     """Its offset in the chunk in elements."""
     trainable: bool
-    """Whether it required a gradient when the engine was built."""
+    """Whether it is trained: it required a gradient and was in a group of the optimizer when the engine was built, or
+    came to be so (:mod:`patrickstar.trained_params`)."""
     original_dtype: torch.dtype
     """The dtype the user's module had it in."""
     original_device: torch.device
@@ -144,10 +148,21 @@ def _way_of(func: Callable[..., Any]) -> _C.Way:
 
 
 def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out what writes a parameter; ``NotImplemented`` when ``func`` writes none."""
+    """Carries out what writes parameters; ``NotImplemented`` when ``func`` writes none."""
     with _DisableTorchFunction():
-        target = _in_place_target(func, args, kwargs)
-        return NotImplemented if target is None else _write_through(target, func, args, kwargs)
+        targets = _written(func, args, kwargs)
+        return _write_through(targets, func, args, kwargs) if targets else NotImplemented
+
+
+def _refuse(func: Callable[..., Any], handle: ParamHandle) -> None:
+    """``func`` has written the compute copy of a parameter, and did not say so."""
+    if handle.trainable:  # derived again from the float32 value, which is as it was
+        values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
+        handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
+    raise RuntimeError(
+        f"{handle.name}: {getattr(func, '__name__', func)} writes the parameter in a way that cannot be carried out on "
+        "its float32 value; write it with an in-place method (param.copy_, param.mul_ …)"
+    )
 
 
 def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) -> Any:
@@ -158,8 +173,9 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
         storage = result.untyped_storage()._cdata
         for handle in handles:
             if handle.storage == storage:
-                view = result.as_subclass(ChunkedView)
-                view._patrickstar = handle
+                with _DisableTorchFunction():
+                    view = result.as_subclass(ChunkedView)
+                    view._patrickstar, view._patrickstar_impl = handle, view._cdata
                 return view
         return result
     if isinstance(result, (list, tuple)) and any(type(item) is torch.Tensor for item in result):
@@ -171,25 +187,88 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
 
 
 def _may_write(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` writes its first argument, by its name."""
+    """Whether ``func`` writes some of its arguments, beside ``out``."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or func == _DATA_SET
 
 
-def _in_place_target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = kwargs.get("out")
-    if out is not None and _is_chunked(out):
-        return out
-    if not _may_write(func):
-        return None
-    first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes its tensor by keyword
-    return first if _is_chunked(first) else None
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The chunked parameters and views that ``func`` writes."""
+    places = [kwargs["out"]] if "out" in kwargs else []
+    if isinstance(func, torch._ops.OpOverload):
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
+                places.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    elif _may_write(func):  # torch.nn.init passes its tensor by keyword, torch._foreach_mul_ has a list
+        places.append(args[0] if args else next(iter(kwargs.values()), None))
+    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
+    return [item for item in flat if _is_chunked(item)]
 
 
-def _write_through(target: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out an in-place operation on the float32 value; see [Note: writes]."""
-    handle: ParamHandle = target._patrickstar
+def _write_through(targets: list[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out an operation that writes ``targets`` on their float32 values; see [Note: writes]."""
     name = getattr(func, "__name__", "")
+    for target in targets:
+        _check_may_be_written(target, func, name)
+    copies = _Float32Copies()
+    places = {id(target): copies.place_of(target) for target in targets}
+
+    def replaced(value: Any) -> Any:
+        if id(value) in places:
+            return places[id(value)]
+        if isinstance(value, ChunkedParameter):
+            return copies.place_of(value)
+        if isinstance(value, ChunkedView):
+            value._patrickstar.uses.touch([value._patrickstar.id])
+        return type(value)(replaced(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    with torch.no_grad():
+        if func == _DATA_SET:
+            _check_same_shape(targets[0], args[1])
+            places[id(targets[0])].copy_(replaced(args[1]))
+            result = None
+        else:
+            arguments = [replaced(value) for value in args]
+            keywords = {key: replaced(value) for key, value in kwargs.items()}
+            if "out" in keywords:  # of the dtype that the result has
+                keywords["out"] = _map_tensors(keywords["out"], lambda out: _out_like(out, places, targets))
+            result = func(*arguments, **keywords)
+            if "out" in keywords:
+                _copy_out(keywords["out"], kwargs["out"], places)
+        copies.write_back({target._patrickstar.id for target in targets})
+    if func == _DATA_SET or name == "__setitem__" or result is None:
+        return None
+    return kwargs["out"] if "out" in kwargs else targets[0]
+
+
+class _Float32Copies:
+    """The float32 values of parameters that one operation reads and writes, each once."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[ParamHandle, torch.Tensor]] = {}
+
+    def place_of(self, target: Any) -> torch.Tensor:
+        """The values of a parameter, or the part of them that a view shows, on its device."""
+        handle: ParamHandle = target._patrickstar
+        if handle.id not in self._values:
+            values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
+            self._values[handle.id] = (handle, values.to(target.device))
+        values = self._values[handle.id][1]
+        if isinstance(target, ChunkedParameter):
+            return values
+        return values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
+
+    def write_back(self, ids: set[int]) -> None:
+        """Those of these parameters become their values."""
+        for param_id in ids:
+            handle, values = self._values[param_id]
+            handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
+
+
+def _check_may_be_written(target: Any, func: Callable[..., Any], name: str) -> None:
+    handle: ParamHandle = target._patrickstar
     if name in _UNSUPPORTED_IN_PLACE:
         raise RuntimeError(
             f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)"
@@ -204,41 +283,43 @@ def _write_through(target: Any, func: Callable[..., Any], args: tuple[Any, ...],
         raise RuntimeError(
             f"{handle.name}: a leaf parameter that requires grad is used in an in-place operation; use torch.no_grad()"
         )
-    values = handle.observer.read_values(handle, _C.ArrayKind.MASTER).to(target.device)
-    place = (
-        values
-        if isinstance(target, ChunkedParameter)
-        else values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
-    )
 
-    def replaced(value: Any) -> Any:
-        if value is target:
-            return place
-        if isinstance(value, ChunkedParameter):
-            other = value._patrickstar
-            return other.observer.read_values(other, _C.ArrayKind.MASTER).to(target.device)
-        if isinstance(value, ChunkedView):
-            value._patrickstar.uses.touch([value._patrickstar.id])
-        return type(value)(replaced(item) for item in value) if isinstance(value, (list, tuple)) else value
 
-    with torch.no_grad():
-        if func == _DATA_SET:
-            if args[1].shape != target.shape:
-                raise RuntimeError(
-                    f"{handle.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(args[1].shape)}; "
-                    "they must agree"
-                )
-            place.copy_(replaced(args[1]))
-        else:
-            func(*[replaced(value) for value in args], **{key: replaced(value) for key, value in kwargs.items()})
-        handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
-    return None if func == _DATA_SET or name == "__setitem__" else target
+def _check_same_shape(target: Any, values: torch.Tensor) -> None:
+    if values.shape != target.shape:
+        raise RuntimeError(
+            f"{target._patrickstar.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(values.shape)}; "
+            "they must agree"
+        )
+
+
+def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    return type(value)(function(item) for item in value) if isinstance(value, (list, tuple)) else function(value)
+
+
+def _out_like(out: torch.Tensor, places: dict[int, torch.Tensor], targets: list[Any]) -> torch.Tensor:
+    """For a parameter's float32 place, memory of the parameter's dtype, which functions check."""
+    for target in targets:
+        if places[id(target)] is out:
+            return torch.empty_like(out, dtype=target.dtype)
+    return out
+
+
+def _copy_out(computed: Any, given: Any, places: dict[int, torch.Tensor]) -> None:
+    pairs = zip(computed, given, strict=True) if isinstance(given, (list, tuple)) else [(computed, given)]
+    for values, target in pairs:
+        if id(target) in places:
+            places[id(target)].copy_(values)
 
 
 class ChunkedParameter(nn.Parameter):
-    """A parameter whose memory is in a chunk. Made by changing the class of the user's parameter, never constructed."""
+    """A parameter whose memory is in a chunk. Made by :func:`become_chunked`, never constructed."""
 
     _patrickstar: ParamHandle
+    _patrickstar_impl: int
+    """The address of its TensorImpl (csrc/bind/torch_function.h)."""
+    _patrickstar_pin: weakref.ref[ChunkedParameter]
+    """PyTorch swaps nothing that is weakly referred to (torch.utils.swap_tensors), which no torch function shows."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -292,6 +373,7 @@ class ChunkedView(torch.Tensor):
     """A view of a chunked parameter: same memory, same need to say when it is used."""
 
     _patrickstar: ParamHandle
+    _patrickstar_impl: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy is an ordinary tensor."""
@@ -303,9 +385,35 @@ class ChunkedView(torch.Tensor):
 
 
 _torch_function = _C.torch_function(
-    types=(ChunkedParameter, ChunkedView), way_of=_way_of, write=_write, as_view=_as_view
+    types=(ChunkedParameter, ChunkedView), way_of=_way_of, write=_write, refuse=_refuse, as_view=_as_view
 )
 ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_function
+
+
+def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
+    """Makes ``param``, the user's object, a parameter whose memory is ``view``."""
+    with _DisableTorchFunction():
+        impl = param._cdata
+        param.data = view
+    param.__class__ = ChunkedParameter
+    param._patrickstar = handle
+    param._patrickstar_impl = impl
+    param._patrickstar_pin = weakref.ref(param)
+
+
+def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
+    """Makes ``tensor``, which has memory of the parameter, say when it is used."""
+    with _DisableTorchFunction():
+        impl = tensor._cdata
+    tensor.__class__ = ChunkedView
+    tensor._patrickstar, tensor._patrickstar_impl = handle, impl
+
+
+def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Makes it an ordinary parameter with memory of its own."""
+    del param._patrickstar, param._patrickstar_impl, param._patrickstar_pin
+    param.__class__ = nn.Parameter
+    param.data = values
 
 
 def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -314,6 +422,13 @@ def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
         grad = _GRAD_GET(param)
         _GRAD_SET(param, None)
     return grad
+
+
+def drop_gradient(param: nn.Parameter) -> None:
+    """Makes autograd forget what it has of ``param``'s gradient, if there is something."""
+    with _DisableTorchFunction():
+        if _GRAD_GET(param) is not None:
+            _GRAD_SET(param, None)
 
 
 def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:

@@ -3,16 +3,13 @@
 Class, parameters and signature stay what they are, so that whoever holds the module (a Trainer, ``generate``, PEFT,
 ``save_pretrained``) goes on using it as if nothing had happened. `restore` takes everything off again.
 
-[Note: calls in place] ``nn.Module.__call__`` runs ``_compiled_call_impl`` where an instance has one (it is what
-``Module.compile`` sets, and what copies and pickles leave out). Here it opens a forward of the session around the whole
-call, hooks included. Modules inside that hold all the parameters (the model in a PEFT wrapper, whose ``generate`` calls
-itself) are entered in the same way; within a forward, and in a recomputation during backward, the call goes straight
-through.
+[Note: calls in place] A door (compiled/door.py) opens a forward of the session around the whole call, hooks included.
+Modules inside that hold all the parameters (the model in a PEFT wrapper, whose ``generate`` calls itself) are entered
+in the same way; within a forward, and in a recomputation during backward, the call goes straight through.
 """
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,8 +20,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar.chunked_parameter import ChunkedParameter
-
-Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+from patrickstar.compiled.door import Call, Door
+from patrickstar.compiled.dynamo import Compiler, make_compiler
 
 
 class ConvertedModule:
@@ -32,22 +29,29 @@ class ConvertedModule:
 
     Args:
         module: the user's, with its parameters in chunks.
-        call: runs one call of a module that holds all parameters: ``call(module, args, kwargs)``.
+        call: runs one call of a module that holds all parameters: ``call(run, args, kwargs)``.
+        note_caller: of a :class:`patrickstar.compiled.door.Door`.
         zero_grad: forgets all gradients.
+        compile: compiles a module inside: ``compile(module, compiler)``.
         read_value: a parameter's value, as a new CPU tensor of the dtype that the user's module has.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        *,
         call: Call,
+        note_caller: Callable[[Any], None],
         zero_grad: Callable[[], None],
+        compile: Callable[[nn.Module, Compiler], None],
         read_value: Callable[[nn.Parameter], torch.Tensor],
     ):
-        self._entries = list(_holding_everything(module))
-        for entry in self._entries:
-            entry._compiled_call_impl = functools.partial(_run, call, entry)
-            entry.zero_grad = _ZeroGrad(entry, zero_grad)
+        self._doors = [Door(entry, call, note_caller) for entry in _holding_everything(module)]
+        for door in self._doors:
+            door.module.__dict__["zero_grad"] = _ZeroGrad(door.module, zero_grad)
+        self._compilable = [child for child in module.modules() if type(child).compile is nn.Module.compile]
+        for child in self._compilable:
+            child.__dict__["compile"] = _Compile(child, compile)
         hook = _StateDictHook(read_value, _tied(module))
         self._owners = [
             child
@@ -61,20 +65,19 @@ class ConvertedModule:
 
     def restore(self) -> None:
         """The module as it was."""
-        for entry in self._entries:
-            entry._compiled_call_impl = None
-            entry.__dict__.pop("zero_grad", None)
+        for door in self._doors:
+            door.open()
+            door.module.__dict__.pop("zero_grad", None)
+        for child in self._compilable:
+            child.__dict__.pop("compile", None)
         for child in self._owners:
             child.__dict__.pop("_save_to_state_dict", None)
-        self._entries.clear()
+        self._doors.clear()
+        self._compilable.clear()
         self._owners.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _run(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return call(module, args, kwargs)
 
 
 def _holding_everything(module: nn.Module) -> Iterable[nn.Module]:
@@ -109,6 +112,28 @@ class _ZeroGrad:
 
 def _ordinary_zero_grad(module: nn.Module) -> Any:
     return types.MethodType(type(module).zero_grad, module)
+
+
+class _Compile:
+    """``module.compile``, after which the engine still knows what the module uses; that of a copy of the module is the
+    ordinary one.
+    """
+
+    def __init__(self, module: nn.Module, compile: Callable[[nn.Module, Compiler], None]):
+        self._module = module
+        self._compile = compile
+
+    def __call__(self, **options: Any) -> None:
+        compiler = make_compiler(options)
+        if compiler is not None:
+            self._compile(self._module, compiler)
+
+    def __reduce__(self) -> Any:
+        return _ordinary_compile, (self._module,)
+
+
+def _ordinary_compile(module: nn.Module) -> Any:
+    return types.MethodType(type(module).compile, module)
 
 
 class _SaveToStateDict:

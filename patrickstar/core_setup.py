@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.allocator import ExpandableSegments
 from patrickstar.config import Config
 from patrickstar.distributed import RankGroups
-from patrickstar.memory import Budgets
+from patrickstar.memory import Budgets, check_host_bytes
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
@@ -45,6 +45,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     here = ranks.context
     size = _choose_chunk_size(module, params, config, budgets)
     layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
+    check_host_bytes(layout, budgets)
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:
@@ -71,7 +72,8 @@ def check_no_open_engine() -> None:
         gc.collect()  # engine, module and hooks refer to each other in circles
     if is_open():
         raise _C.StateError(
-            "another engine is open in this process; close it first: model.close(), or use it in a with statement"
+            "another engine is open in this process; close it first: engine.close(), or, where no name of it is left "
+            "(a notebook's cell raised, say), patrickstar.close_open_engine()"
         )
 
 
@@ -88,11 +90,11 @@ def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, bud
     return size
 
 
-def load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | None:
+def load_plan(config: Config, ranks: RankGroups) -> Plan | None:
     """The plan that the configuration names, the same on all ranks, or None.
 
     Raises:
-        ValueError: it cannot be read, or is for other chunks.
+        ValueError: it cannot be read.
         DisagreementError: ranks have different ones.
     """
     plan = None
@@ -102,8 +104,6 @@ def load_plan(config: Config, layout: _C.Layout, ranks: RankGroups) -> Plan | No
     except OSError as error:
         raise ValueError(f"plan is {config.plan!r}, which cannot be read: {error}") from error
     ranks.check_agreement("the plan to begin with", "none" if plan is None else plan.digest)
-    if plan is not None:
-        plan.check_layout(layout, str(config.plan))
     return plan
 
 

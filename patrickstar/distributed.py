@@ -20,7 +20,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -67,47 +67,106 @@ class RankGroups:
 
     def __init__(self, context: DistributedContext, members: Sequence[int], timeout_seconds: float):
         self.context = context
+        self.control = _C.collective.make_single_control()
+        self.gather = self.scatter = _C.collective.make_single_communicator()
         self.members = tuple(members)
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._watch: FailureWatch | None = None
+        self._stop_watch_at_exit: Callable[[], object] = lambda: None
         self._owns_world = False
         self._closed = False
+        self._process = os.getpid()
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that opened the groups: the connections are the other's."""
+        return os.getpid() != self._process
 
     def check_agreement(self, name: str, value: str) -> None:
         """Raises DisagreementError, a StateError, on every rank unless all ranks have the same `value`."""
-        digests = self.control.exchange(hashlib.sha256(value.encode()).digest())
+        digests = self.control.exchange(hashlib.sha256(value.encode()).digest(), name)
         if len(set(digests)) > 1:
-            values = [item.decode() for item in self.control.exchange(value.encode())]
+            values = [item.decode(errors="replace") for item in self.control.exchange(value.encode(), name)]
             raise DisagreementError(describe_disagreement(name, dict(zip(self.members, values, strict=True))))
 
-    def guard(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Within it, what fails here is told to the others, and what failed on another rank raises RankFailure."""
-        if self._watch is None:
+    def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call in which all ranks take part, such as "forward of step 3". Within it, what fails here is told
+        to the others, and what failed on another rank raises RankFailure; ranks that meet in different calls raise
+        RankMismatch. A call within a call counts as the outer one.
+
+        Raises:
+            StateError: this process is a fork of the one that opened the groups.
+        """
+        if self._watch is not None and self.is_fork:
+            raise _C.StateError(
+                f"{call}: this process is a fork of the one that opened the groups of ranks (a DataLoader worker, a "
+                "subprocess?), and must not use their connections; call it in the process that opened them"
+            )
+        if self._watch is None or self.control.call:
             return contextlib.nullcontext()
-        return failing_together(self._watch, self.context.rank, phase)
+        return self._in_call(self._watch, call)
+
+    def meet(self) -> None:
+        """Within a call whose own messages do not say which call it is (it gathers values): all ranks are in it, or
+        RankMismatch is raised on all of them.
+        """
+        if self._watch is not None:
+            self.control.exchange(b"", "its beginning")
+
+    @contextlib.contextmanager
+    def _in_call(self, watch: FailureWatch, call: str) -> Iterator[None]:
+        self.control.enter(call)
+        watch.activity = call
+        try:
+            with failing_together(watch, self.context.rank, call):
+                yield
+        finally:
+            self.control.enter("")
+            watch.activity = f"the user's code after {call}"
 
     def close(self) -> None:
-        """Waits for the other ranks to close as well, unless one has failed, and takes down what `open_ranks` made.
+        """Waits for the other ranks to close as well, unless one has failed, and takes down what `open_ranks` made: on
+        all ranks at this point, and nothing of it is left afterwards.
 
         Raises RankFailure when another rank leaves without closing.
         """
-        if self._closed:
+        if self._closed or self.is_fork:
             return
         self._closed = True
         try:
             if self._watch is not None and self._watch.failure is None:
                 with self.guard("close"):
-                    self.control.exchange(b"")
+                    self.control.exchange(b"", "the end")
         finally:
             self._take_down()
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks that this one leaves because of ``error``, and ends what still runs with them. Nothing
+        of the groups can be used afterwards but :meth:`leave`.
+        """
+        if self._closed or self._watch is None or self.is_fork:
+            return
+        if self._watch.failure is None:
+            self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
+        for part in (self.gather, self.scatter, self.control):
+            part.abort()
+
+    def leave(self, error: BaseException) -> None:
+        """:meth:`fail`, and takes down what `open_ranks` made. Waits for no other rank."""
+        self.fail(error)
+        self._take_down()
+
     def _take_down(self) -> None:
         self._closed = True
+        if self.is_fork:  # PyTorch's groups have threads, too, which are the other process's
+            return
+        self._stop_watch_at_exit()
         if self._watch is not None:
             self._watch.stop()
-        self.control = _C.collective.make_single_control()
-        self.gather = self.scatter = _C.collective.make_single_communicator()
+            self._watch = None
+        for part in (self.gather, self.scatter, self.control):
+            part.close()
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -120,10 +179,8 @@ class RankGroups:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-            return
-        if self._watch is not None and self._watch.failure is None:
-            self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
-        self._take_down()
+        else:
+            self.leave(error)
 
 
 def open_ranks(
@@ -144,7 +201,6 @@ def open_ranks(
     if owns_world is None:
         context = _make_context(0, 1, local_rank, device_type, lambda: [_host()])
         groups = RankGroups(context, (0,), timeout_seconds)
-        groups.control = _C.collective.make_single_control()
         groups.gather = groups.scatter = _single_communicator(context.device)
         return groups
     store = own_connection(dist.distributed_c10d._get_default_store(), timeout_seconds)
@@ -175,13 +231,25 @@ def num_ranks_to_come() -> int:
 # Entering torch.distributed.
 
 
+_process: int | None = None
+"""The process that was the first to enter torch.distributed."""
+
+
 def _enter_world(timeout_seconds: float) -> bool | None:
     """None for a process alone, else whether torch.distributed was made here."""
-    if dist.is_available() and dist.is_initialized():
-        return False
+    is_there = dist.is_available() and dist.is_initialized()
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
-    if world_size <= 1:
+    if not is_there and world_size <= 1:
         return None
+    global _process
+    if _process not in (None, os.getpid()):
+        raise _C.StateError(
+            "this process is a fork of a rank (a DataLoader worker, a subprocess?), and must not use its connections; "
+            "start ranks as processes of their own"
+        )
+    _process = os.getpid()
+    if is_there:
+        return False
     if not dist.is_available():
         raise _C.StateError(
             f"WORLD_SIZE is {world_size}, but this PyTorch has no torch.distributed; install one that has"
@@ -193,7 +261,7 @@ def _enter_world(timeout_seconds: float) -> bool | None:
         )
     rank = int(os.environ["RANK"])
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = _rendezvous_store(rank, timeout)
+    store = _world_store(rank, timeout)
     # Before torch.distributed does it, whose error would not say who is missing.
     _call_the_roll(store, f"patrickstar/{_attempt()}/world", range(world_size), rank, timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -204,9 +272,25 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _rendezvous_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
+# [Note: one store per process] Rank 0 may serve the store itself. Were it served anew for each engine of a process, a
+# rank that is quicker than the others would reach the one that is about to end. So it lasts as long as the process, and
+# the worlds that are made of it have places of their own in it.
+_stores: dict[tuple[str, int], dist.Store] = {}
+_num_worlds = 0
+
+
+def _world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
+    """An empty place for one world in the store of this process's run."""
+    global _num_worlds
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address not in _stores:
+        _stores[address] = _rendezvous_store(*address, rank, timeout)
+    _num_worlds += 1
+    return dist.PrefixStore(f"attempt_{_attempt()}/world_{_num_worlds}", _stores[address])
+
+
+def _rendezvous_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:
     """The store that env:// would make, without its wait for all ranks."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
@@ -218,7 +302,7 @@ def _rendezvous_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
             f"rank {rank} could not reach torch's store, which {owner} serves at {host}:{port}, within "
             f"{timeout.total_seconds():g} s ({first_line(error)}); did rank 0 start, and is MASTER_ADDR right?"
         ) from error
-    return dist.PrefixStore(f"attempt_{_attempt()}", store)
+    return store
 
 
 def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank: int, timeout_seconds: float) -> None:
@@ -300,7 +384,7 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     index = members.index(context.rank)
     groups.control = _C.collective.make_c10d_control(_gloo_group(groups).group_name, timeout_seconds)
     if context.device.type == "cuda":
-        groups.control.exchange(b"")  # NCCL waits without end for a rank that does not come
+        groups.control.exchange(b"", "connecting NCCL")  # NCCL waits without end for a rank that does not come
         groups.gather = _nccl_communicator(store, f"{prefix}/gather", index, len(members), context.device)
         groups.scatter = _nccl_communicator(store, f"{prefix}/scatter", index, len(members), context.device)
     else:
@@ -314,7 +398,7 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
 
     groups._watch = FailureWatch(store, prefix, index, members, parts[1:], stop_all, timeout_seconds)
     # The thread must end before the interpreter does, also when nobody closes.
-    weakref.finalize(groups, groups._watch.stop)
+    groups._stop_watch_at_exit = weakref.finalize(groups, groups._watch.stop)
     if context.device.type == "cuda":
         with groups.guard("the first collectives"):
             _warm_up(groups)

@@ -16,6 +16,8 @@ from patrickstar.checkpoint.engine_export import export_session
 from patrickstar.checkpoint.engine_state import Scheduler, load_session, save_session
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
+from patrickstar.interrupts import deferred_signals
 from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 from patrickstar.session import Session
@@ -35,6 +37,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = session.module
         self._session = session
+        self._call = knowing_caller(self._call_module)
 
     @property
     def device(self) -> torch.device:
@@ -47,7 +50,12 @@ class Engine(nn.Module):
         Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
         dtype.
         """
+        return self._call(*args, **kwargs)
+
+    def _call_module(self, caller: Any, *args: Any, **kwargs: Any) -> Any:
         self._session.check_open()
+        if caller is not None:
+            self._session.compiled.note_caller(caller)
         return self.module(*args, **kwargs)
 
     def run_forward(self, call: Callable[[], _T]) -> _T:
@@ -58,6 +66,47 @@ class Engine(nn.Module):
         of this forward; inputs are taken as they are.
         """
         return self._session.forward(call)
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str | Callable[..., Any] | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """Compiles the module with ``torch.compile``, from the next forward on: block by block, where it repeats blocks
+        (docs/guides/compile.md). The module keeps its class, and is an ordinary one again after :meth:`close`.
+
+        Args:
+            backend: of ``torch.compile``.
+            compile_kwargs: other options of ``torch.compile``, which may be given as keywords as well.
+            schedule: DeepSpeed's passes over graphs, which do not exist here: None.
+            compiled_autograd_enabled: False.
+
+        Raises:
+            ValueError: CUDA graphs are asked for, a schedule, or compiled autograd.
+            StateError: within a forward.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError(
+                "compile(schedule=..., compiled_autograd_enabled=True) is not supported; leave them out: transfers are "
+                "planned from the first step, and compiled modules have a compiled backward"
+            )
+        options = {**(compile_kwargs or {}), **options}
+        compiler = make_compiler(options if backend is None else {"backend": backend, **options})
+        if compiler is not None:
+            self._session.compile(self.module, compiler)
+
+    def compile_parts(self, compiler: Compiler) -> None:
+        """The same for a module that is not called itself, but uses those it holds: each of them is compiled."""
+        for child in self.module.children():
+            self._session.compile(child, compiler)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module, or a part of it, is compiled."""
+        return self._session.compiled.is_compiled
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
@@ -127,7 +176,8 @@ class Engine(nn.Module):
         """
         params = dict(self.module.named_parameters(remove_duplicate=False))
         values: dict[nn.Parameter, torch.Tensor] = {}
-        with torch.no_grad():
+        with self._session.guard("state_dict"), torch.no_grad():
+            self._session.ranks.meet()
             result = self.module.state_dict(prefix=prefix, keep_vars=True)
             for key, value in result.items():
                 param = params.get(key.removeprefix(prefix))
@@ -173,7 +223,9 @@ class Engine(nn.Module):
             CheckpointError: it was not saved; what was saved before is as it was.
             StateError: there are gradients that no step has used.
         """
-        return save_session(self._session, directory, tag, client_state, lr_scheduler)
+        self._session.check_open()
+        with deferred_signals() as signals, self._session.guard("save_checkpoint"), signals.allowed():
+            return save_session(self._session, directory, tag, client_state, lr_scheduler)
 
     def load_checkpoint(
         self,
@@ -194,7 +246,9 @@ class Engine(nn.Module):
             CheckpointError: there is none, or it is of another model (then nothing is changed), or it is damaged.
             StateError: there are gradients that no step has used.
         """
-        return load_session(self._session, directory, tag, lr_scheduler)
+        self._session.train_unfrozen()
+        with deferred_signals() as signals, self._session.guard("load_checkpoint"), signals.allowed():
+            return load_session(self._session, directory, tag, lr_scheduler)
 
     def export_weights(
         self,
@@ -215,7 +269,10 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: the folder exists and is not empty, or cannot be written.
         """
-        return export_session(self._session, directory, dtype, max_file_bytes)
+        self._session.check_open()
+        with self._session.guard("export_weights"):
+            self._session.ranks.meet()
+            return export_session(self._session, directory, dtype, max_file_bytes)
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict: the only source for tests, logs and benchmarks.
@@ -272,6 +329,27 @@ class Engine(nn.Module):
         """
         self._session.discard()
 
+    def __getattr__(self, name: str) -> Any:
+        """What is not the engine's is the module's: ``generate``, ``save_pretrained``, ``config`` …"""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_"):
+                raise
+            return getattr(unwrapped(module), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine has threads and memory of its own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an engine cannot be copied or pickled; copy engine.module, save engine.state_dict(), or call "
+            "engine.save_checkpoint(folder)"
+        )
+
     def __enter__(self) -> Engine:
         return self
 
@@ -279,4 +357,4 @@ class Engine(nn.Module):
         if error is None or len(self._session.ranks.members) == 1:
             self.close()
         else:  # what the other ranks hold of the module cannot be had any more
-            self._session.leave(error)
+            self._session.abandon(error)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+logger = logging.getLogger("patrickstar")
+
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_OTHER_OPTIMIZERS = (
+    *("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused", "decoupled_weight_decay"),
+    *("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "bias_correction", "adam_w_mode", "torch_adam"),
+)
+"""What PyTorch's and DeepSpeed's optimizers take in a group, and this one does not."""
 ModelParameters = Callable[[nn.Module], Iterable[Any]] | Sequence[Mapping[str, Any]] | None
 
 
@@ -26,8 +35,11 @@ def make_groups(
         replaced: parameters that the module no longer has, and those in their place.
 
     Raises:
-        ValueError: a pattern matches nothing, a parameter that requires grad is in no group or in two, an option is
-            unknown.
+        ValueError: a pattern matches nothing, a parameter that requires grad matches none, a parameter is in two
+            groups, an option is unknown.
+
+    What a callable returns is taken as ``torch.optim`` takes it: parameters that it leaves out are not trained, and
+    named in a warning; further keys of a group (``name``, what a script's own schedule keeps) stay in it.
     """
     named = dict(module.named_parameters())
     if model_parameters is None:
@@ -44,7 +56,48 @@ def make_groups(
     if replaced:
         groups = [{**group, "params": [replaced.get(param, param) for param in group["params"]]} for group in groups]
     _check_groups(named, groups)
+    if not callable(model_parameters):
+        _check_no_further_keys(groups)
+    missing = _in_no_group(named, groups)
+    if missing and callable(model_parameters):
+        logger.warning(
+            "%d parameters require grad but are in no group (%s): they are not trained; requires_grad_(False) spares "
+            "their gradients too",
+            len(missing),
+            _some(missing),
+        )
+    elif missing:
+        raise ValueError(
+            f"{len(missing)} parameters require grad but are in no group ({_some(missing)}); add a group for them (the "
+            "pattern '*' takes the rest) or freeze them with requires_grad_(False)"
+        )
     return groups
+
+
+def checked_added_group(module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A group that is added to ``groups`` of an engine's optimizer; its ``params`` are a list of parameters then.
+
+    Raises:
+        TypeError: it is no dict, or its ``params`` have no order.
+        ValueError: a parameter is not one of the module's, or in a group already, or an option is unknown.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"add_param_group got a {type(group).__name__}; give a dict with 'params'")
+    if isinstance(group.get("params"), (set, frozenset)):
+        raise TypeError("add_param_group got params as a set, which has no order; give a list of parameters")
+    (added,) = _from_callable([group])
+    names = {param: name for name, param in module.named_parameters()}
+    taken = {param for other in groups for param in other["params"]}
+    for param in added["params"]:
+        if not isinstance(param, nn.Parameter) or param not in names:
+            raise ValueError("add_param_group got a tensor that is not a parameter of the engine's module")
+        if param in taken:
+            raise ValueError(f"parameter {names[param]} is in a group already; leave it out of the added one")
+        taken.add(param)
+    for key in added:
+        if key not in ("params", *_OPTIONS, "initial_lr") and (key in _OTHER_OPTIMIZERS or _near(key)):
+            raise _unknown_option(key)
+    return added
 
 
 def _from_callable(result: Any) -> list[dict[str, Any]]:
@@ -56,7 +109,7 @@ def _from_callable(result: Any) -> list[dict[str, Any]]:
     groups = []
     for item in items:
         if not isinstance(item, Mapping) or "params" not in item:
-            raise ValueError(f"model_parameters returned a group {item!r} without 'params'")
+            raise ValueError(f"a parameter group is {item!r}, without 'params'")
         params = item["params"]
         params = [params] if isinstance(params, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         groups.append({**item, "params": params})
@@ -93,21 +146,37 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
     names = {param: name for name, param in named.items()}
     seen: set[nn.Parameter] = set()
     for group in groups:
-        unknown = [key for key in group if key != "params" and key not in _OPTIONS]
-        if unknown:
-            raise ValueError(
-                f"a parameter group has the unknown option {unknown[0]!r}; options are {', '.join(_OPTIONS)}"
-            )
+        for key in group:
+            if key in _OTHER_OPTIMIZERS or (key not in ("params", *_OPTIONS) and _near(key)):
+                raise _unknown_option(key)
         for param in group["params"]:
             if param not in names:
                 raise ValueError("model_parameters names a tensor that is not a parameter of the module")
             if param in seen:
                 raise ValueError(f"parameter {names[param]} is in two groups; leave it in one")
             seen.add(param)
-    missing = [name for param, name in names.items() if param.requires_grad and param not in seen]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} parameters require grad but are in no group "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); add a "
-            "group for them (the pattern '*' takes the rest) or freeze them with requires_grad_(False)"
-        )
+
+
+def _near(key: str) -> bool:
+    """Whether it is one of the options with a slip."""
+    return bool(difflib.get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.88))
+
+
+def _check_no_further_keys(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        for key in group:
+            if key not in ("params", *_OPTIONS):
+                raise _unknown_option(key)
+
+
+def _unknown_option(key: Any) -> ValueError:
+    return ValueError(f"a parameter group has the unknown option {key!r}; options are {', '.join(_OPTIONS)}")
+
+
+def _in_no_group(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> list[str]:
+    grouped = {param for group in groups for param in group["params"]}
+    return [name for name, param in named.items() if param.requires_grad and param not in grouped]
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

@@ -6,7 +6,8 @@ forward, and embeddings in host memory get their indices there and their result 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ class ManagedParams:
         self, module: nn.Module, params: Sequence[ManagedParam], compute_dtype: torch.dtype, device: torch.device
     ):
         self.params = list(params)
+        self._kept: list[torch.Tensor | None] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
         self._handles: list[RemovableHandle] = []
         owned = {managed.param for managed in self.params}
         for child in module.modules():
@@ -52,21 +55,44 @@ class ManagedParams:
 
     def make_optimizer(self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer]) -> None:
         """An optimizer of ``cls`` over these parameters, with the groups' options."""
-        owned = {managed.param for managed in self.params}
-        mine = [{**group, "params": [p for p in group["params"] if p in owned]} for group in groups]
+        self._optimizer_class = cls
+        mine = self._own_part(groups)
         if any(group["params"] for group in mine):
             self._optimizer = cls([_torch_options(group) for group in mine])
 
+    def _own_part(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        owned = {managed.param for managed in self.params}
+        return [{**group, "params": [p for p in group["params"] if p in owned]} for group in groups]
+
+    def _follow_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Groups that were added to the engine's optimizer are theirs as well."""
+        if self._optimizer is None:
+            self.make_optimizer(groups, self._optimizer_class)
+            return
+        for group in self._own_part(groups[len(self._optimizer.param_groups) :]):
+            self._optimizer.add_param_group(_torch_options(group))
+
+    def train(self, params: Collection[nn.Parameter]) -> None:
+        """From now on the optimizer updates these, which it did not."""
+        self.params = [
+            dataclasses.replace(managed, trained=True) if managed.param in params else managed
+            for managed in self.params
+        ]
+
     @property
     def shared(self) -> list[nn.Parameter]:
-        """Those whose gradients are the mean over ranks."""
-        return [managed.param for managed in self.params if managed.all_reduced]
+        """Trained ones whose gradients are made of all ranks'."""
+        return [managed.param for managed in self.params if managed.all_reduced and managed.trained]
+
+    def is_trained(self, param: nn.Parameter) -> bool:
+        """Whether it is one of them, and their optimizer has it."""
+        return any(managed.param is param and managed.trained for managed in self.params)
 
     def sum_of_squares(self) -> float:
-        """Sum of the squares of their gradients, in float64, in parameter order."""
+        """Sum of the squares of trained ones' gradients, in float64, in parameter order."""
         total = 0.0
         for managed in self.params:
-            if managed.param.grad is not None:
+            if managed.trained and managed.param.grad is not None:
                 grad = managed.param.grad
                 if grad.is_sparse:
                     grad = managed.param.grad = grad.to_dense()
@@ -77,6 +103,7 @@ class ManagedParams:
         """One step of their optimizer with ``groups``' present options; gradients are multiplied by ``grad_scale``
         first.
         """
+        self._follow_groups(groups)
         if self._optimizer is None:
             return
         for own, group in zip(self._optimizer.param_groups, groups, strict=True):
@@ -86,6 +113,15 @@ class ManagedParams:
                 if managed.param.grad is not None:
                     managed.param.grad.mul_(grad_scale)
         self._optimizer.step()
+
+    def keep_gradients(self) -> None:
+        """A backward begins: what there is of their gradients can be had back."""
+        self._kept = [None if managed.param.grad is None else managed.param.grad.clone() for managed in self.params]
+
+    def restore_gradients(self) -> None:
+        """The backward that was begun last has failed: their gradients are what they were before it."""
+        for managed, kept in zip(self.params, self._kept, strict=True):
+            managed.param.grad = kept
 
     def zero_grad(self) -> None:
         """Drops their gradients."""

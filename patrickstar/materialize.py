@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.compiled.dynamo import is_wrapper
 
 
 class TensorValues(Protocol):
@@ -55,6 +56,8 @@ class DeferredInit:
         """The parameters that the module had, and those it has now."""
         self._names = {param: name for name, param in _replace_meta_params(module, self.replaced).items()}
         self._deferred = set(self._names)
+        self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        """Those on the meta device that have memory now, by owner and name."""
         self._keys = _keys_of(module, self._values) if self._values is not None else {}
 
     @classmethod
@@ -85,12 +88,23 @@ class DeferredInit:
                     param.data = _without_values(param, device)
                 without_values = [module for module in modules if self._needs_values(module)]
                 buffers = _materialize_buffers(modules, device)
+                self._buffers |= buffers
                 for module in without_values:
                     _initialize(module, hugging_face.get(module))
                 self._read_values(fresh, buffers)
                 named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
                 _check_values({**{name: param for param, name in fresh.items()}, **named})
             yield list(fresh)
+
+    def undo(self) -> None:
+        """The module has the parameters and buffers on the meta device again that it had before, for another try."""
+        before = {param: was for was, param in self.replaced.items()}
+        for child in self._module.modules():
+            for name, param in child._parameters.items():
+                if param in before:
+                    child._parameters[name] = before[param]
+        for (owner, name), buffer in self._buffers.items():
+            owner._buffers[name] = buffer
 
     def _read_values(
         self, params: Iterable[nn.Parameter], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
@@ -104,7 +118,11 @@ class DeferredInit:
                 target.data.copy_(self._values.read(self._keys[tensor]))
 
     def _needs_values(self, module: nn.Module) -> bool:
-        """A module whose children had values from the start is left alone: its initialiser might overwrite them."""
+        """A module whose children had values from the start is left alone: its initialiser might overwrite them. What
+        ``torch.compile`` puts around a module has the initialiser of that module.
+        """
+        if is_wrapper(module):
+            return False
         own = [*module._parameters.values(), *module._buffers.values()]
         missing = [tensor for tensor in own if tensor is not None and (tensor.is_meta or tensor in self._deferred)]
         if missing:

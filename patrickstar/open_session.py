@@ -28,6 +28,15 @@ def find_open_session() -> Session | None:
     return None if session is None or session.closed else session
 
 
+def close_open_engine() -> None:
+    """Closes the engine that is open in this process, if there is one: its module is an ordinary one again. For an
+    engine that no name is left of, such as one that was made in a notebook's cell which then raised.
+    """
+    session = find_open_session()
+    if session is not None:
+        session.close()
+
+
 def open_session() -> Session:
     """The open session.
 

@@ -13,8 +13,12 @@ import torch
 
 from patrickstar import _C
 from patrickstar.chunked_parameter import ChunkedParameter
-from patrickstar.config import Config, OptimizerType, check_adam_options
+from patrickstar.compiled.dynamo import outside_of_graphs
+from patrickstar.config import Config, OptimizerType, adam_options, check_loss_scaler_state
+from patrickstar.groups import checked_added_group
+from patrickstar.loss_scaling import LossScaling
 from patrickstar.managed_optimizer import managed_optimizer
+from patrickstar.optimizer_state import CheckedState, check_no_refused_option, checked_state
 
 if TYPE_CHECKING:
     from patrickstar.session import Session
@@ -38,11 +42,11 @@ class HybridAdam(torch.optim.Optimizer):
         options = config.optimizer.params
         defaults = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
         for index, group in enumerate(groups):
-            check_adam_options({**defaults, **group}, f"model_parameters[{index}]")
+            adam_options({**defaults, **group}, f"model_parameters[{index}]")
         super().__init__(groups, defaults)
         self._built = True
         session.expected_options = self._group_options
-        session.param_groups = self.param_groups
+        session.read_groups = lambda: self.param_groups
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if isinstance(param, ChunkedParameter):
@@ -50,17 +54,24 @@ class HybridAdam(torch.optim.Optimizer):
         session.managed.make_optimizer(self.param_groups, managed_optimizer(config.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is being built.
+        """As ``torch.optim.Optimizer.add_param_group``: parameters of the module that are in no group so far, with
+        their ``lr``, ``betas``, ``eps`` and ``weight_decay``, or the optimizer's. They are trained from the next
+        forward on, if they require grad ([Note: unfreezing]). With several ranks all must add the same.
 
         Raises:
-            RuntimeError: the engine is built; its chunks are laid out.
+            TypeError: ``param_group`` is no dict, or its ``params`` have no order.
+            ValueError: a parameter is not one of the module's, or is in a group already; an option is unknown or
+                impossible. Nothing is changed then.
         """
         if self._built:
-            raise RuntimeError(
-                "parameter groups are fixed when the engine is built; pass all of them in model_parameters"
-            )
+            what = "the added parameter group"
+            param_group = checked_added_group(self._session.module, param_group, self.param_groups)
+            check_no_refused_option(param_group, what)
+            self._check_same_formula({**self.defaults, **param_group}, what)
+            adam_options({**self.defaults, **param_group}, what)
         super().add_param_group(param_group)
 
+    @outside_of_graphs
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """Updates the parameters with the gradients of the backwards since the last step, then forgets the gradients.
 
@@ -81,6 +92,26 @@ class HybridAdam(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The present loss scale; 1 without float16."""
         return self._session.loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaling:
+        """The loss scaler's state, by DeepSpeed's names."""
+        return LossScaling(self._session.scaler, self._session.config.fp16)
+
+    @property
+    def loss_scale_config(self) -> LossScaling:
+        """The same, by another of its names."""
+        return self.loss_scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """The same as :attr:`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
 
     @property
     def step_was_skipped(self) -> bool:
@@ -107,6 +138,7 @@ class HybridAdam(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
+    @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step."""
         self._session.zero_grad()
@@ -137,31 +169,42 @@ class HybridAdam(torch.optim.Optimizer):
         """Takes what :meth:`state_dict` or ``torch.optim.Adam(W).state_dict`` gave for the same parameters.
 
         Raises:
-            ValueError: the groups or the shapes of the states do not match; nothing is changed then.
+            ValueError: the groups, states or options do not match, or are none that an engine can follow; nothing is
+                changed then.
         """
-        saved_groups = state_dict["param_groups"]
-        saved_sizes, sizes = (
-            [len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)
-        )
-        if saved_sizes != sizes:
-            raise ValueError(
-                f"the optimizer has groups of {sizes} parameters, the state dict of {saved_sizes}; "
-                "build the engine with the same model_parameters"
-            )
-        pairs = [
-            (param, saved)
-            for group, saved_group in zip(self.param_groups, saved_groups, strict=True)
-            for param, saved in zip(group["params"], saved_group["params"], strict=True)
-        ]
-        for param, saved in pairs:
-            entry = state_dict["state"].get(saved)
-            if entry and tuple(entry["exp_avg"].shape) != tuple(param.shape):
-                raise ValueError(
-                    f"state {saved} has shape {tuple(entry['exp_avg'].shape)}, its parameter {tuple(param.shape)}"
-                )
-        for param, saved in pairs:
-            self._session.states.set_optimizer_state(param, state_dict["state"].get(saved, {}))
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved_group.items() if key != "params"})
+        entries, groups = self.checked_state(state_dict)
+        scaler = self._session.scaler
+        self._session.train_unfrozen()
+        for param, entry in entries:
+            self._session.states.set_optimizer_state(param, entry)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update(group)
+        if scaler is not None and "loss_scaler" in state_dict:
+            scaler.set_state(**state_dict["loss_scaler"])
+
+    def checked_state(self, state_dict: dict[str, Any]) -> CheckedState:
+        """What :meth:`load_state_dict` would take of ``state_dict``; nothing is changed.
+
+        Raises:
+            ValueError: it would refuse it.
+        """
+        checked = checked_state(state_dict, self.param_groups)
+        for index, group in enumerate(checked.groups):
+            self._check_same_formula(group, f"group {index} of the state dict")
         if self._session.scaler is not None and "loss_scaler" in state_dict:
-            self._session.scaler.set_state(**state_dict["loss_scaler"])
+            check_loss_scaler_state(self._session.config, state_dict["loss_scaler"])
+        return checked
+
+    def _check_same_formula(self, group: dict[str, Any], what: str) -> None:
+        decoupled = self._mode == _C.WeightDecay.DECOUPLED
+        if group.get("decoupled_weight_decay") and not decoupled and group["weight_decay"] > 0:
+            raise ValueError(
+                f"{what} is AdamW's, with decoupled weight decay, and the engine's optimizer is Adam; set "
+                'optimizer.type to "AdamW"'
+            )
+        corrects = self._bias_correction == _C.BiasCorrection.APPLIED
+        if bool(group.get("bias_correction", corrects)) != corrects:
+            raise ValueError(
+                f"{what} has bias_correction={group['bias_correction']!r}, the engine's optimizer {corrects}; set "
+                "optimizer.params.bias_correction to the former"
+            )

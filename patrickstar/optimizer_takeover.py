@@ -13,24 +13,25 @@ over returns the engine's optimizer in its place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.config import OptimizerType
+from patrickstar.config import OptimizerType, adam_options
 from patrickstar.optim import HybridAdam
+from patrickstar.optimizer_state import REFUSED_OPTIONS, check_no_refused_option
+from patrickstar.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 
 logger = logging.getLogger("patrickstar")
 
-_REFUSED = {
-    "amsgrad": "keeps the largest second moment, which chunks have no room for",
-    "maximize": "goes up the gradient; negate the loss instead",
-    "differentiable": "runs the step through autograd, and chunks are updated outside of it",
+_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "decoupled_weight_decay", "bias_correction")
+"""Keys of torch's groups that say how it computes, or that its class says."""
+_TYPES = {
+    torch.optim.Adam: OptimizerType.ADAM,
+    torch.optim.AdamW: OptimizerType.ADAMW,
+    UncorrectedAdam: OptimizerType.ADAM,
+    UncorrectedAdamW: OptimizerType.ADAMW,
 }
-_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "decoupled_weight_decay")
-"""Keys of torch's groups that say how it computes, or that ``TakenOver.type`` says."""
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class TakenOver(NamedTuple):
@@ -42,30 +43,31 @@ class TakenOver(NamedTuple):
     """``params`` (the user's ``Parameter`` objects), ``lr``, ``betas``, ``eps``, ``weight_decay`` of each group, as
     they are now."""
     defaults: dict[str, Any]
-    """The same options of a group that does not say them."""
+    """The same options of a group that does not say them; and ``bias_correction``, where that is False."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
     """Reads ``optimizer``, which stays as it is, and says in the log that it is taken over.
 
     Raises:
-        ValueError: it is neither ``torch.optim.Adam`` nor ``torch.optim.AdamW`` (subclasses may do anything), or has an
-            option that chunks cannot follow.
+        ValueError: it is neither ``torch.optim.Adam`` nor ``torch.optim.AdamW`` (subclasses may do anything, but for
+            those of ``patrickstar.uncorrected_adam``), or has an option that chunks cannot follow.
     """
     kind = _type_of(optimizer)
+    groups = []
     for index, group in enumerate(optimizer.param_groups):
-        for key, why in _REFUSED.items():
-            if group.get(key):
-                raise ValueError(
-                    f"group {index} of the optimizer has {key}={group[key]!r}, which {why}; leave {key} out"
-                )
-    groups = [{"params": list(group["params"]), **_options_of(group)} for group in optimizer.param_groups]
+        check_no_refused_option(group, f"group {index} of the optimizer")
+        options = adam_options(group, f"group {index} of the optimizer")
+        groups.append({"params": list(group["params"]), **options})
     logger.info(
-        "torch.optim.%s is taken over with %d parameter groups: its updates are made in chunks from here on",
+        "%s is taken over with %d parameter groups: its updates are made in chunks from here on",
         type(optimizer).__name__,
         len(groups),
     )
-    return TakenOver(kind, groups, _options_of(optimizer.defaults))
+    defaults = adam_options(optimizer.defaults, "the optimizer's default")
+    if isinstance(optimizer, (UncorrectedAdam, UncorrectedAdamW)):
+        defaults["bias_correction"] = False
+    return TakenOver(kind, groups, defaults)
 
 
 def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
@@ -79,15 +81,13 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     groups = [
         {
-            **{key: value for key, value in group.items() if key not in (*_REFUSED, *_HOW_NOT_WHAT)},
-            **_options_of(group),
+            **{key: value for key, value in group.items() if key not in (*REFUSED_OPTIONS, *_HOW_NOT_WHAT)},
+            **adam_options(group, "a group of the optimizer"),
             "params": [indices[id(param)] for param in group["params"]],
         }
         for group in optimizer.param_groups
     ]
-    state = {
-        indices[id(param)]: {key: entry[key] for key in _MOMENTS} for param, entry in optimizer.state.items() if entry
-    }
+    state = {indices[id(param)]: entry for param, entry in optimizer.state.items() if entry}
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (optimizer, hybrid)]
     if state or sizes[0] != sizes[1]:
         hybrid.load_state_dict({"state": state, "param_groups": groups})
@@ -99,14 +99,15 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
 
 
 def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:
-    if type(optimizer) is torch.optim.AdamW:
-        return OptimizerType.ADAMW
-    if type(optimizer) is not torch.optim.Adam:
+    kind = _TYPES.get(type(optimizer))
+    if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise ValueError(
             f"the optimizer is a {name}; PatrickStar updates as torch.optim.Adam and torch.optim.AdamW do: give one of "
             "these"
         )
+    if kind is OptimizerType.ADAMW:
+        return kind
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise ValueError(
@@ -114,14 +115,3 @@ def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:
             "all groups the same"
         )
     return OptimizerType.ADAMW if decoupled == {True} else OptimizerType.ADAM
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The four options as plain numbers; PyTorch takes tensors too."""
-    beta1, beta2 = group["betas"]
-    return {
-        "lr": float(group["lr"]),
-        "betas": (float(beta1), float(beta2)),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
-    }

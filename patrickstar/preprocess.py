@@ -1,33 +1,32 @@
 """From the user's module to a layout: which parameters go into chunks, in which dtype, and which stay with PyTorch.
+Nothing is changed here (patrickstar/adoption.py does it).
 
 Stay with PyTorch: parameters made inside :func:`torch_scope`, embeddings with ``use_cpu_embedding`` (in host memory),
-parameters of other classes than ``nn.Parameter`` (quantised weights), without elements, or not floating point.
+embeddings with ``max_norm`` (their forward writes the weights), parameters of other classes than ``nn.Parameter``
+(quantised weights), without elements, or not floating point.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle
-from patrickstar.materialize import DeferredInit
-from patrickstar.observer import Observer
+from patrickstar.chunked_parameter import ChunkedParameter
 
 logger = logging.getLogger("patrickstar")
 
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 
 _LEAST_CHUNK_NUMEL = 1024
-_UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
 
 # Which parameter names of a module were registered inside torch_scope, and with which do_allreduce.
 _torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -60,7 +59,9 @@ class ManagedParam:
     on_host: bool
     """Kept in host memory (use_cpu_embedding)."""
     all_reduced: bool = True
-    """Whether its gradient is the mean over ranks (``torch_scope(do_allreduce)``)."""
+    """Whether its gradient is made of all ranks' (``torch_scope(do_allreduce)``)."""
+    trained: bool = True
+    """Whether the optimizer updates it where it has a gradient."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class ChunkedSpec:
     compute_dtype: torch.dtype
     original_device: torch.device
     """Where the parameter returns to when it leaves the engine."""
+    trained: bool
+    """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,15 @@ class ParamPlan:
     managed: list[ManagedParam]
 
 
-def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
+class BuiltModule(NamedTuple):
+    """What a ``model_func`` has returned."""
+
+    module: nn.Module
+    is_new: bool
+    """Whether the function made it; else somebody had it before."""
+
+
+def build_module(model_func: Callable[[], nn.Module]) -> BuiltModule:
     """Calls ``model_func`` and checks what it returns.
 
     Raises:
@@ -95,7 +106,16 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
         raise ValueError(
             f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module"
         )
-    module = model_func()
+    registered: set[nn.Module] = set()
+
+    def note(owner: nn.Module, _name: str, _param: nn.Parameter | None) -> None:
+        registered.add(owner)
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        module = model_func()
+    finally:
+        handle.remove()
     if not isinstance(module, nn.Module):
         raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
     for name, param in module.named_parameters():
@@ -105,11 +125,25 @@ def build_module(model_func: Callable[[], nn.Module]) -> nn.Module:
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
             )
-    return module
+    owners = [child for child in module.modules() if child._parameters]
+    return BuiltModule(module, is_new=all(owner in registered for owner in owners))
 
 
-def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedding: bool) -> ParamPlan:
-    """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes."""
+def plan_params(
+    module: nn.Module,
+    compute_dtype: torch.dtype,
+    *,
+    use_cpu_embedding: bool,
+    in_groups: Collection[nn.Parameter] | None = None,
+) -> ParamPlan:
+    """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
+
+    Args:
+        module: the user's.
+        compute_dtype: of 16-bit or float32 training.
+        use_cpu_embedding: the configuration's.
+        in_groups: what the optimizer has; None: every parameter.
+    """
     scoped = {
         module._parameters[name]: do_allreduce
         for module, names in _scoped_modules(module)
@@ -117,7 +151,12 @@ def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedd
         if name in module._parameters
     }
     on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
-    keep_float32 = _float32_params(module) if compute_dtype != torch.float32 else set()
+    renormalized = {
+        child.weight
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+    }
+    norms = _params_with_statistics(module, compute_dtype)
     chunked, managed = [], []
     for name, param in module.named_parameters():
         plain = (
@@ -126,12 +165,17 @@ def plan_params(module: nn.Module, compute_dtype: torch.dtype, *, use_cpu_embedd
             and param.numel() > 0
             and param.layout == torch.strided
         )
-        if param in scoped or param in on_host or not plain:
+        trained = param.requires_grad and (in_groups is None or param in in_groups)
+        if param in scoped or param in on_host or param in renormalized or not plain:
             all_reduced = scoped.get(param, True)
-            managed.append(ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced))
+            managed.append(
+                ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced, trained=trained)
+            )
         else:
-            dtype = torch.float32 if param in keep_float32 else compute_dtype
-            chunked.append(ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device))
+            dtype = norms.get(param, compute_dtype)
+            chunked.append(
+                ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device, trained=trained)
+            )
     return ParamPlan(chunked=chunked, managed=managed)
 
 
@@ -156,14 +200,21 @@ def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:
     return alone
 
 
-def _float32_params(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that must stay float32 in 16-bit training: those of layers with float32 running statistics, whose
-    kernels want weights and statistics of one dtype.
+def statistics_dtype(module: nn.Module, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that a layer's running statistics and its parameters have in training, since kernels want one for both:
+    that of the statistics where it is the compute dtype, else float32. None: it has none.
     """
-    params: set[nn.Parameter] = set()
+    if not isinstance(module, nn.modules.batchnorm._NormBase) or module.running_mean is None:
+        return None
+    return compute_dtype if module.running_mean.dtype == compute_dtype else torch.float32
+
+
+def _params_with_statistics(module: nn.Module, compute_dtype: torch.dtype) -> dict[nn.Parameter, torch.dtype]:
+    params: dict[nn.Parameter, torch.dtype] = {}
     for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:
-            params |= {param for param in child._parameters.values() if param is not None}
+        dtype = statistics_dtype(child, compute_dtype)
+        if dtype is not None:
+            params |= {param: dtype for param in child._parameters.values() if param is not None}
     return params
 
 
@@ -205,134 +256,8 @@ def make_layout(plan: ParamPlan, chunk_numel: int, num_ranks: int = 1, rank: int
     return _C.Layout.pack(
         numels=[spec.param.numel() for spec in plan.chunked],
         dtypes=[DTYPES[spec.compute_dtype] for spec in plan.chunked],
-        trainable=[spec.param.requires_grad for spec in plan.chunked],
+        trainable=[spec.trained for spec in plan.chunked],
         chunk_numel=chunk_numel,
         num_ranks=num_ranks,
         rank=rank,
     )
-
-
-def adopt_params(
-    plan: ParamPlan,
-    layout: _C.Layout,
-    runtime: _C.Runtime,
-    observer: Observer,
-    device: torch.device,
-    deferred: DeferredInit | None,
-) -> None:
-    """Moves the parameters' values into chunks and makes the parameters views of them.
-
-    Each parameter's own memory is freed as soon as its values are in the chunk, so the model is never held twice: at
-    most one chunk of values, or one unit of a model on the meta device (``deferred``), exists in both places.
-    """
-    libc = ctypes.CDLL(None)
-    chunks = [layout.chunk(chunk)["params"] for chunk in range(layout.num_chunks)]
-    storages = [_bind_storage(runtime, chunk, device) for chunk in range(layout.num_chunks)]
-    missing = [len(params) for params in chunks]
-    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
-    for params in _batches(plan, chunks, device, deferred):
-        for param_id in [ids.pop(param) for param in params if param in ids]:
-            chunk, offset = layout.placement(param_id)
-            _adopt(plan.chunked[param_id], param_id, chunk, offset, storages[chunk], observer)
-            missing[chunk] -= 1
-            if missing[chunk] == 0:
-                runtime.seal_storage(chunk)
-        # Freed pieces of the heap go back to the system; without this the peak would hold both copies.
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
-
-
-def _bind_storage(runtime: _C.Runtime, chunk: int, device: torch.device) -> torch.UntypedStorage:
-    with _C.HostAllocations():
-        storage = torch.empty(0, device=device).untyped_storage()
-    runtime.bind_storage(chunk, storage._cdata)
-    return storage
-
-
-def _batches(
-    plan: ParamPlan, chunks: list[list[int]], device: torch.device, deferred: DeferredInit | None
-) -> Iterator[list[nn.Parameter]]:
-    """All chunked parameters, in pieces that may exist beside their chunks."""
-    if deferred is not None:
-        yield from deferred.units(device, _UNIT_BYTES)
-    for params in chunks:  # what is left: those that had values from the start
-        yield [plan.chunked[param_id].param for param_id in params]
-
-
-def _adopt(
-    spec: ChunkedSpec, param_id: int, chunk: int, offset: int, storage: torch.UntypedStorage, observer: Observer
-) -> None:
-    param = spec.param
-    data = param.detach()
-    if torch.empty_like(data, device="meta").stride() != data.stride():  # overlapping or with gaps
-        data = data.contiguous()
-    handle = ParamHandle(
-        id=param_id,
-        name=spec.name,
-        chunk=chunk,
-        storage=storage._cdata,
-        shape=data.shape,
-        stride=data.stride(),
-        offset=offset,
-        trainable=param.requires_grad,
-        original_dtype=data.dtype,
-        original_device=spec.original_device,
-        observer=observer,
-        uses=observer.uses,
-    )
-    observer.write_values(handle, _C.ArrayKind.MASTER, data)
-    param.grad = None  # of a backward before the engine was built: autograd would add to it
-    with torch.no_grad():
-        view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
-        param.data = view.set_(storage, offset, data.shape, data.stride())
-    param.__class__ = ChunkedParameter
-    param._patrickstar = handle
-
-
-def release_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime) -> None:
-    """Undoes :func:`adopt_params`: ordinary parameters again, of the original dtype and device, chunk by chunk."""
-    for chunk in range(layout.num_chunks):
-        for param_id in layout.chunk(chunk)["params"]:
-            param = plan.chunked[param_id].param
-            handle = param._patrickstar
-            values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
-            del param._patrickstar
-            param.__class__ = nn.Parameter
-            with _C.HostAllocations():
-                param.data = values.to(device=handle.original_device, dtype=handle.original_dtype)
-        runtime.release_chunk(chunk)
-
-
-def discard_params(plan: ParamPlan, layout: _C.Layout, runtime: _C.Runtime) -> None:
-    """Frees all chunks; parameters are ordinary ones without elements afterwards."""
-    for chunk in range(layout.num_chunks):
-        for param_id in layout.chunk(chunk)["params"]:
-            param = plan.chunked[param_id].param
-            handle = param._patrickstar
-            del param._patrickstar
-            param.__class__ = nn.Parameter
-            with _C.HostAllocations():
-                param.data = torch.empty(0, dtype=handle.original_dtype, device=handle.original_device)
-        runtime.release_chunk(chunk)
-
-
-def move_rest(module: nn.Module, plan: ParamPlan, device: torch.device) -> None:
-    """Moves buffers (dtype kept) and the parameters that stay with PyTorch to the device; CPU embeddings stay on the
-    host.
-
-    On the simulated device they are copied, so that they count as its memory.
-    """
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, copy=device.type == "cpu" and tensor.device.type == "cpu")
-
-    with torch.no_grad():
-        for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = moved(buffer)
-        for managed in plan.managed:
-            if not managed.on_host:
-                managed.param.data = moved(managed.param.data)
-            elif managed.param.device.type != "cpu":
-                managed.param.data = managed.param.data.cpu()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ logger = logging.getLogger("patrickstar")
 
 SINGLE_NAME = "model.safetensors"
 _SHOWN = 3
+_AGAIN = "copy the folder again, or write it with save_pretrained of transformers"
 
 
 class SafetensorsFolder:
@@ -33,19 +35,17 @@ class SafetensorsFolder:
         folder: with ``model.safetensors``, or several files and their index.
 
     Raises:
-        ValueError: there is none of these.
+        ValueError: there is none of these, or they cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        from safetensors import safe_open
-
         paths = weight_files(folder)
         if not paths:
             raise ValueError(
                 f"{os.fspath(folder)} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert its weights with "
                 "save_pretrained of transformers"
             )
-        self._open = {path: safe_open(path, framework="pt") for path in paths}  # memory-mapped: nothing is read yet
+        self._open = {path: _open_file(path) for path in paths}  # memory-mapped: nothing is read yet
         self._files = {key: path for path, file in self._open.items() for key in file.keys()}  # noqa: SIM118
         self._keys = {key: key for key in self._files}
 
@@ -65,6 +65,9 @@ class SafetensorsFolder:
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
@@ -96,7 +99,8 @@ def from_pretrained(
 
     Raises:
         ImportError: transformers is missing.
-        ValueError: the folder has no safetensors or no configuration, or a tensor has another shape than its parameter.
+        ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, or a
+            tensor has another shape than its parameter.
     """
     try:
         import transformers
@@ -138,12 +142,54 @@ def from_pretrained(
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a model in ``folder``; none where it has no such weights."""
+    """The safetensors files of a model in ``folder``; none where it has no such weights.
+
+    They are files of the folder itself, or links there, as in Hugging Face's cache: an index, which may come from
+    anywhere, leads nowhere else.
+
+    Raises:
+        ValueError: the index is none, or names something that is no file of the folder.
+    """
     folder = Path(folder)
-    if (folder / INDEX_NAME).is_file():
-        names = set(json.loads((folder / INDEX_NAME).read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    return [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
+    names = sorted(set(_weight_map(index).values()))
+    for name in names:
+        if name != Path(name).name or "\\" in name or "\0" in name:
+            raise ValueError(
+                f"{index} names the file {name[:200]!r}; names are those of files in its folder, without a path: "
+                f"{_AGAIN}"
+            )
+        if not (folder / name).is_file():
+            raise ValueError(f"{index} names the file {name!r}, which is not in its folder; {_AGAIN}")
+    return [folder / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """From tensors to files."""
+    try:
+        said = json.loads(index.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{index} cannot be read as JSON ({error}); {_AGAIN}") from error
+    found = said.get("weight_map") if isinstance(said, dict) else said
+    if not isinstance(found, dict):
+        raise ValueError(f"{index} has no weight_map from tensors to files; {_AGAIN}")
+    if not found:
+        raise ValueError(f"{index} has an empty weight_map; {_AGAIN}")
+    for tensor, name in found.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{index}: the file of {tensor[:200]!r} is {name!r:.200}, not a name; {_AGAIN}")
+    return found
+
+
+def _open_file(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}); {_AGAIN}") from error
 
 
 def _class_of(transformers: Any, config: Any, folder: str | os.PathLike[str]) -> Any:

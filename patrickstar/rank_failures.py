@@ -7,12 +7,17 @@ rank before it, which watches its heartbeat, within the timeout.
 
 [Note: the store's server] Without torchrun's agent the store ends with rank 0's process. So a rank that stops lingers
 until the others' watches have had time to read why.
+
+[Note: what each rank was doing] A heartbeat carries the call that its rank is in. Where one rank waits for another that
+does something else (one has a batch more, or saves while the others train), nothing breaks, and the wait ends with the
+timeout: the error then says what each of them was doing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +47,14 @@ def own_connection(store: dist.Store, timeout_seconds: float) -> dist.Store:
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        host, port = store.host, store.port
+        try:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            raise _C.RankFailure(
+                f"torch's store at {host}:{port} did not answer within {timeout_seconds:g} s ({first_line(error)}): "
+                "rank 0 or torchrun's agent is gone or busy"
+            ) from error
     return store
 
 
@@ -100,13 +112,16 @@ class FailureWatch:
         self._store = store
         self._rank = members[index]
         self._next_rank = members[(index + 1) % len(members)]
-        self._own_key = f"{prefix}/alive/{self._rank}"
-        self._next_key = f"{prefix}/alive/{self._next_rank}"
         self._communicators = communicators
         self._stop_all = stop_all
         self._timeout_seconds = timeout_seconds
+        self._members = tuple(members)
+        self._prefix = prefix
+        self.activity = "opening the groups"
+        """What this rank is doing."""
         self._last_beat: bytes = b""
         self._last_beat_at = time.monotonic()
+        self._process = os.getpid()
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
@@ -117,22 +132,41 @@ class FailureWatch:
         time.sleep(_LINGER_SECONDS)
         return first
 
+    def activities(self) -> str:
+        """What each rank was doing at its last heartbeat ([Note: what each rank was doing]); empty where the store is
+        gone.
+        """
+        known = {self._rank: self.activity}
+        with contextlib.suppress(*_STORE_ERRORS):
+            for member in self._members:
+                key = self._key(member)
+                if member != self._rank and self._store.check([key]):
+                    known[member] = self._store.get(key).decode().partition(" ")[2] or "closing"
+        others = [f"rank {member} in {known[member]}" for member in sorted(known)]
+        return f"; at that time: {', '.join(others)}" if len(known) > 1 else ""
+
     def stop(self) -> None:
-        """Ends the thread; the rank before this one no longer expects a heartbeat."""
-        if self._finished.is_set():
+        """Ends the thread and its connection; the rank before this one no longer expects a heartbeat. Nothing in a fork
+        of the process, which has only copies of them.
+        """
+        if self._finished.is_set() or os.getpid() != self._process:
             return
         self._finished.set()
         self._thread.join(_GRACE_SECONDS)
         with contextlib.suppress(*_STORE_ERRORS):
-            self._store.set(self._own_key, _CLOSED)
-        self._communicators, self._stop_all = (), lambda: None  # NCCL's must not last until the interpreter ends
+            self._store.set(self._key(self._rank), _CLOSED)
+        self._communicators, self._stop_all = (), lambda: None
+        self._store = self.notice._store = _NoStore()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/alive/{rank}"
 
     def _run(self) -> None:
         beat = 0
         while not self._finished.wait(min(_BEAT_SECONDS, self._timeout_seconds / 4)):
             beat += 1
             try:
-                self._store.set(self._own_key, str(beat))
+                self._store.set(self._key(self._rank), f"{beat} {self.activity}")
                 failure = self.notice.read() or self._own_finding()
             except _STORE_ERRORS as error:
                 failure = f"torch's store cannot be reached ({first_line(error)}): rank 0 or torchrun's agent is gone"
@@ -147,7 +181,8 @@ class FailureWatch:
 
     def _missing_heartbeat(self) -> str | None:
         now = time.monotonic()
-        beat = self._store.get(self._next_key) if self._store.check([self._next_key]) else b""
+        next_key = self._key(self._next_rank)
+        beat = self._store.get(next_key) if self._store.check([next_key]) else b""
         if beat != self._last_beat or beat == _CLOSED.encode():
             self._last_beat, self._last_beat_at = beat, now
         if now - self._last_beat_at <= self._timeout_seconds:
@@ -163,8 +198,15 @@ class FailureWatch:
                 return self.notice.wait(_GRACE_SECONDS) or f"rank {self._rank}: {first_line(error)}"
             seconds = communicator.oldest_pending_seconds()
             if seconds > self._timeout_seconds:
-                return f"a collective of rank {self._rank} has not ended for {seconds:.0f} s"
+                return f"rank {self._rank} in {self.activity}: a collective has not ended for {seconds:.0f} s"
         return None
+
+
+class _NoStore:
+    """In the place of a store that was let go of."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError("the groups are closed")
 
 
 def first_line(error: BaseException) -> str:
@@ -180,11 +222,14 @@ def failing_together(watch: FailureWatch, rank: int, phase: str):
     """
     try:
         yield
-    except DisagreementError:
+    except (DisagreementError, _C.RankMismatch):
         raise  # all ranks have it, and it names them
     except Exception as error:
+        if getattr(error, "on_all_ranks", False):  # a CheckpointError
+            raise
         seen = watch.failure
         lost = isinstance(error, _C.RankFailure)
+        doing = watch.activities() if lost else ""
         if lost and seen is None:
             watch.notice.wait(_GRACE_SECONDS)
         own = f"rank {rank}: {first_line(error) if lost else f'{type(error).__name__}: {first_line(error)}'} ({phase})"
@@ -192,7 +237,7 @@ def failing_together(watch: FailureWatch, rank: int, phase: str):
         if not lost and seen is None:
             raise
         reason = first_line(error) if first == own else first
-        raise _C.RankFailure(f"rank {rank} stops in {phase}, because a rank has failed: {reason}") from error
+        raise _C.RankFailure(f"rank {rank} stops in {phase}, because a rank has failed: {reason}{doing}") from error
     except BaseException as error:  # an interrupt, sys.exit
         watch.announce(f"rank {rank}: {type(error).__name__} ({phase})")
         raise

@@ -1,11 +1,12 @@
-"""What ranks must have in common beside chunks: initial values, the model's shape, buffers, and the gradients of
-parameters that stay with PyTorch. With one rank nothing happens here.
+"""What ranks must have in common beside chunks: the configuration, random numbers, budgets, buffers, and the gradients
+of parameters that stay with PyTorch. With one rank nothing happens here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,8 +15,12 @@ from torch import nn
 
 from patrickstar.config import Config
 from patrickstar.distributed import RankGroups
+from patrickstar.first_rank_values import bytes_of_tensor, copy_bytes
 from patrickstar.memory import Budgets
-from patrickstar.preprocess import ParamPlan
+from patrickstar.rank_failures import first_line
+from patrickstar.rank_messages import reading
+
+_BUFFER_HEAD = struct.Struct("<QQ")  # its index, its bytes
 
 
 @contextlib.contextmanager
@@ -27,11 +32,14 @@ def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
     if len(ranks.members) == 1:
         yield
         return
-    seed = int(ranks.control.exchange(str(torch.initial_seed()).encode())[0])
-    state = torch.frombuffer(bytearray(ranks.control.exchange(_bytes(torch.get_rng_state()))[0]), dtype=torch.uint8)
+    with ranks.guard("opening the engine"):
+        seeds = ranks.control.exchange(str(torch.initial_seed()).encode(), "the seed")
+        states = ranks.control.exchange(_bytes(torch.get_rng_state()), "random numbers")
     devices = [ranks.context.device] if ranks.context.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.set_rng_state(state)
+        with reading("the random number generator"):
+            seed = int(seeds[0])
+            torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
         for device in devices:
             torch.cuda.manual_seed(seed)
             torch.cuda.set_device(device)
@@ -39,7 +47,7 @@ def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
 
 
 class Turn:
-    """A rank's turn to build its model; see :func:`take_turns`."""
+    """A rank's turn to build its model, and to move it into chunks; see :func:`take_turns`."""
 
     def __init__(self, ranks: RankGroups, num_before: int, num_after: int):
         self._ranks = ranks
@@ -54,7 +62,7 @@ class Turn:
     def _wait(self, num_turns: int) -> None:
         for _ in range(num_turns):
             with self._ranks.guard("waiting while another rank builds its model"):
-                self._ranks.control.exchange(b"")
+                self._ranks.control.exchange(b"", "the next turn")
 
 
 @contextlib.contextmanager
@@ -62,15 +70,21 @@ def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
     """Within it this rank builds its model, while no other rank of its machine does; it ends the turn at the latest.
 
     So of a model built in host memory, whole as it is, one at a time exists on a machine beside the shards that ranks
-    have taken already: together they never take more than 8 bytes per parameter, of the 14 of training. With
-    ``release_after_init`` all ranks build at once. One turn may take up to ``rank_timeout_seconds``.
+    have taken already: together they never take more than 8 bytes per parameter, of the 14 of training. The first rank
+    comes last, since its values are everybody's (patrickstar/first_rank_values.py): it has its whole model while it
+    compares. With ``release_after_init`` all ranks build at once. One turn may take up to ``rank_timeout_seconds``.
     """
     here = ranks.context
     if len(ranks.members) == 1 or config.release_after_init:
         yield Turn(ranks, 0, 0)
         return
-    most = max(int(size) for size in ranks.control.exchange(str(here.local_world_size).encode()))
-    index = min(here.local_rank, most - 1)
+    with ranks.guard("opening the engine"):
+        sizes = ranks.control.exchange(str(here.local_world_size).encode(), "ranks per machine")
+    with reading("the number of ranks per machine"):
+        most = max(map(int, sizes))
+        if not here.local_world_size <= most <= ranks.context.world_size:
+            raise ValueError(f"{most} of {ranks.context.world_size}")
+    index = most - 1 - min(here.local_rank, most - 1)
     turn = Turn(ranks, index, most - index)
     yield turn
     turn.end()
@@ -86,23 +100,30 @@ def check_same_config(ranks: RankGroups, config: Config) -> None:
     ranks.check_agreement("the configuration", repr(shared))
 
 
-def check_same_model(ranks: RankGroups, plan: ParamPlan) -> None:
-    """The same for parameters, in order: their names, shapes, dtypes, and which of them are trained."""
-    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.param.requires_grad}" for s in plan.chunked]
-    ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked))
+def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
+    """Which ranks have a ``failure``, and what; empty when none has. All ranks must ask."""
+    mine = "" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
+    if len(ranks.members) == 1:
+        return mine
+    said = [message.decode(errors="replace") for message in ranks.control.exchange(mine.encode(), "who has failed")]
+    return "; ".join(f"rank {member}: {text}" for member, text in zip(ranks.members, said, strict=True) if text)
 
 
 def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
     """The least of all ranks': decisions that follow from them are the same everywhere."""
     if len(ranks.members) == 1:
         return budgets
-    messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode())
-    devices, hosts = zip(*(map(int, message.split()) for message in messages), strict=True)
+    messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode(), "budgets")
+    with reading("budgets"):
+        devices, hosts = zip(*(map(int, message.split()) for message in messages), strict=True)
+        if min(*devices, *hosts) < 0:
+            raise ValueError(f"{messages}")
     return Budgets(device_bytes=min(devices), host_bytes=min(hosts))
 
 
-def mean_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter]) -> None:
-    """Each parameter's gradient becomes the ranks' mean, as in DDP; where a rank has none, zeros count.
+def combine_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter], divisor: float) -> None:
+    """Each parameter's gradient becomes the ranks' sum over ``divisor``: with their number the mean, as in DDP. Where a
+    rank has none, zeros count.
 
     The sum is made in float32 in the order of ranks, so its bits are the same on all of them.
     """
@@ -112,14 +133,15 @@ def mean_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter]) -> None:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()
         mine = b"" if param.grad is None else _bytes(param.grad.detach().float().cpu().contiguous())
-        messages = [message for message in ranks.control.exchange(mine) if message]
+        messages = [message for message in ranks.control.exchange(mine, "gradients that stay with PyTorch") if message]
         if not messages:
             continue
         total = np.zeros(param.numel(), dtype=np.float32)
         for message in messages:
-            total += np.frombuffer(message, dtype=np.float32)
-        mean = torch.from_numpy(total / len(ranks.members)).view(param.shape)
-        param.grad = mean.to(device=param.device, dtype=param.dtype)
+            with reading("gradients that stay with PyTorch"):
+                total += np.frombuffer(message, dtype=np.float32).reshape(total.shape)
+        combined = torch.from_numpy(total / np.float32(divisor)).view(param.shape)
+        param.grad = combined.to(device=param.device, dtype=param.dtype)
 
 
 class BufferSync:
@@ -138,15 +160,28 @@ class BufferSync:
         if self._ranks.context.rank == self._ranks.members[0]:
             for index, buffer in enumerate(self._buffers):
                 if buffer._version != self._versions[index]:
-                    np.save(message, np.array([index]), allow_pickle=False)
-                    np.save(message, buffer.detach().cpu().numpy(), allow_pickle=False)
-        received = self._ranks.control.exchange(message.getvalue())[0]
-        source = io.BytesIO(received)
-        with torch.no_grad():
-            while source.tell() < len(received):
-                index = int(np.load(source, allow_pickle=False)[0])
-                self._buffers[index].copy_(torch.from_numpy(np.load(source, allow_pickle=False)))
+                    values = bytes_of_tensor(buffer)
+                    message.write(_BUFFER_HEAD.pack(index, len(values)))
+                    message.write(values)
+        received = self._ranks.control.exchange(message.getvalue(), "buffers")[0]
+        with reading("buffers"):
+            values = self._unpacked(received)
+        for index, value in values.items():
+            copy_bytes(self._buffers[index], value)
         self._versions = [buffer._version for buffer in self._buffers]
+
+    def _unpacked(self, message: bytes) -> dict[int, bytes]:
+        """Values by the index of their buffer."""
+        values: dict[int, bytes] = {}
+        at = 0
+        while at < len(message):
+            index, num_bytes = _BUFFER_HEAD.unpack_from(message, at)
+            at += _BUFFER_HEAD.size
+            values[index] = message[at : at + num_bytes]
+            at += num_bytes
+            if not num_bytes == len(values[index]) == self._buffers[index].nbytes:
+                raise ValueError(f"{num_bytes} bytes of buffer {index}")
+        return values
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation, Streaming
+from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation
 from patrickstar.memory import Budgets
 
 
@@ -42,7 +42,6 @@ def make_runtime_options(
     hybrid = config.optimizer.params.use_hybrid_adam
     options.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
-    options.streaming = _streaming_mode(config.optimizer.streaming, device)
     options.delays = _delay_options(config.delays)
     options.host_threads = host_thread_options(
         config.host_threads, with_gpu=device.type == "cuda", local_ranks=local_ranks
@@ -101,14 +100,6 @@ def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.Spec
         Speculation.NEVER: _C.SpeculationMode.OFF,
         Speculation.COMMIT: _C.SpeculationMode.COMMIT,
     }[speculation]
-
-
-def _streaming_mode(streaming: Streaming, device: torch.device) -> _C.StreamingMode:
-    return {
-        Streaming.AUTO: _C.StreamingMode.AUTO if device.type == "cuda" else _C.StreamingMode.OFF,
-        Streaming.ALWAYS: _C.StreamingMode.ALWAYS,
-        Streaming.NEVER: _C.StreamingMode.OFF,
-    }[streaming]
 
 
 def _delay_options(delays: DelaysConfig) -> _C.DelayOptions:

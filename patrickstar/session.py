@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,14 +18,18 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import make_gradient_hook
+from patrickstar.adoption import AdoptedParams, MovedRest
+from patrickstar.compiled.dynamo import Compiler, check_no_compiled_autograd, outside_of_graphs
+from patrickstar.compiled.units import CompiledUnits, check_compiled
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.converted_module import ConvertedModule
-from patrickstar.core_setup import build_core, check_no_open_engine, current_plan, load_plan
+from patrickstar.core_setup import build_core, check_no_open_engine, current_plan
 from patrickstar.distributed import RankGroups
 from patrickstar.error_texts import explain_failed_backward, first_sentence
+from patrickstar.first_rank_values import share_rest
 from patrickstar.forward_attempt import ForwardAttempt
 from patrickstar.hooks import ModuleHooks
+from patrickstar.interrupts import deferred_signals
 from patrickstar.managed import ManagedParams
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import Budgets
@@ -33,10 +37,11 @@ from patrickstar.observer import Observer
 from patrickstar.open_session import note_open_session
 from patrickstar.param_states import ParamStates
 from patrickstar.planning.step_plan import Plan
-from patrickstar.preprocess import ParamPlan, adopt_params, discard_params, move_rest, plan_params, release_params
+from patrickstar.preprocess import plan_params
 from patrickstar.profiling import make_profiler
-from patrickstar.rank_sync import BufferSync, check_same_model
+from patrickstar.rank_sync import BufferSync
 from patrickstar.step_gradients import StepGradients
+from patrickstar.trained_params import TrainedParams
 
 logger = logging.getLogger("patrickstar")
 
@@ -59,8 +64,41 @@ class StepOutcome:
     """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
 
 
+class _Teardown:
+    """What closing undoes, the last first, each also when another one fails."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], object]] = []
+
+    def callback(self, undo: Callable[[], object]) -> None:
+        """One more part."""
+        self._parts.append(undo)
+
+    def close(self) -> None:
+        """Does all of it. Raises the first failure; those after it, which may come of it, are logged."""
+        first: BaseException | None = None
+        while self._parts:
+            try:
+                self._parts.pop()()
+            except BaseException as error:
+                if first is not None:
+                    logger.warning("closing the engine failed further: %s: %s", type(error).__name__, error)
+                first = first or error
+        if first is not None:
+            raise first
+
+
 class Session:
     """See the module's docstring.
+
+    Args:
+        module: the user's.
+        config: checked.
+        ranks: those that train together.
+        budgets: of memory.
+        in_groups: the parameters that the optimizer has at first; gradients of others are dropped, and their values
+            stay.
+        deferred: how to make the values of a model on the meta device.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
@@ -73,104 +111,168 @@ class Session:
         config: Config,
         ranks: RankGroups,
         budgets: Budgets,
-        deferred: DeferredInit | None = None,
+        in_groups: Collection[nn.Parameter],
     ):
+        """Nothing of ``module`` is changed yet: :meth:`adopt` and :meth:`complete` follow. Whatever fails from here on,
+        :meth:`abandon` makes the module an ordinary one again.
+        """
         check_no_open_engine()
+        check_compiled(module)
         self.module = module
         self.config = config
         self.ranks = ranks
-        self.device = device = ranks.context.device
+        self.device = ranks.context.device
         self.scaler = make_loss_scaler(config)
         self.outcome = StepOutcome()
         self.stage = Stage.IDLE
         self.closed = False
+        self.loaded_in_part: str | None = None
+        """The checkpoint whose loading ended half way, until one is loaded to its end."""
         self.expected_options: Callable[[], list[_C.GroupOptions]] = list
         """The options that the next step is expected to use (none: not known)."""
-        self.param_groups: list[dict[str, Any]] = []
-        """The optimizer's."""
+        self.read_groups: Callable[[], list[dict[str, Any]]] = list
+        """Gives the optimizer's groups; a host may put another list in their place."""
         self.num_steps = 0
         """Optimizer steps so far, skipped ones too."""
-        self._plan = plan_params(module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding)
+        self.plan_of_params = plan_params(
+            module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
+        )
         self.num_parameters = sum(p.numel() for p in module.parameters())
-        core = build_core(module, self._plan, config, ranks, budgets)
-        self.layout, self.runtime, self._segments = core.layout, core.runtime, core.segments
+        core = build_core(module, self.plan_of_params, config, ranks, budgets)
+        self._teardown = _Teardown()
+        self._teardown.callback(core.segments.close)
+        self._teardown.callback(core.runtime.close)
+        self.layout, self.runtime = core.layout, core.runtime
         self.observer = Observer(self.runtime)
-        adopt_params(self._plan, self.layout, self.runtime, self.observer, device, deferred)
-        move_rest(module, self._plan, device)
-        self._buffers = list(module.buffers())
-        self._buffer_sync = BufferSync(ranks, module)
-        self.managed = ManagedParams(module, self._plan.managed, config.compute_dtype, device)
-        self.states = ParamStates(self.runtime, self.observer, self.managed)
-        self.gradients = StepGradients(self.runtime, self.managed, ranks, config)
-        self._hooks = ModuleHooks(module, self.observer)
-        self._converted = ConvertedModule(module, self.call, self.zero_grad, self.states.user_value)
-        trainable = [spec.param for spec in self._plan.chunked if spec.param.requires_grad]
-        self._gradient_hooks = [make_gradient_hook(param, self.runtime) for param in trainable]
-        self._handles = [
-            param.register_post_accumulate_grad_hook(hook)
-            for param, hook in zip(trainable, self._gradient_hooks, strict=True)
-        ]
-        self._frozen = [spec for spec in self._plan.chunked if not spec.param.requires_grad]
-        self._profiler = make_profiler(self.runtime, config.profile, ranks.context.rank, len(ranks.members))
-        self._num_pressure_evictions = 0
-        self._replayed_with_others = False  # in the forward that failed
+        self._params: AdoptedParams | None = None
         self._is_inside = False  # a forward or a backward
+        self._replayed_with_others = False  # in the forward that failed
+        self._num_pressure_evictions = 0
         note_open_session(self)
 
-    def join(self) -> None:
-        """What ranks do together once each has its share of the model.
-
-        Raises:
-            DisagreementError: their models, or the plans they begin with, differ.
-            ValueError: the configuration's ``plan`` cannot be read, or is for other chunks.
-        """
-        check_same_model(self.ranks, self._plan)
-        saved = load_plan(self.config, self.layout, self.ranks)
+    def check_plan(self, saved: Plan | None) -> None:
+        """Raises ValueError when the plan to begin with is for other chunks."""
         if saved is not None:
-            self.runtime.adopt_timeline(saved.timeline, saved.times.as_core() if saved.times is not None else None)
+            saved.check_layout(self.layout, str(self.config.plan))
+
+    def adopt(self, deferred: DeferredInit | None) -> AdoptedParams:
+        """The module's parameters, to be moved into chunks."""
+        self._params = AdoptedParams(
+            self.plan_of_params, self.layout, self.runtime, self.observer, self.device, deferred
+        )
+        self._teardown.callback(self._params.release)
+        return self._params
+
+    def complete(self, saved_plan: Plan | None) -> None:
+        """When all parameters are in chunks: from now on the module is used in place.
+
+        Args:
+            saved_plan: the one to begin with, the same on all ranks; None: none.
+        """
+        module, plan = self.module, self.plan_of_params
+        rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
+        self._teardown.callback(rest.restore)
+        share_rest(self.ranks, module, plan)
+        self._buffers = list(module.buffers())
+        self._buffer_sync = BufferSync(self.ranks, module)
+        self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
+        self._teardown.callback(self.managed.remove)
+        self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
+        self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
+        self._hooks = ModuleHooks(module, self.observer)
+        self._teardown.callback(self._hooks.remove)
+        self.compiled = CompiledUnits(module, self._hooks, self.observer)
+        self._teardown.callback(self.compiled.restore)
+        self._converted = ConvertedModule(
+            module,
+            call=self.call,
+            note_caller=self.compiled.note_caller,
+            zero_grad=self.zero_grad,
+            compile=self.compile,
+            read_value=self.states.user_value,
+        )
+        self._teardown.callback(self._converted.restore)
+        self._trained = TrainedParams(
+            plan, self.layout, self.runtime, self.managed, self.ranks, lambda: self.param_groups
+        )
+        self._teardown.callback(self._trained.remove)
+        self._trained.attach()
+        self._profiler = make_profiler(
+            self.runtime, self.config.profile, self.ranks.context.rank, len(self.ranks.members)
+        )
+        if self._profiler is not None:
+            self._teardown.callback(self._profiler.close)
+        if saved_plan is not None:
+            times = saved_plan.times
+            self.runtime.adopt_timeline(saved_plan.timeline, times.as_core() if times is not None else None)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, as they are now."""
+        return self.read_groups()
+
+    def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call in which all ranks take part (:meth:`patrickstar.distributed.RankGroups.guard`)."""
+        return self.ranks.guard(f"{call} of step {self.num_steps + 1}")
 
     # Forward and backward.
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of ``module``, which holds all parameters: a forward, but within one ([Note: calls in place]).
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call ``run`` of a module that holds all parameters: a forward, but within one ([Note: calls in place]).
 
         Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype.
         """
         if self._is_inside:
-            return module._call_impl(*args, **kwargs)
+            return run(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
-        return self.forward(lambda: module._call_impl(*args, **kwargs))
+        return self.forward(lambda: run(*args, **kwargs))
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.compute_dtype
         cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
         return tensor.to(self.device, dtype if cast else tensor.dtype, non_blocking=True)
 
+    def compile(self, module: nn.Module, compiler: Compiler) -> None:
+        """Compiles ``module``, of those inside, from its next call on."""
+        self.check_open()
+        if self._is_inside:
+            raise _C.StateError("compile() was called within a forward or a backward; call it between them")
+        self.compiled.compile(module, compiler)
+
+    @outside_of_graphs
     def forward(self, call: Callable[[], Any]) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
 
         Not on several ranks that replay their plan: the others would not gather once more what this one needs.
         """
+        self.check_whole()
+        training = self._is_training()
+        kind = "forward" if training else "evaluation forward"
+        with deferred_signals() as signals:
+            if training:
+                self._trained.follow(lambda: self.guard(kind))
+            with self.guard(kind):
+                if training:
+                    self._buffer_sync.run()
+                return self._attempt(call, signals)
+
+    def train_unfrozen(self) -> None:
+        """Trains parameters that require grad and are in a group by now, which the next training forward would do
+        ([Note: unfreezing]). With several ranks all must call it.
+
+        Raises:
+            MemoryBudgetError: there is no room for their states; nothing is changed then.
+            DisagreementError: ranks came to different ones; nothing is changed then.
+        """
         self.check_open()
-        with self.ranks.guard("forward"), self._inside():
-            if self._is_training():
-                self._buffer_sync.run()
-            return self._attempt(call)
+        with deferred_signals():
+            self._trained.follow(lambda: self.guard("unfreezing"))
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False
-
-    def _attempt(self, call: Callable[[], Any]) -> Any:
+    def _attempt(self, call: Callable[[], Any], signals: deferred_signals) -> Any:
         attempt = ForwardAttempt(self._buffers, self.device)
         for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
             try:
-                with self._forward():
-                    return call()
+                return self._forward(call, signals, _C.Attempt.REPEATABLE)
             except torch.OutOfMemoryError as error:
                 if not attempt.can_repeat() or self._replayed_with_others:
                     raise
@@ -180,54 +282,61 @@ class Session:
                 )
             attempt.rewind()
             self.runtime.vacate_device(what)
-        with self._forward():
-            return call()
+        return self._forward(call, signals, _C.Attempt.LAST)
 
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        for spec in self._frozen:
-            if spec.param.requires_grad:
-                raise _C.StateError(
-                    f"{spec.name} was frozen when the engine was built and now requires grad; build the engine with "
-                    "it trainable and set requires_grad to False afterwards"
-                )
+    def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:
         training = self._is_training()
-        self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED)
+        self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED, attempt)
+        self._is_inside = True
         try:
-            yield
+            with signals.allowed():
+                result = call()
             self.runtime.end_forward()
         except BaseException:
             self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
             self.observer.uses.forget_scopes()
             self.runtime.abort_forward()
             raise
+        finally:
+            self._is_inside = False
         if training:
             self.stage = Stage.FORWARDED
+        return result
 
     def _is_training(self) -> bool:
         # Not by the module's mode: a model from from_pretrained is in evaluation mode, and may be trained so.
         return torch.is_grad_enabled()
 
+    @outside_of_graphs
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scales ``loss`` and runs its backward; gradients end up in chunks."""
-        self.check_open()
+        self.check_whole()
         self._check_loss(loss)
+        check_no_compiled_autograd()
         scale = self.loss_scale
-        if self._profiler is not None:
-            self._profiler.begin_backward()
-        self.gradients.forget()
-        self.runtime.begin_backward(self.expected_options(), 1.0 / scale)
-        try:
-            with self.ranks.guard("backward"), self._inside():
-                (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
+        with deferred_signals() as signals, self.guard("backward"):
+            if self._profiler is not None:
+                self._profiler.begin_backward()
+            self.gradients.forget()
+            self._trained.drop_left_gradients()
+            self.managed.keep_gradients()
+            self.runtime.begin_backward(self.expected_options(), self.gradients.chunk_factor / scale)
+            self._is_inside = True
+            try:
+                with signals.allowed():
+                    (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
                 self.runtime.end_backward()
-        except BaseException as error:
-            committed = self.runtime.num_committed
-            self.observer.uses.forget_scopes()
-            self.runtime.abort_backward()
-            explain_failed_backward(error, committed)
-            raise
-        self.stage = Stage.BACKWARDED
+            except BaseException as error:
+                committed = self.runtime.num_committed
+                self.observer.uses.forget_scopes()
+                self.runtime.abort_backward()
+                self._trained.drop_left_gradients()
+                self.managed.restore_gradients()
+                explain_failed_backward(error, committed)
+                raise
+            finally:
+                self._is_inside = False
+            self.stage = Stage.BACKWARDED
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -265,13 +374,15 @@ class Session:
         self.check_open()
         if not self.runtime.gradients_pending():
             raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
-        with self.ranks.guard("the norm of all gradients"):
+        with deferred_signals(), self.guard("the norm of all gradients"):
             return self.gradients.norm(self.loss_scale)
 
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
-        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``."""
-        self.check_open()
-        with self.ranks.guard("step"):
+        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
+        that comes meanwhile is delivered when the step is over.
+        """
+        self.check_whole()
+        with deferred_signals(), self.guard("step"):
             self._step(param_groups, options)
 
     def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
@@ -287,7 +398,7 @@ class Session:
         if self.outcome.applied:
             clip = self.gradients.clip_factor(scale)
             self.managed.step(param_groups, clip / scale)
-            self.runtime.apply_step(options, clip / scale)
+            self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale)
         else:
             self.runtime.skip_step()
             if self.scaler is None:
@@ -300,8 +411,7 @@ class Session:
         self.gradients.end_step()
         self.managed.zero_grad()
         if self._hooks.is_learning:
-            got_gradient = {hook.param for hook in self._gradient_hooks if hook.has_folded}
-            self._hooks.finish_learning(got_gradient | {spec.param._patrickstar.id for spec in self._frozen})
+            self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
         self.stage = Stage.IDLE
         self._log_pressure()
         if self._profiler is not None:
@@ -319,11 +429,13 @@ class Session:
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
         self.check_open()
-        self.runtime.clear_gradients()
-        self.gradients.end_step()
-        self.managed.zero_grad()
-        if self.stage is Stage.BACKWARDED:
-            self.stage = Stage.IDLE
+        with deferred_signals():
+            self._trained.drop_left_gradients()
+            self.runtime.clear_gradients()
+            self.gradients.end_step()
+            self.managed.zero_grad()
+            if self.stage is Stage.BACKWARDED:
+                self.stage = Stage.IDLE
 
     def report(self) -> dict[str, Any]:
         """All figures of this engine in one flat dict."""
@@ -342,42 +454,80 @@ class Session:
         return current_plan(self.runtime, self.layout)
 
     def close(self) -> None:
-        """Turns the module back into an ordinary one (original dtype and device) and frees all chunks. Idempotent."""
-        self._end(release_params)
+        """Turns the module back into an ordinary one (original dtypes and devices) and frees all chunks. Idempotent.
+
+        All of it is done also where a part fails; what failed first is raised at the end.
+        """
+        if self.closed:
+            return
+        self._check_process()
+        with deferred_signals():
+            try:
+                with self.guard("close"):
+                    self.ranks.meet()
+            except BaseException as error:
+                self.abandon(error)  # the others do not come
+                raise
+            self.closed = True
+            try:
+                with self.guard("close"):
+                    self._teardown.close()
+            except BaseException as error:
+                self.ranks.leave(error)
+                raise
+            self.ranks.close()
 
     def discard(self) -> None:
         """Frees all chunks without giving the module its values back. Idempotent."""
-        self._end(discard_params)
-
-    def leave(self, error: BaseException) -> None:
-        """As :meth:`discard`, but the other ranks are told of ``error`` instead of waited for. Idempotent."""
-        self._end(discard_params, error)
-
-    def _end(
-        self,
-        give_up_params: Callable[[ParamPlan, _C.Layout, _C.Runtime], None],
-        error: BaseException | None = None,
-    ) -> None:
         if self.closed:
             return
+        self._check_process()
+        if self._params is not None:
+            self._params.discard()
+        self.close()
+
+    def revert(self) -> None:
+        """As :meth:`close`, of an engine that was never used: what was on the meta device is there again."""
+        if self._params is not None and not self.closed:
+            with self.guard("close"):
+                self._params.undo()
+        self.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Closes what is there because of ``error``, which goes on: the module is an ordinary one again, with its
+        values where this is the only rank. Of several the others are told of ``error`` and not waited for, and
+        parameters that were moved into chunks are left without elements. Idempotent. Nothing in a fork of the process.
+        """
+        if self.closed or self.ranks.is_fork:
+            return
         self.closed = True
-        if self._profiler is not None:
-            self._profiler.close()
-        self._converted.restore()
-        self._hooks.remove()
-        self.managed.remove()
-        for handle in self._handles:
-            handle.remove()
-        give_up_params(self._plan, self.layout, self.runtime)
-        self.runtime.close()
-        self._segments.close()
-        self.ranks.__exit__(type(error) if error is not None else None, error, None)
+        with deferred_signals():
+            self.ranks.fail(error)
+            try:
+                if self._params is not None:
+                    self._params.discard() if len(self.ranks.members) > 1 else self._params.release()
+                self._teardown.close()
+            except Exception as other:
+                logger.warning("closing the engine after %s failed as well: %s", type(error).__name__, other)
+            self.ranks.leave(error)
 
     def check_open(self) -> None:
-        """Raises StateError when it is closed."""
-        if self.closed:
+        """Raises StateError when it is closed, or in a fork of the process that opened it."""
+        if self.runtime.closed or self.closed:
             raise _C.StateError(
                 "this engine is closed; its module is an ordinary one again, build a new engine to train on"
+            )
+
+    def _check_process(self) -> None:
+        _ = self.runtime.closed  # raises in a fork
+
+    def check_whole(self) -> None:
+        """Raises StateError when it is closed, or when its values are some of a checkpoint's and some its own."""
+        self.check_open()
+        if self.loaded_in_part is not None:
+            raise _C.StateError(
+                f"load_checkpoint left a mixed state: {self.loaded_in_part} was loaded in part; load a checkpoint to "
+                "its end before going on"
             )
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.config import Config
+from patrickstar.core_setup import load_plan
 from patrickstar.distributed import RankGroups, open_ranks
+from patrickstar.first_rank_values import FirstRankValues, check_same_model
 from patrickstar.groups import ModelParameters, make_groups
 from patrickstar.materialize import DeferredInit
 from patrickstar.memory import make_budgets
 from patrickstar.preprocess import build_module
-from patrickstar.rank_sync import check_same_config, common_budgets, common_random_numbers, take_turns
+from patrickstar.rank_sync import (
+    check_same_config,
+    common_budgets,
+    common_random_numbers,
+    failed_ranks,
+    take_turns,
+)
 from patrickstar.session import Session
 
 
@@ -25,29 +35,66 @@ def start_session(
     model_func: Callable[[], nn.Module], local_rank: int, config: Config, model_parameters: ModelParameters
 ) -> tuple[Session, list[dict[str, Any]]]:
     """A session for the model that ``model_func`` returns, and the optimizer's groups; the arguments and errors are
-    those of ``initialize_engine``.
+    those of ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
     """
     ranks = _open_ranks(local_rank, config)
-    session = None
+    session: Session | None = None
+    deferred: DeferredInit | None = None
     try:
-        check_same_config(ranks, config)
-        here = ranks.context
-        budgets = common_budgets(ranks, make_budgets(config, here.device, here.local_world_size))
+        with ranks.guard("opening the engine"):
+            check_same_config(ranks, config)
+            budgets = common_budgets(ranks, make_budgets(config, ranks.context.device, ranks.context.local_world_size))
+            saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
-            module = build_module(model_func)
-            deferred = DeferredInit.of(module)
-            if deferred is not None:
-                turn.end()  # it takes no memory
-            groups = make_groups(module, model_parameters, {} if deferred is None else deferred.replaced)
-            session = Session(module, config, ranks, budgets, deferred)
-        session.join()
+            built = build_module(model_func)
+            deferred = DeferredInit.of(built.module)
+            groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
+            in_groups = {param for group in groups for param in group["params"]}
+            session = Session(built.module, config, ranks, budgets, in_groups)
+            session.check_plan(saved_plan)
+            values = FirstRankValues(ranks, session.adopt(deferred))
+            # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
+            if built.is_new and deferred is None and ranks.control.rank > 0:
+                values.take_all()
+            turn.end()
+            with ranks.guard("moving the model into chunks"):
+                check_same_model(ranks, session.plan_of_params)
+                values.share()
+        with ranks.guard("opening the engine"):
+            session.complete(saved_plan)
     except BaseException as error:
         if session is not None:
-            session.leave(error)
+            session.abandon(error)
         else:
-            ranks.__exit__(type(error), error, None)
+            ranks.leave(error)
+        if deferred is not None:
+            deferred.undo()
         raise
     return session, groups
+
+
+@contextlib.contextmanager
+def opening(session: Session) -> Iterator[None]:
+    """Around what makes an engine of a new session. Where that fails on any rank, the module is an ordinary one again,
+    with its values, on all of them.
+
+    Raises:
+        RankFailure: it failed on another rank; the message says how.
+    """
+    failure: Exception | None = None
+    try:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        with session.ranks.guard("opening the engine"):
+            failed = failed_ranks(session.ranks, failure)
+    except BaseException as error:
+        session.abandon(error)
+        raise
+    if failed:
+        session.revert()
+        raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
 
 
 def _open_ranks(local_rank: int, config: Config) -> RankGroups:

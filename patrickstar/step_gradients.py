@@ -1,7 +1,13 @@
-"""The gradients of one step as a whole: their mean over ranks, their norm, and the factor that clipping makes of it.
+"""The gradients of one step as a whole: their mean or sum over ranks, their norm, and the factor that clipping makes
+of it.
 
 A host (a Trainer, Lightning) may ask for the norm and clip between the last backward and the step, or not ask at all:
 the norm is made once, when it is first needed, and once more if gradients change after that.
+
+[Note: sums over ranks] Chunks hold the ranks' mean, which the core makes. With ``gradient_allreduce_op`` "sum" it is
+multiplied by the number of ranks in float32, wherever it is read: in the norm, the update, by ``safe_get_full_grad``.
+No gradient in 16 bits is larger for it than with "mean", so none overflows sooner. Where the number of ranks is a power
+of two the factor takes no rounding; else it takes one in float32.
 """
 
 from __future__ import annotations
@@ -9,10 +15,10 @@ from __future__ import annotations
 import math
 
 from patrickstar import _C
-from patrickstar.config import Config, Speculation
+from patrickstar.config import Config, RankReduction, Speculation
 from patrickstar.distributed import RankGroups
 from patrickstar.managed import ManagedParams
-from patrickstar.rank_sync import mean_over_ranks
+from patrickstar.rank_sync import combine_over_ranks
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -27,17 +33,21 @@ class StepGradients:
         self._configured_max_norm = config.gradient_clipping
         self._max_norm: float | None = None
         self._may_clip = config.optimizer.speculation is not Speculation.COMMIT
+        num_ranks = len(ranks.members)
+        self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else 1
+        """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
         self._norm: float | None = None
-        self._is_mean = False
+        self._is_combined = False
 
     def norm(self, loss_scale: float) -> float:
         """Global L2 norm of all gradients without the loss scale, before clipping; NaN when one is not finite."""
         if self._norm is None:
-            if not self._is_mean:
-                mean_over_ranks(self._ranks, self._managed.shared)
-                self._is_mean = True
+            if not self._is_combined:
+                divisor = len(self._ranks.members) / self.chunk_factor
+                combine_over_ranks(self._ranks, self._managed.shared, divisor)
+                self._is_combined = True
             managed_squares = self._managed.sum_of_squares()
-            squares = self._runtime.prepare_step() + managed_squares
+            squares = self._runtime.prepare_step() * self.chunk_factor**2 + managed_squares
             self._norm = math.sqrt(squares) / loss_scale if math.isfinite(squares) else math.nan
         return self._norm
 
@@ -67,7 +77,7 @@ class StepGradients:
     def forget(self) -> None:
         """A backward begins or the step is over: what was said of its gradients is past."""
         self._norm = None
-        self._is_mean = False
+        self._is_combined = False
 
     def end_step(self) -> None:
         """After the step, or when its gradients are dropped."""

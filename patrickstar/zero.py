@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from typing import Any
 
 from patrickstar.gathered_parameters import GatheredParameters
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 logger = logging.getLogger("patrickstar")
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where a parameter's values are; of ``param.ds_status``, which is always AVAILABLE here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
@@ -33,3 +48,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
     """Accepted: uses of parameters are seen wherever they happen."""
+
+
+def unregister_external_parameter(module: Any, parameter: Any) -> None:
+    """Accepted, as :func:`register_external_parameter`."""

@@ -108,7 +108,7 @@ def test_bad_bytes(value):
         ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr is nan"),
         ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, r"betas\[1\] is 1.0"),
         ({"optimizer": {"params": {"betas": 0.9}}}, "betas is 0.9"),
-        ({"optimizer": {"params": {"use_hybrid_adam": 1}}}, "use_hybrid_adam is 1; it is a switch"),
+        ({"optimizer": {"params": {"use_hybrid_adam": 2}}}, "use_hybrid_adam is 2; it is a switch"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"hysteresis": 0}}, "hysteresis"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from patrickstar import _C, StateError
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import MODELS, token_batch
 from tests.training import ADAM, make_config
 
@@ -42,7 +43,7 @@ def test_a_call_of_the_module_is_a_call_of_the_engine():
                 losses.append(loss.item())
             runs.append((losses, engine.state_dict()))
     assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(runs[1][1][name], value) for name, value in runs[0][1].items())
+    assert_same_bits(runs[1][1], runs[0][1])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -68,7 +69,8 @@ def test_state_dict(name, precision):
             {id(value) for value in plain.values()}
         )
         inner_name, inner = next((n, m) for n, m in module.named_modules() if n and not list(m.children()))
-        assert all(torch.equal(value, state[f"{inner_name}.{key}"]) for key, value in inner.state_dict().items())
+        for key, value in inner.state_dict().items():
+            assert_same_bits(value, state[f"{inner_name}.{key}"], key)
         assert (
             all(value is param for value, param in zip(module.state_dict(keep_vars=True).values(), plain, strict=True))
             is False
@@ -93,7 +95,7 @@ def test_save_pretrained_and_copies(tmp_path):
             assert type(other) is type(engine.module)
             other.zero_grad()
         state = loaded.state_dict()
-        assert all(torch.equal(state[name], expected[name]) for name in state)
+        assert_same_bits(state, {name: expected[name] for name in state})
         batch = batches(1)[0]
         engine.eval()
         with torch.no_grad():
@@ -160,7 +162,7 @@ def test_gradients_between_backward_and_step():
             plain.zero_grad()
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
-            assert torch.equal(engine.full_value(engine.module.get_parameter(name)), value)
+            assert_same_bits(engine.full_value(engine.module.get_parameter(name)), value, name)
 
 
 def test_a_skipped_step():
@@ -181,7 +183,7 @@ def test_zero_grad_of_the_module():
         engine.backward(engine(**batches(1)[0]).loss)
         engine.module.zero_grad()
         optimizer.step()
-        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        assert_same_bits(engine.state_dict(), before)
 
 
 def test_a_walk_through_all_parameters():

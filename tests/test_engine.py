@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
 
@@ -15,6 +16,7 @@ from torch import nn
 from patrickstar import _C, torch_scope
 from patrickstar.chunked_parameter import ChunkedParameter
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import MODELS, VOCAB, Mlp, token_batch
 from tests.training import ADAM, least_device_memory, make_config, train, train_plain
 
@@ -100,21 +102,28 @@ def test_report_is_flat_and_complete(trained):
     assert after["device_peak_bytes"] <= report["device_peak_bytes"]
 
 
-def test_evaluation_leaves_the_plan_alone(trained):
-    """Evaluation between steps, of other shapes too, changes neither numbers nor the replay."""
+def test_evaluation_leaves_the_plan_alone(trained, tmp_path):
+    """Evaluation between steps, of other shapes too, changes neither numbers nor the replay, and sees what steps do."""
     engine, optimizer = trained
-    step(engine, optimizer)
+    engine.save_checkpoint(tmp_path)
+    expected = [step(engine, optimizer) for _ in range(4)], engine.state_dict()
+    engine.load_checkpoint(tmp_path)
+    losses = [step(engine, optimizer)]
     engine.reset_report()
-    losses = []
+    evaluated = []
     for _ in range(3):
         engine.eval()
         with torch.no_grad():
-            losses.append(engine(**{key: value[:1, :5] for key, value in batch(9).items()})["loss"].item())
+            small = {key: value[:1, :5] for key, value in batch(2).items()}  # of what is trained on
+            evaluated.append(engine(**small)["loss"].item())
+            assert engine(**small)["loss"].item() == evaluated[-1]
         engine.train()
         before = engine.report()["num_replayed_moments"]
-        step(engine, optimizer)
+        losses.append(step(engine, optimizer))
         assert engine.report()["num_replayed_moments"] > before
-    assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0]
+    assert_same_bits((losses, engine.state_dict()), expected)
+    for falling in (losses, evaluated):
+        assert all(later < earlier for earlier, later in itertools.pairwise(falling)), falling
     assert engine.report()["num_moments"] == engine.report()["num_replayed_moments"]
 
 
@@ -125,11 +134,11 @@ def test_reading_parameters_any_time(trained):
     with torch.no_grad():
         for name, param in engine.named_parameters():
             expected = state[name].bfloat16()
-            assert torch.equal(param * 1, expected)
-            assert torch.equal(param.clone(), expected)
-            assert torch.equal(param.data.clone(), expected)
-            assert torch.equal(param.detach().float(), expected.float())
-            assert torch.equal(param.t().t() if param.ndim == 2 else param.view(-1), expected)
+            assert_same_bits(param * 1, expected)
+            assert_same_bits(param.clone(), expected)
+            assert_same_bits(param.data.clone(), expected)
+            assert_same_bits(param.detach().float(), expected.float())
+            assert_same_bits(param.t().t() if param.ndim == 2 else param.view(-1), expected)
             assert param.sum() == expected.sum()
             assert torch.isfinite(param).all()
             assert str(expected.flatten()[0].item())[:4] in repr(param.flatten()[0])
@@ -166,11 +175,11 @@ def test_writing_parameters_any_time(trained):
     torch.manual_seed(5)
     expected = torch.empty(64, 32).normal_()
     after = engine.state_dict()
-    assert torch.equal(after["head.weight"], before["head.weight"] * (1.0 + 2**-20))
-    assert torch.equal(after["head.bias"], torch.cat([torch.full((3,), 7.0), before["head.bias"][3:]]))
+    assert_same_bits(after["head.weight"], before["head.weight"] * (1.0 + 2**-20))
+    assert_same_bits(after["head.bias"], torch.cat([torch.full((3,), 7.0), before["head.bias"][3:]]))
     assert (after["layers.0.0.weight"] == 0.125).all() and (after["layers.1.0.weight"] == 0.125).all()
     assert (after["layers.2.2.bias"] == torch.tensor(1 / 3)).all()
-    assert torch.equal(after["layers.2.0.weight"], expected)
+    assert_same_bits(after["layers.2.0.weight"], expected)
     with torch.no_grad():
         assert (other.float() == 0.125).all()  # the compute copy follows
     with pytest.raises(RuntimeError, match="leaf parameter that requires grad"):
@@ -187,7 +196,7 @@ def test_copies_are_ordinary(trained):
     clone = copy.deepcopy(engine.module.head)
     assert type(clone.weight) is nn.Parameter
     with torch.no_grad():
-        assert torch.equal(clone.weight, engine.module.head.weight)
+        assert_same_bits(clone.weight, engine.module.head.weight)
     buffer = io.BytesIO()
     torch.save(engine.module.head.weight, buffer)
     buffer.seek(0)
@@ -202,7 +211,7 @@ def test_module_state_dict_reads_parameters(trained):
     full = engine.state_dict()
     for name, value in engine.module.state_dict().items():
         assert value.dtype == torch.float32
-        assert torch.equal(value, full[name])
+        assert_same_bits(value, full[name], name)
 
 
 def test_close_gives_an_ordinary_module_back(trained):
@@ -211,8 +220,7 @@ def test_close_gives_an_ordinary_module_back(trained):
     module = engine.module
     engine.close()
     assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in module.parameters())
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, state[name])
+    assert_same_bits(dict(module.state_dict()), dict(state))
     loss = module(**batch())["loss"]
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -375,21 +383,44 @@ def test_memory_options_do_not_change_numbers(option):
 
 
 def test_retain_graph(trained):
-    """Two backwards through one graph accumulate."""
+    """Two backwards through one graph accumulate: twice the gradient, to the last bit."""
     engine, optimizer = trained
+    engine.backward(engine(**batch())["loss"])
+    single = engine.grad_norm()
+    optimizer.zero_grad()
     loss = engine(**batch())["loss"]
     engine.backward(loss, retain_graph=True)
     engine.backward(loss)
+    assert engine.grad_norm() == 2 * single > 0
+    before = engine.state_dict()
     optimizer.step()
-    doubled = engine.report()["grad_norm"]
-    optimizer.zero_grad()
-    assert doubled > 0
+    assert engine.report()["grad_norm"] == 2 * single
+    assert all((value != before[name]).any() for name, value in engine.state_dict().items())
 
 
 def test_two_forwards_one_backward(trained):
-    """A contrastive step: two forwards, then one loss."""
+    """A contrastive step: two forwards, then one loss. Its gradient is that of both."""
     engine, optimizer = trained
-    loss = engine(**batch(3))["loss"] + engine(**batch(4))["loss"]
-    engine.backward(loss)
+    before, norms = engine.state_dict(), []
+    with _C.HostAllocations():
+        plain = Mlp()
+        plain.load_state_dict(before)
+        expected = plain(**batch(3))["loss"] + plain(**batch(4))["loss"]
+        expected.backward()
+    for seeds in ((3, 4), (3,), (4,)):
+        loss = sum(engine(**batch(seed))["loss"] for seed in seeds)
+        engine.backward(loss)
+        norms.append(engine.grad_norm())
+        if len(seeds) > 1:
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+            gradient = engine._session.states.gradient(engine.module.head.weight, 1.0)
+            with _C.HostAllocations():
+                theirs = plain.head.weight.grad
+                assert float((gradient - theirs).norm()) < 0.02 * float(theirs.norm())
+        optimizer.zero_grad()
+    plain_norm = float(nn.utils.get_total_norm([param.grad for param in plain.parameters()]))
+    assert norms[0] == pytest.approx(plain_norm, rel=1e-2)
+    assert max(norms[1:]) < norms[0] < sum(norms[1:])
+    engine.backward(engine(**batch(3))["loss"] + engine(**batch(4))["loss"])
     optimizer.step()
-    step(engine, optimizer)
+    assert all((value != before[name]).any() for name, value in engine.state_dict().items())

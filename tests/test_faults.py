@@ -11,6 +11,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, ConvNet, Mlp, image_batch, token_batch
 from tests.training import ADAM, assert_same, least_device_memory, make_config, relative_error, train, train_plain
 
@@ -133,7 +134,7 @@ def test_unused_and_frozen_parameters_keep_their_values(name, precision):
     assert still
     for key in still:
         expected = initial[key].to(torch.bfloat16).float() if precision == "bf16" and key in frozen else initial[key]
-        assert torch.equal(run.state[key], expected), key
+        assert_same_bits(run.state[key], expected, key)
 
 
 def test_step_counts_of_sometimes_used_parameters():
@@ -320,8 +321,7 @@ def test_whole_states_are_saved_and_loaded():
         optimizer.load_state_dict(saved[1])
         steps(engine, optimizer, 4)
         state = engine.state_dict()
-    assert losses == whole.losses
-    assert all(torch.equal(state[name], whole.state[name]) for name in state)
+    assert_same_bits((losses, state), (whole.losses, whole.state))
 
 
 def test_no_native_instructions():

@@ -6,11 +6,11 @@ import gc
 import os
 
 import pytest
-import torch
 
 from patrickstar import _C
 from patrickstar.config import HostAffinity, HostThreadsConfig
 from patrickstar.runtime_options import host_thread_options
+from tests.bits import assert_same_bits
 from tests.common.pool_threads import worker_masks
 from tests.models import MODELS
 from tests.training import make_config, train
@@ -87,8 +87,7 @@ def test_an_engines_threads_run_where_its_report_says():
     assert len(cpus) == (0 if limited else min(2, len(allowed)))
     assert pinned["host_interleaved_nodes"] == free["host_interleaved_nodes"]
     assert runs["pinned"].losses == runs["free"].losses
-    state = runs["free"].state
-    assert all(torch.equal(value, state[name]) for name, value in runs["pinned"].state.items())
+    assert_same_bits(runs["pinned"].state, runs["free"].state)
 
 
 def test_by_default_there_is_a_thread_for_each_cpu():

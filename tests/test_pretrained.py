@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import patrickstar
+from patrickstar.checkpoint.export import INDEX_NAME
+from patrickstar.integrations.weights import load_into
+from patrickstar.pretrained import SafetensorsFolder, weight_files
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import MODELS, token_batch
 
 
@@ -37,7 +43,7 @@ def test_values_are_those_of_the_folder(tmp_path, name, options):
     engine, _ = initialize_engine(lambda: loaded, 0, {}, lambda _: parameters)
     with engine, torch.no_grad():
         state = engine.state_dict()
-        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+        assert_same_bits(dict(state), dict(model.state_dict()))
         torch.testing.assert_close(engine.module(**batch).logits, expected, rtol=0, atol=0)
 
 
@@ -54,7 +60,8 @@ def test_a_body_gets_a_new_head(tmp_path, caplog):
     engine, _ = initialize_engine(lambda: loaded, 0, {})
     with engine:
         state = engine.state_dict()
-        assert all(torch.equal(state[f"transformer.{key}"], value) for key, value in body.state_dict().items())
+        for key, value in body.state_dict().items():
+            assert_same_bits(state[f"transformer.{key}"], value, key)
         assert state["score.weight"].shape == (3, 32)
         assert 0 < float(state["score.weight"].std()) < 0.1  # GPT-2's initialiser: 0.02
 
@@ -81,6 +88,80 @@ def test_wrong_folders(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
         patrickstar.from_pretrained(tmp_path)
+
+
+WRONG_INDEXES = {
+    "a path upwards": ({"weight_map": {"a": "../{outside}"}}, "names the file '../"),
+    "an absolute path": ({"weight_map": {"a": "{absolute}"}}, "names the file '/"),
+    "a path downwards": ({"weight_map": {"a": "inside/model.safetensors"}}, "without a path"),
+    "a path of Windows": ({"weight_map": {"a": "..\\model.safetensors"}}, "without a path"),
+    "the folder": ({"weight_map": {"a": "."}}, "without a path"),
+    "the folder above": ({"weight_map": {"a": ".."}}, "which is not in its folder"),
+    "no name": ({"weight_map": {"a": ""}}, "which is not in its folder"),
+    "a zero byte": ({"weight_map": {"a": "a\0b"}}, "without a path"),
+    "a file that is missing": ({"weight_map": {"a": "model-1.safetensors"}}, "which is not in its folder"),
+    "no weight_map": ({"metadata": {}}, "has no weight_map"),
+    "a list": ([], "has no weight_map"),
+    "a weight_map that is a list": ({"weight_map": ["model.safetensors"]}, "has no weight_map"),
+    "an empty weight_map": ({"weight_map": {}}, "empty weight_map"),
+    "a number for a file": ({"weight_map": {"a": 3}}, "the file of 'a' is 3, not a name"),
+    "a list for a file": ({"weight_map": {"a": ["model.safetensors"]}}, "not a name"),
+    "nothing": (b"", "cannot be read as JSON"),
+    "half of it": (b'{"weight_map": {"a": "mod', "cannot be read as JSON"),
+    "other bytes": (b"\xff\xfe\x00", "cannot be read as JSON"),
+    "too deep": (b'{"weight_map": ' + b"[" * 100_000, "cannot be read as JSON"),
+    "a long number": (b'{"weight_map": ' + b"9" * 10_000 + b"}", "cannot be read as JSON"),
+    "no safetensors": ({"weight_map": {"a": "config.json"}}, "cannot be read as safetensors"),
+}
+
+
+def test_wrong_indexes(tmp_path):
+    """One clear error, from all that read a folder; a file outside is not looked at."""
+    folder = tmp_path / "folder"
+    model = saved("gpt2", folder)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    (folder / "inside").mkdir()
+    outside = tmp_path / "outside.safetensors"
+    for other in (outside, folder / "inside" / "model.safetensors"):
+        shutil.copy(folder / "model.safetensors", other)
+    for name, (content, message) in WRONG_INDEXES.items():
+        if not isinstance(content, bytes):
+            text = json.dumps(content).replace("{outside}", outside.name).replace("{absolute}", str(outside))
+            content = text.encode()
+        (folder / INDEX_NAME).write_bytes(content)
+        for read in (patrickstar.from_pretrained, SafetensorsFolder, lambda path: load_into(model, path)):
+            with pytest.raises(ValueError, match=message) as caught:
+                read(folder)
+            assert str(caught.value).startswith(str(folder)) and "\n" not in str(caught.value), name
+    assert_same_bits(dict(model.state_dict()), before)
+
+
+def test_files_of_a_cache_are_links(tmp_path):
+    """As Hugging Face's cache has them: blobs beside, and links by name."""
+    saved("llama", tmp_path / "blobs", max_shard_size="20kB")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (folder / file.name).symlink_to(file)
+    assert [path.parent for path in weight_files(folder)] == [folder] * len(list(folder.glob("*.safetensors")))
+    patrickstar.from_pretrained(folder)
+    next(folder.glob("*.safetensors")).resolve().unlink()
+    with pytest.raises(ValueError, match="which is not in its folder"):
+        patrickstar.from_pretrained(folder)
+
+
+def test_another_shape_is_found_before_anything_is_loaded(tmp_path):
+    model = saved("gpt2", tmp_path)
+    values = {key: value + 1 for key, value in load_file(tmp_path / "model.safetensors").items()}
+    last = list(values)[-1]
+    save_file({**values, last: torch.zeros(3)}, tmp_path / "model.safetensors")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"{last} has shape \(3,\), in the model"):
+        load_into(model, tmp_path)
+    assert_same_bits(dict(model.state_dict()), before)
+    save_file(values, tmp_path / "model.safetensors")
+    assert load_into(model, tmp_path) == ([], [])
+    assert_same_bits({key: model.state_dict()[key] for key in values}, values)
 
 
 MEMORY_SCRIPT = """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import MODELS, VARIED
 from tests.test_equality import PRECISIONS, WIDE
 from tests.training import assert_same, least_device_memory, make_config, train
@@ -142,8 +143,7 @@ def test_what_changes_between_backward_and_step(interfere):
     expected_losses, expected_state, _ = interfered("never", interfere)
     print(f"{report['num_speculated_updates']} started, {report['num_updates_taken_over']} taken over")
     assert report["num_updates_taken_over"] > 0
-    assert losses == expected_losses
-    assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
+    assert_same_bits((losses, state), (expected_losses, expected_state))
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -159,7 +159,7 @@ def test_closing_between_backward_and_step(num_steps):
     engine.backward(engine(**WIDE.batch(generator))["loss"])
     module = engine.module
     engine.close()
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert_same_bits(module.state_dict(), before)
 
 
 def test_host_memory_bounds_it():

@@ -11,6 +11,7 @@ from torch import nn
 
 from patrickstar import MemoryBudgetError
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.models import Case
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
@@ -116,9 +117,7 @@ def least_device_memory(case: Case, config: dict[str, Any], steps: int = 1, **kw
 def assert_same(one: Run, other: Run) -> None:
     """Bitwise: every loss, every tensor."""
     assert [loss.hex() for loss in one.losses] == [loss.hex() for loss in other.losses]  # NaN equals NaN
-    assert one.state.keys() == other.state.keys()
-    different = [name for name in one.state if not torch.equal(one.state[name], other.state[name])]
-    assert not different, f"{len(different)} of {len(one.state)} tensors differ, first {different[0]}"
+    assert_same_bits(one.state, other.state)
 
 
 def relative_error(run: Run, reference: Run) -> float:

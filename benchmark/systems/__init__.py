@@ -38,8 +38,6 @@ class Job:
     """Largest global norm of the gradients; 0: no clipping."""
     speculation: str
     """PatrickStar's ``optimizer.speculation``."""
-    streaming: str
-    """PatrickStar's ``optimizer.streaming``."""
     gpu_bytes: int | None
     """Limit on device memory of each rank; None: the whole GPU."""
     host_bytes: int | None

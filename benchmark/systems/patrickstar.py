@@ -28,7 +28,6 @@ def training_options(job: Job) -> TrainingOptions:
     return TrainingOptions(
         **ADAMW,
         speculation=job.speculation,
-        streaming=job.streaming,
         clipping=job.clipping,
         chunk_numel=_CHUNK_NUMEL,
         gpu_memory=job.gpu_bytes,

@@ -1,19 +1,17 @@
 // The backend: device memory, ordered copies, events, and the tide. One interface, two devices.
 //
-//   kCompute   where the model runs. On CUDA the current stream; on the CPU the calling thread itself.
+//   kCompute   where the model runs. On CUDA the stream that follow_compute() has found last; on the CPU the calling
+//              thread itself.
 //   kUpload    host to device copies, in order
 //   kDownload  device to host copies, in order
 //   kGather    collectives of values, in order (runtime/collectives.h)
 //   kScatter   collectives of gradients, in order
-//   kState*    three more for optimizer states that are updated on the device and stay on the host, so that neither
-//              parameters nor gradients queue up behind them (runtime/streamed_updates.h)
 //
 // Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]
 // On the CPU, all but kCompute are worker threads and the "device" is ordinary memory with a
 // simulated limit, so the same ordering mistakes show on any machine.
 //
 // All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's lock).
-// What is enqueued on the kState queues is enqueued by one thread of its own, beside all else.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +20,18 @@
 
 #include "common/device_allocator.h"
 #include "common/event.h"
+#include "common/pressure_gate.h"
 #include "common/tracing.h"
 
 namespace patrickstar {
 
-enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter, kStateUpload, kStateUpdate, kStateDownload };
-constexpr int kNumQueues = 8;
+enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter };
+constexpr int kNumQueues = 5;
 
 // What to do when the tide and the payloads in use exceed the limit.
 enum class LimitPolicy {
   kEnforce,  // refuse the allocation (an out-of-memory error in the operation that asked)
-  kMeasure,  // allow it and remember the excess: a warm-up step finds the least limit that works
+  kMeasure,  // allow it where the device can, and remember the excess: who asks for the least limit then refuses
 };
 
 constexpr int64_t kUnlimited = INT64_MAX;
@@ -40,7 +39,7 @@ constexpr int64_t kUnlimited = INT64_MAX;
 class Backend : public DeviceAllocator {
  public:
   virtual const char* name() const = 0;
-  // Undoes what the backend changed in PyTorch (allocator, limits). All slots must be free.
+  // Undoes what the backend changed in PyTorch (allocator, limits), as its destructor does. All slots must be free.
   virtual void shut_down() = 0;
 
   // Copies on `queue`. The ranges must stay valid until an event recorded after it is complete.
@@ -49,18 +48,28 @@ class Backend : public DeviceAllocator {
   // Device compute that `task` starts belongs to `queue`. On the CPU the task itself runs there, later.
   virtual void enqueue(Queue queue, std::function<void()> task) = 0;
 
+  // [Note: one compute queue] The calling thread computes: on CUDA its current stream is the compute queue from here on, and
+  // goes on when the stream that was so before has done its work up to now. So uses of chunks by several streams of the
+  // user's are in one order, that in which they were enqueued, and whoever waits for the compute queue has waited for all
+  // of them. A stream that only copies (of a prefetcher) or allocates is none of them: a thread that makes room from inside
+  // PyTorch's allocator does not call this.
+  virtual void follow_compute() = 0;
+
   // Keeps `queue` busy for so long (common/queue_delays.h).
   virtual void delay(Queue queue, double seconds) = 0;
 
   virtual Event record(Queue queue) = 0;
-  // Later work of `queue` starts after `event`. On the CPU's compute queue this blocks the caller, and throws what a task
-  // of another queue has thrown.
+  // Later work of `queue` starts after `event`. On the CPU's compute queue, and for an event of the host's on CUDA, this
+  // blocks the caller, and throws what the work before the event has failed with.
   virtual void wait(Queue queue, const Event& event) = 0;
-  // These two may be called by any thread at any time.
+  // These three may be called by any thread at any time. Blocks until the work before `event` is done; throws what it has
+  // failed with.
   virtual void synchronize(const Event& event) = 0;
-  virtual bool is_complete(const Event& event) = 0;
-  // Whether wait(kUpload or kDownload, event) would block the caller until the event is complete: on CUDA, when it is
-  // one of the host's (a stream cannot wait for it).
+  // Blocks until that work is over, however it ended: its memory may be used again ([Note: failures travel with events]).
+  virtual void settle(const Event& event) noexcept = 0;
+  virtual bool is_over(const Event& event) = 0;
+  // Whether wait(kUpload or kDownload, event) would block the caller until the event's work is over: on CUDA, when it is
+  // the host's (a stream cannot wait for it).
   virtual bool waits_on_host(const Event& event) = 0;
 
   // For traces: like record(), and the mark remembers when the queue got there. The second waits for both marks, which
@@ -84,15 +93,19 @@ class Backend : public DeviceAllocator {
   // Everything on the device (slots and tide): highest since reset_peak().
   virtual int64_t peak_bytes() = 0;
   virtual void reset_peak() = 0;
-  // The least limit under which everything so far would have run: the highest sum of tide and payloads
-  // that could not be evicted.
+  // The least limit under which everything that ran under LimitPolicy::kMeasure would have run: the highest sum of tide
+  // and payloads that could not be evicted. 0 where nothing exceeded the limit, and where nothing can.
   virtual int64_t least_limit_bytes() = 0;
   virtual void reset_least_limit() = 0;
+  // Payloads of so many bytes in use, beside the tide of now, would have to fit as well.
+  virtual void note_needed_payloads(int64_t num_bytes) = 0;
 
   // Gives back device memory that was freed but is still held by a cache. Slow; for when an allocation fails.
   virtual void reclaim() = 0;
 
   virtual int64_t limit_bytes() const = 0;
+  // Whether LimitPolicy::kMeasure lets anything pass.
+  virtual bool may_exceed_limit() const = 0;
   virtual void set_limit_policy(LimitPolicy policy) = 0;
   virtual void set_pressure_handler(PressureHandler* handler) = 0;
 };

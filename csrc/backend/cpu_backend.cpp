@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -24,37 +23,31 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 
 // The host's clock when a queue got there.
 struct CpuMark final : MarkState {
-  void reach() {
-    time = TraceClock::now();
-    reached.complete();
-  }
-
-  HostEvent reached;
+  Event reached;
   TraceClock::time_point time;
 };
 
-// [Note: a task that throws] Who enqueued a task cannot be told any more that it failed (a collective whose other rank is
-// gone), so the queue goes on and its events complete, and everybody who waits on the compute queue from then on, and would
-// read what the task did not write, gets the first failure. Any thread.
-class FirstFailure {
+// [Note: a queue fails for good] As a stream of CUDA does: what comes after a task that has thrown (a collective whose
+// other rank is gone) is left out, and every event from then on has its failure. So whoever waits for something of this
+// queue, and would read what was not written, gets the failure instead; others do not.
+class SimulatedQueue {
  public:
   template <typename Task>
-  void keep_of(Task& task) {
-    try {
-      task();
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (first_ == nullptr) first_ = std::current_exception();
-    }
-  }
-  void rethrow() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (first_ != nullptr) std::rethrow_exception(first_);
+  Event submit(Task task) {
+    return queue_.submit([this, task = std::move(task)]() mutable {
+      if (failure_) std::rethrow_exception(failure_);
+      try {
+        task();
+      } catch (...) {
+        failure_ = std::current_exception();
+        throw;
+      }
+    });
   }
 
  private:
-  std::mutex mutex_;
-  std::exception_ptr first_;
+  std::exception_ptr failure_;  // of the worker's thread
+  WorkQueue queue_;
 };
 
 class CpuBackend final : public Backend {
@@ -74,14 +67,14 @@ class CpuBackend final : public Backend {
     meter_->add_slot_over_limit(num_bytes);
     return allocate_memory(num_bytes);
   }
-  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) override {
-    synchronize(busy.copied);
-    synchronize(busy.computed);
+  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+    settle(busy.copied);
+    settle(busy.computed);
     std::free(pointer);
     meter_->subtract_slot(num_bytes);
   }
 
-  bool is_idle(const BusyUntil& busy) override { return is_complete(busy.copied) && is_complete(busy.computed); }
+  bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     run(queue, [=] { std::memcpy(to, from, static_cast<size_t>(num_bytes)); });
@@ -92,40 +85,40 @@ class CpuBackend final : public Backend {
 
   void enqueue(Queue queue, std::function<void()> task) override { run(queue, std::move(task)); }
 
+  void follow_compute() override {}
+
   void delay(Queue queue, double seconds) override {
     if (seconds <= 0) return;
     run(queue, [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
   }
 
-  Event record(Queue queue) override { return queue == Queue::kCompute ? nullptr : worker(queue).record(); }
+  Event record(Queue queue) override {
+    return queue == Queue::kCompute ? nullptr : worker(queue).submit([] {});
+  }
   void wait(Queue queue, const Event& event) override {
     if (event == nullptr) return;
-    if (queue == Queue::kCompute) {
-      synchronize(event);
-      failure_.rethrow();
-    } else {
-      worker(queue).submit([event] { static_cast<HostEvent&>(*event).wait(); });
-    }
+    run(queue, [event] { static_cast<HostEvent&>(*event).wait(); });
   }
   void synchronize(const Event& event) override {
     if (event != nullptr) static_cast<HostEvent&>(*event).wait();
   }
-  bool is_complete(const Event& event) override {
-    return event == nullptr || static_cast<HostEvent&>(*event).is_complete();
+  void settle(const Event& event) noexcept override {
+    if (event != nullptr) static_cast<HostEvent&>(*event).settle();
   }
+  bool is_over(const Event& event) override { return event == nullptr || static_cast<HostEvent&>(*event).is_over(); }
 
   bool waits_on_host(const Event&) override { return false; }
 
   Mark mark(Queue queue) override {
     auto mark = std::make_shared<CpuMark>();
-    run(queue, [mark] { mark->reach(); });
+    mark->reached = run(queue, [mark] { mark->time = TraceClock::now(); });
     return mark;
   }
   double seconds_between(const Mark& begin, const Mark& end) override {
-    auto& from = static_cast<CpuMark&>(*begin);
-    auto& to = static_cast<CpuMark&>(*end);
-    from.reached.wait();
-    to.reached.wait();
+    const auto& from = static_cast<const CpuMark&>(*begin);
+    const auto& to = static_cast<const CpuMark&>(*end);
+    synchronize(from.reached);
+    synchronize(to.reached);
     return std::chrono::duration<double>(to.time - from.time).count();
   }
 
@@ -142,10 +135,12 @@ class CpuBackend final : public Backend {
   void reset_peak() override { meter_->peak_ = meter_->in_use(); }
   int64_t least_limit_bytes() override { return meter_->least_limit_; }
   void reset_least_limit() override { meter_->least_limit_ = 0; }
+  void note_needed_payloads(int64_t num_bytes) override { meter_->note_needed_payloads(num_bytes); }
 
   int64_t limit_bytes() const override { return meter_->limit_; }
+  bool may_exceed_limit() const override { return meter_->limit_ != kUnlimited; }
   void set_limit_policy(LimitPolicy policy) override { meter_->policy_ = policy; }
-  void set_pressure_handler(PressureHandler* handler) override { meter_->handler_ = handler; }
+  void set_pressure_handler(PressureHandler* handler) override { meter_->pressure_.set(handler); }
 
  private:
   static void* allocate_memory(int64_t num_bytes) {
@@ -158,21 +153,19 @@ class CpuBackend final : public Backend {
     return pointer;
   }
 
-  WorkQueue& worker(Queue queue) { return workers_[static_cast<size_t>(queue) - 1]; }
+  SimulatedQueue& worker(Queue queue) { return workers_[static_cast<size_t>(queue) - 1]; }
 
+  // On the compute queue at once, and then the event is null.
   template <typename Task>
-  void run(Queue queue, Task task) {
-    if (queue == Queue::kCompute) {
-      task();
-    } else {
-      worker(queue).submit([this, task]() mutable { failure_.keep_of(task); });
-    }
+  Event run(Queue queue, Task task) {
+    if (queue != Queue::kCompute) return worker(queue).submit(std::move(task));
+    task();
+    return nullptr;
   }
 
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
-  FirstFailure failure_;                           // [Note: a task that throws]
-  std::array<WorkQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
+  std::array<SimulatedQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The CUDA backend: two copy streams of its own, PyTorch's current stream for compute, PyTorch's caching allocator for
-// slots (so its statistics stay true, and activations reuse what slots leave).
+// The CUDA backend: streams of its own for copies and collectives, PyTorch's for compute, and PyTorch's caching allocator
+// for slots (so its statistics stay true, and activations reuse what slots leave).
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -84,13 +85,34 @@ cudaStream_t lasting_stream(int device, Queue queue) {
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
 
+// Reserved memory of PyTorch's allocator never exceeds the limit while this lives: it refuses what would.
+class AllocatorLimit {
+ public:
+  AllocatorLimit(c10::DeviceIndex device, int64_t limit_bytes, int64_t total_bytes) : device_(device) {
+    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
+    c10::cuda::CUDACachingAllocator::setMemoryFraction(
+        static_cast<double>(limit_bytes) / static_cast<double>(total_bytes), device_);
+  }
+  ~AllocatorLimit() {
+    try {
+      c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
+    } catch (const std::exception&) {  // the device has failed
+    }
+  }
+  AllocatorLimit(const AllocatorLimit&) = delete;
+  AllocatorLimit& operator=(const AllocatorLimit&) = delete;
+
+ private:
+  c10::DeviceIndex device_;
+};
+
 class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, int64_t limit_bytes, int64_t rounding_bytes)
       : device_(static_cast<c10::DeviceIndex>(device)),
         events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
-        blocking_events_(std::make_shared<EventPool>(cudaEventDisableTiming | cudaEventBlockingSync)),
-        timed_events_(std::make_shared<EventPool>(cudaEventDefault)) {
+        timed_events_(std::make_shared<EventPool>(cudaEventDefault)),
+        compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
@@ -100,10 +122,7 @@ class CudaBackend final : public Backend {
     for (int queue = 1; queue < kNumQueues; ++queue) {
       streams_[static_cast<size_t>(queue)] = lasting_stream(device, static_cast<Queue>(queue));
     }
-    // PyTorch's own allocator refuses what would exceed the limit, so reserved memory never does.
-    c10::cuda::CUDACachingAllocator::init(c10::cuda::device_count());
-    c10::cuda::CUDACachingAllocator::setMemoryFraction(
-        static_cast<double>(limit_bytes_ - rounding_bytes) / static_cast<double>(total_bytes_), device_);
+    allocator_limit_.emplace(device_, limit_bytes_ - rounding_bytes, total_bytes_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
     c10::cuda::CUDACachingAllocator::emptyCache();
     reset_peak();
@@ -115,7 +134,7 @@ class CudaBackend final : public Backend {
   const char* name() const override { return "cuda"; }
   void shut_down() override {
     pressure_.reset();
-    c10::cuda::CUDACachingAllocator::setMemoryFraction(1.0, device_);
+    allocator_limit_.reset();
   }
 
   // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart
@@ -141,17 +160,20 @@ class CudaBackend final : public Backend {
     return pointer;
   }
   void* allocate_over_limit(int64_t) override { return nullptr; }
-  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) override {
-    wait(Queue::kUpload, busy.copied);
-    wait(Queue::kUpload, busy.computed);
-    wait(Queue::kUpload, record(Queue::kCompute));
-    c10::cuda::CUDACachingAllocator::raw_delete(pointer);
+  void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+    try {
+      wait(Queue::kUpload, busy.copied);
+      wait(Queue::kUpload, busy.computed);
+      wait(Queue::kUpload, record(Queue::kCompute));
+      c10::cuda::CUDACachingAllocator::raw_delete(pointer);
+    } catch (const std::exception&) {  // the device has failed, and its memory with it
+    }
     slot_bytes_ -= num_bytes;
     cached_slot_bytes_ += num_bytes;
     least_slot_bytes_ = std::min(least_slot_bytes_, slot_bytes_);
   }
 
-  bool is_idle(const BusyUntil& busy) override { return is_complete(busy.copied) && is_complete(busy.computed); }
+  bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
   void reclaim() override {
     c10::cuda::CUDACachingAllocator::emptyCache();
     cached_slot_bytes_ = 0;
@@ -171,6 +193,14 @@ class CudaBackend final : public Backend {
     task();
   }
 
+  void follow_compute() override {
+    const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
+    if (current == compute_) return;
+    const Event before = record(Queue::kCompute);
+    compute_ = current;
+    wait(Queue::kCompute, before);
+  }
+
   void delay(Queue queue, double seconds) override {
     if (seconds <= 0) return;
     const c10::cuda::CUDAGuard guard(device_);
@@ -179,9 +209,7 @@ class CudaBackend final : public Backend {
 
   Event record(Queue queue) override {
     const c10::cuda::CUDAGuard guard(device_);
-    // Whoever waits for states is a thread that has nothing else to do: it should not keep a core busy.
-    const bool of_states = queue >= Queue::kStateUpload;
-    auto event = std::make_shared<CudaEvent>(of_states ? blocking_events_ : events_);
+    auto event = std::make_shared<CudaEvent>(events_);
     PS_CUDA_CHECK(cudaEventRecord(event->event, stream(queue)));
     return event;
   }
@@ -194,16 +222,24 @@ class CudaBackend final : public Backend {
   void synchronize(const Event& event) override {
     if (event == nullptr) return;
     if (HostEvent* host = host_event(event)) return host->wait();
+    const c10::cuda::CUDAGuard guard(device_);  // the thread may be one that has used no device yet
     PS_CUDA_CHECK(cudaEventSynchronize(native(event)));
   }
-  bool is_complete(const Event& event) override {
+  void settle(const Event& event) noexcept override {
+    if (event == nullptr) return;
+    if (HostEvent* host = host_event(event)) return host->settle();
+    cudaEventSynchronize(native(event));  // an error is the device's: nothing runs there any more
+  }
+  bool is_over(const Event& event) override {
     if (event == nullptr) return true;
-    if (HostEvent* host = host_event(event)) return host->is_complete();
-    return cudaEventQuery(native(event)) == cudaSuccess;
+    if (HostEvent* host = host_event(event)) return host->is_over();
+    const bool is_running = cudaEventQuery(native(event)) == cudaErrorNotReady;
+    if (is_running) cudaGetLastError();  // the next launch of this thread would take it for its own
+    return !is_running;
   }
   bool waits_on_host(const Event& event) override {
     HostEvent* host = event == nullptr ? nullptr : host_event(event);
-    return host != nullptr && !host->is_complete();
+    return host != nullptr && !host->is_over();
   }
 
   Mark mark(Queue queue) override {
@@ -224,7 +260,11 @@ class CudaBackend final : public Backend {
 
   void pin(void* data, int64_t num_bytes) override {
     const c10::cuda::CUDAGuard guard(device_);
-    PS_CUDA_CHECK(cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable));
+    const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(num_bytes), cudaHostRegisterPortable);
+    if (error != cudaSuccess) cudaGetLastError();  // the next launch of this thread would take it for its own
+    PS_CHECK(error == cudaSuccess, SystemError, num_bytes, " bytes of host memory cannot be locked for transfers (",
+             cudaGetErrorString(error),
+             "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
   void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
 
@@ -253,8 +293,10 @@ class CudaBackend final : public Backend {
   // PyTorch's allocator enforces the limit from the first step on; what it refuses is not known here.
   int64_t least_limit_bytes() override { return 0; }
   void reset_least_limit() override {}
+  void note_needed_payloads(int64_t) override {}
 
   int64_t limit_bytes() const override { return limit_bytes_; }
+  bool may_exceed_limit() const override { return false; }
   void set_limit_policy(LimitPolicy) override {}
   void set_pressure_handler(PressureHandler* handler) override {
     pressure_.reset();
@@ -264,21 +306,21 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  cudaStream_t compute() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }
   cudaStream_t stream(Queue queue) const {
-    return queue == Queue::kCompute ? compute() : streams_[static_cast<size_t>(queue)];
+    return queue == Queue::kCompute ? compute_ : streams_[static_cast<size_t>(queue)];
   }
   c10::DeviceIndex device_;
   std::shared_ptr<EventPool> events_;
-  std::shared_ptr<EventPool> blocking_events_;
   std::shared_ptr<EventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
-  std::array<cudaStream_t, kNumQueues> streams_{};  // by queue; kCompute's is PyTorch's current one
+  std::array<cudaStream_t, kNumQueues> streams_{};  // by queue, of all but kCompute
+  cudaStream_t compute_;                            // [Note: one compute queue]
   int64_t slot_bytes_ = 0;
   int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
   int64_t least_slot_bytes_ = 0;   // since the last take_tide_peak
   int64_t peak_reserved_ = 0;
+  std::optional<AllocatorLimit> allocator_limit_;
   std::optional<CudaPressureScope> pressure_;
 };
 

@@ -12,11 +12,11 @@ namespace patrickstar {
 namespace {
 
 struct Listener {
-  c10::DeviceIndex device = 0;
-  int64_t limit_bytes = 0;
-  int64_t headroom_bytes = 0;
+  std::atomic<c10::DeviceIndex> device{0};
+  std::atomic<int64_t> limit_bytes{0};
+  std::atomic<int64_t> headroom_bytes{0};
   std::atomic<int64_t> largest_request{0};  // of activations since the scope began
-  std::atomic<PressureHandler*> handler{nullptr};
+  PressureGate gate;
 };
 
 Listener& listener() {
@@ -41,7 +41,7 @@ void note_request(const Entry& entry) {
   Listener& target = listener();
   using Action = std::decay_t<Entry>;
   if ((entry.action_ != Action::ALLOC && entry.action_ != Action::OOM) || entry.device_ != target.device) return;
-  if (target.handler == nullptr || slot_allocations > 0) return;
+  if (slot_allocations > 0 || !target.gate.is_open()) return;
   const auto size = static_cast<int64_t>(entry.size_);
   int64_t largest = target.largest_request;
   while (size > largest && !target.largest_request.compare_exchange_weak(largest, size)) {
@@ -52,16 +52,14 @@ class EvictChunks final : public c10::FreeMemoryCallback {
  public:
   bool Execute() override {
     Listener& target = listener();
-    PressureHandler* handler = target.handler;
-    if (handler == nullptr || slot_allocations > 0) return false;
+    if (slot_allocations > 0 || !target.gate.is_open()) return false;
     using c10::CachingDeviceAllocator::StatType;
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
     const auto& reserved = stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)];
     const int64_t left = target.limit_bytes - reserved.current;
-    const int64_t headroom = std::max(target.headroom_bytes, segment_bytes(target.largest_request));
+    const int64_t headroom = std::max<int64_t>(target.headroom_bytes, segment_bytes(target.largest_request));
     if (left >= headroom) return false;
-    handler->release_device_memory(headroom - left);
-    return true;
+    return target.gate.ask(headroom - left);
   }
 };
 
@@ -78,10 +76,10 @@ CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t he
   target.device = static_cast<c10::DeviceIndex>(device);
   target.limit_bytes = limit_bytes;
   target.headroom_bytes = headroom_bytes;
-  target.handler = handler;
+  target.gate.set(handler);
 }
 
-CudaPressureScope::~CudaPressureScope() { listener().handler = nullptr; }
+CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
 
 CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
 CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }

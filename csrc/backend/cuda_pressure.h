@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "common/device_allocator.h"
+#include "common/pressure_gate.h"
 
 namespace patrickstar {
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <array>
 #include <cstring>
@@ -34,6 +35,14 @@ struct Metered {
 
 class MeteredTable {
  public:
+  // [Note: forks] A thread may be inside when the process forks, and would never leave the copy: so nobody is.
+  void lock_all() {
+    for (Shard& shard : shards_) shard.mutex.lock();
+  }
+  void unlock_all() {
+    for (Shard& shard : shards_) shard.mutex.unlock();
+  }
+
   void insert(void* data, Metered metered) {
     Shard& shard = shard_of(data);
     const std::lock_guard<std::mutex> lock(shard.mutex);
@@ -62,7 +71,12 @@ class MeteredTable {
 
 // Never destroyed: tensors may be freed while the process ends.
 MeteredTable& metered_table() {
-  static auto* table = new MeteredTable;
+  static auto* table = [] {
+    auto* made = new MeteredTable;
+    pthread_atfork([] { metered_table().lock_all(); }, [] { metered_table().unlock_all(); },
+                   [] { metered_table().unlock_all(); });
+    return made;
+  }();
   return *table;
 }
 
@@ -83,17 +97,21 @@ void DeviceMeter::note_peaks() {
 
 void DeviceMeter::make_room_for_tide(int64_t num_bytes) {
   if (limit_ == kUnlimited || in_use() + num_bytes <= limit_) return;
-  if (PressureHandler* handler = handler_) handler->release_device_memory(in_use() + num_bytes - limit_);
+  pressure_.ask(in_use() + num_bytes - limit_);
   const int64_t need = in_use() + num_bytes;
   if (need <= limit_) return;
-  raise_to(least_limit_, need);
-  if (policy_ == LimitPolicy::kMeasure) return;
+  if (policy_ == LimitPolicy::kMeasure) return raise_to(least_limit_, need);
+  // How much is asked for later is not known: no least limit is named.
   const std::string message =
       detail::join("out of simulated device memory: ", num_bytes, " bytes more are needed, ", in_use(), " of ", limit_,
-                   " are in use by activations and by chunks that running operations hold; raise device_memory to at "
-                   "least ",
-                   need, " bytes, or lower the batch size");
+                   " are in use by activations and by chunks that running operations hold; raise device_memory, or "
+                   "lower the batch size");
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+}
+
+void DeviceMeter::note_needed_payloads(int64_t num_bytes) {
+  const int64_t need = tide_ + num_bytes;
+  if (policy_ == LimitPolicy::kMeasure && limit_ != kUnlimited && need > limit_) raise_to(least_limit_, need);
 }
 
 void DeviceMeter::add_tide(int64_t num_bytes) {
@@ -131,7 +149,8 @@ MeteredAllocator::~MeteredAllocator() {
 }
 
 c10::DataPtr MeteredAllocator::allocate(size_t num_bytes) {
-  if (num_bytes == 0 || host_scopes > 0) return base_->allocate(num_bytes);
+  // In a fork (a DataLoader's worker) there is no engine that could make room.
+  if (num_bytes == 0 || host_scopes > 0 || !made_in_.is_here()) return base_->allocate(num_bytes);
   const auto bytes = static_cast<int64_t>(num_bytes);
   meter_->make_room_for_tide(bytes);
   c10::DataPtr memory = base_->allocate(num_bytes);

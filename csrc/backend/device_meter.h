@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "backend/backend.h"
+#include "common/process_fork.h"
 
 namespace patrickstar {
 
@@ -34,6 +35,9 @@ class DeviceMeter {
   void add_slot_over_limit(int64_t num_bytes);
   void subtract_slot(int64_t num_bytes) { slots_ -= num_bytes; }
 
+  // As if slots of so many bytes, and no others, were in use now.
+  void note_needed_payloads(int64_t num_bytes);
+
   int64_t in_use() const { return tide_ + slots_; }
 
   const int64_t limit_;
@@ -43,7 +47,7 @@ class DeviceMeter {
   std::atomic<int64_t> peak_{0};
   std::atomic<int64_t> least_limit_{0};
   std::atomic<LimitPolicy> policy_{LimitPolicy::kEnforce};
-  std::atomic<PressureHandler*> handler_{nullptr};
+  PressureGate pressure_;
 
  private:
   void note_peaks();
@@ -59,6 +63,7 @@ class MeteredAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t count) const override;
 
  private:
+  const ProcessFork made_in_ = ProcessFork::current();
   std::shared_ptr<DeviceMeter> meter_;
   c10::Allocator* base_;
 };

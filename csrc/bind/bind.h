@@ -25,6 +25,7 @@ void register_optim(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
 void register_simulator(pybind11::module_& module);
 void register_plan_vote(pybind11::module_& module);
+void register_messages(pybind11::module_& module);
 void register_collective(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 void register_trace(pybind11::module_& module);

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "bind/interrupts.h"
+
 namespace py = pybind11;
 
 namespace patrickstar::bind {
@@ -16,6 +18,7 @@ GradientHook::GradientHook(py::object runtime, ParamId param, py::tuple strides,
       rearrange_(std::move(rearrange)) {}
 
 void GradientHook::operator()(py::handle param) {
+  deliver_interrupt();
   py::object gradient = take_(param);
   const bool fits = !gradient.attr(is_sparse_).cast<bool>() && gradient.attr(stride_)().equal(strides_);
   if (!fits) gradient = rearrange_(gradient, param);

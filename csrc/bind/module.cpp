@@ -1,4 +1,5 @@
 #include "bind/bind.h"
+#include "bind/interrupts.h"
 
 PYBIND11_MODULE(_C, module) {
   namespace bind = patrickstar::bind;
@@ -12,10 +13,12 @@ PYBIND11_MODULE(_C, module) {
   bind::register_plan(module);
   bind::register_simulator(module);
   bind::register_plan_vote(module);
+  bind::register_messages(module);
   bind::register_collective(module);
   bind::register_memory(module);
   bind::register_trace(module);
   bind::register_observer(module);
   bind::register_runtime(module);
   bind::register_gradient_hook(module);
+  bind::register_interrupts(module);
 }

@@ -44,26 +44,44 @@ void register_communicator(py::module_& module) {
           ReleaseGil())
       .def("abort", &Communicator::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
       .def("check", &Communicator::check, "Raises RankFailure when the communicator has failed.", ReleaseGil())
-      .def("oldest_pending_seconds", &Communicator::oldest_pending_seconds, ReleaseGil());
+      .def("oldest_pending_seconds", &Communicator::oldest_pending_seconds, ReleaseGil())
+      .def("close", &Communicator::close, "Frees what it holds; waits for no other rank.", ReleaseGil());
   py::class_<ControlGroup, std::shared_ptr<ControlGroup>>(module, "ControlGroup",
                                                           "Small values over the hosts, for agreement between ranks.")
       .def_property_readonly("rank", &ControlGroup::rank)
       .def_property_readonly("size", &ControlGroup::size)
       .def(
           "exchange",
-          [](ControlGroup& self, const py::bytes& mine) {
+          [](ControlGroup& self, const py::bytes& mine, const std::string& what) {
             const std::string value = mine;
             std::vector<std::string> values;
             {
               const py::gil_scoped_release release;
-              values = self.exchange(value);
+              values = self.exchange(what, value);
             }
             py::list result;
             for (const std::string& item : values) result.append(py::bytes(item));
             return result;
           },
-          py::arg("mine"), "Everybody's value by rank. Raises RankFailure.")
-      .def("abort", &ControlGroup::abort, "Stops what is running, for failures; any thread.", ReleaseGil());
+          py::arg("mine"), py::arg("what") = "", "Everybody's value by rank. Raises RankFailure, RankMismatch.")
+      .def(
+          "distribute",
+          [](ControlGroup& self, const std::vector<py::bytes>& to_each, const std::string& what) {
+            const std::vector<std::string> mine(to_each.begin(), to_each.end());
+            std::vector<std::string> values;
+            {
+              const py::gil_scoped_release release;
+              values = self.distribute(what, mine);
+            }
+            py::list result;
+            for (const std::string& item : values) result.append(py::bytes(item));
+            return result;
+          },
+          py::arg("to_each"), py::arg("what") = "", "A value for each rank; what comes from each. Raises as exchange.")
+      .def("enter", &ControlGroup::enter, py::arg("call"), "The call that this rank is in from now on; empty: none.")
+      .def_property_readonly("call", &ControlGroup::call)
+      .def("abort", &ControlGroup::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
+      .def("close", &ControlGroup::close, "Frees what it holds; waits for no other rank.", ReleaseGil());
 }
 
 void register_groups(py::module_& module) {

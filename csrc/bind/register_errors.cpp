@@ -7,9 +7,10 @@ namespace patrickstar::bind {
 
 void register_errors(py::module_& module) {
   // ArgumentError is a std::invalid_argument, which pybind11 maps to ValueError.
-  py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
+  const auto& state_error = py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
   py::register_exception<MemoryBudgetError>(module, "MemoryBudgetError", PyExc_RuntimeError);
   py::register_exception<SystemError>(module, "SystemError", PyExc_RuntimeError);
+  py::register_exception<RankMismatch>(module, "RankMismatch", state_error);
   py::register_exception<RankFailure>(module, "RankFailure", PyExc_RuntimeError);
 }
 

@@ -1,9 +1,12 @@
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "backend/device_meter.h"
 #include "bind/bind.h"
+#include "common/check.h"
 #include "memory/host_arena.h"
 #include "memory/interleave.h"
 
@@ -23,14 +26,18 @@ class HostAllocations {
   std::unique_ptr<HostAllocationScope> scope_;
 };
 
-// As on CUDA, without its pinning.
-RegionHooks region_hooks(bool prepares, const std::vector<int>& nodes) {
+// As on CUDA, without its pinning; the first `num_failures` regions cannot be prepared.
+RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>& nodes) {
   RegionHooks hooks;
   if (!nodes.empty()) {
     hooks.place = [nodes](void* data, int64_t num_bytes) { interleave_pages(data, num_bytes, nodes); };
   }
   if (prepares) {
-    hooks.prepare = [](void* data, int64_t num_bytes) { std::memset(data, 0, static_cast<size_t>(num_bytes)); };
+    auto left = std::make_shared<std::atomic<int>>(num_failures);
+    hooks.prepare = [left](void* data, int64_t num_bytes) {
+      std::memset(data, 0, static_cast<size_t>(num_bytes));
+      PS_CHECK((*left)-- <= 0, SystemError, num_bytes, " bytes cannot be pinned");
+    };
   }
   return hooks;
 }
@@ -54,10 +61,11 @@ void register_memory(py::module_& module) {
       .def("__exit__", &HostAllocations::exit);
   // For tests: addresses as integers.
   py::class_<HostArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
-      .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes) {
-             return std::make_unique<HostArena>(limit_bytes, region_hooks(prepares, nodes));
+      .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes, int num_failures) {
+             return std::make_unique<HostArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
            }),
-           py::arg("limit_bytes"), py::arg("prepares") = false, py::arg("nodes") = std::vector<int>{})
+           py::arg("limit_bytes"), py::arg("prepares") = false, py::arg("nodes") = std::vector<int>{},
+           py::arg("num_failures") = 0)
       .def("reserve", &HostArena::reserve)
       .def("prepare_ahead", &HostArena::prepare_ahead)
       .def("release_reserved", &HostArena::release_reserved)

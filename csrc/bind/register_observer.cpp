@@ -58,8 +58,9 @@ void register_uses(py::module_& module) {
   // A function, not an object with __call__: Python calls it with fewer detours.
   module.def(
       "torch_function",
-      [](const py::tuple& types, py::object way_of, py::object write, py::object as_view) {
-        auto function = std::make_shared<TorchFunction>(types, std::move(way_of), std::move(write), std::move(as_view));
+      [](const py::tuple& types, py::object way_of, py::object write, py::object refuse, py::object as_view) {
+        auto function = std::make_shared<TorchFunction>(types, std::move(way_of), std::move(write), std::move(refuse),
+                                                        std::move(as_view));
         return py::cpp_function(
             [function](const py::handle& func, const py::handle& given, py::tuple args, const py::handle& kwargs) {
               return (*function)(func, given, std::move(args), kwargs);
@@ -67,7 +68,7 @@ void register_uses(py::module_& module) {
             py::arg("func"), py::arg("types"), py::arg("args") = py::tuple(), py::arg("kwargs") = py::none());
       },
       "A __torch_function__ (bind/torch_function.h).", py::kw_only(), py::arg("types"), py::arg("way_of"),
-      py::arg("write"), py::arg("as_view"));
+      py::arg("write"), py::arg("refuse"), py::arg("as_view"));
   py::class_<ModuleHook>(module, "ModuleHook", "The forward hooks of one module (bind/use_observer.h).")
       .def(py::init<std::shared_ptr<UseObserver>, std::vector<ParamId>, HoldUntil>(), py::arg("observer") = py::none(),
            py::arg("params") = std::vector<ParamId>{}, py::arg("until") = HoldUntil::kScopeEnd)

@@ -38,7 +38,10 @@ void register_plan_vote(py::module_& module) {
       "agreed_vote",
       [](const std::vector<py::dict>& votes) {
         std::vector<PlanVote> received;
-        for (const py::dict& fields : votes) received.push_back(unpacked_vote(packed(parse_vote(fields))));
+        for (const py::dict& fields : votes) {
+          const PlanVote vote = parse_vote(fields);
+          received.push_back(unpacked_vote(packed(vote), vote.updates.size()));
+        }
         return describe_vote(agreed(received));
       },
       py::arg("votes"), "What ranks make of their votes on the next plan, sent and received (runtime/plan_vote.h).");

@@ -34,6 +34,7 @@ void register_layout(py::module_& module) {
              const ParamShard shard = self.shard_of(id);
              return py::make_tuple(shard.begin, shard.numel, shard.offset);
            })
+      .def("train", &Layout::train)
       .def("chunk", [](const Layout& self, ChunkId id) {
         const ChunkSpec& chunk = self.chunks().at(static_cast<size_t>(id));
         py::dict result;
@@ -54,6 +55,7 @@ void register_options(py::module_& module) {
   py::enum_<Tracking>(module, "Tracking")
       .value("TRAINING", Tracking::kTraining)
       .value("UNTRACKED", Tracking::kUntracked);
+  py::enum_<Attempt>(module, "Attempt").value("REPEATABLE", Attempt::kRepeatable).value("LAST", Attempt::kLast);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
@@ -70,16 +72,6 @@ void register_options(py::module_& module) {
       .value("OFF", SpeculationMode::kOff)
       .value("ON", SpeculationMode::kOn)
       .value("COMMIT", SpeculationMode::kCommit);
-  py::class_<UpdateRate>(module, "UpdateRate", "How fast an executor updates, and what waits for it.")
-      .def(py::init<double>(), py::arg("first_guess"))
-      .def("submitted", &UpdateRate::submitted, py::arg("numel"))
-      .def("finished", &UpdateRate::finished, py::arg("numel"), py::arg("seconds"))
-      .def("params_per_second", &UpdateRate::params_per_second)
-      .def("seconds_until_done", &UpdateRate::seconds_until_done, py::arg("numel"));
-  py::enum_<StreamingMode>(module, "StreamingMode")
-      .value("OFF", StreamingMode::kOff)
-      .value("AUTO", StreamingMode::kAuto)
-      .value("ALWAYS", StreamingMode::kAlways);
   py::class_<RuntimeOptions>(module, "RuntimeOptions")
       .def(py::init<>())
       .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
@@ -94,8 +86,7 @@ void register_options(py::module_& module) {
       .def_readwrite("partition", &RuntimeOptions::partition)
       .def_readwrite("state_placement", &RuntimeOptions::state_placement)
       .def_readwrite("host_threads", &RuntimeOptions::host_threads)
-      .def_readwrite("speculation", &RuntimeOptions::speculation)
-      .def_readwrite("streaming", &RuntimeOptions::streaming);
+      .def_readwrite("speculation", &RuntimeOptions::speculation);
   py::class_<GroupOptions>(module, "GroupOptions")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
                        BiasCorrection bias_correction) {
@@ -105,22 +96,21 @@ void register_options(py::module_& module) {
            py::arg("mode"), py::arg("bias_correction") = BiasCorrection::kApplied);
 }
 
-py::dict report(Runtime& self) {
+py::dict describe_report(const RuntimeReport& report) {
+  const Counters& counters = report.counters;
   py::dict result;
-  Backend& backend = self.backend();
-  const Counters& counters = self.counters();
-  result["device_budget_bytes"] = backend.limit_bytes();
-  result["device_peak_bytes"] = backend.peak_bytes();
-  result["device_tide_bytes"] = backend.tide_bytes();
-  result["device_payload_bytes"] = self.payload_bytes();
-  result["host_budget_bytes"] = self.arena().limit_bytes();
-  result["host_bytes"] = self.arena().mapped_bytes();
-  result["host_peak_bytes"] = self.arena().peak_mapped_bytes();
-  result["uploaded_bytes"] = self.transfer_counters().uploaded_bytes;
-  result["downloaded_bytes"] = self.transfer_counters().downloaded_bytes;
-  result["host_interleaved_nodes"] = format_cpu_list(self.interleaved_nodes());
-  result["num_host_threads"] = self.pool().num_threads();
-  result["host_thread_cpus"] = format_cpu_list(self.pool().pinned_cpus());
+  result["device_budget_bytes"] = report.device_budget_bytes;
+  result["device_peak_bytes"] = report.device_peak_bytes;
+  result["device_tide_bytes"] = report.device_tide_bytes;
+  result["device_payload_bytes"] = report.device_payload_bytes;
+  result["host_budget_bytes"] = report.host_budget_bytes;
+  result["host_bytes"] = report.host_bytes;
+  result["host_peak_bytes"] = report.host_peak_bytes;
+  result["uploaded_bytes"] = report.transfers.uploaded_bytes;
+  result["downloaded_bytes"] = report.transfers.downloaded_bytes;
+  result["host_interleaved_nodes"] = format_cpu_list(report.interleaved_nodes);
+  result["num_host_threads"] = report.num_host_threads;
+  result["host_thread_cpus"] = format_cpu_list(report.pinned_cpus);
   result["num_evictions"] = counters.num_evictions;
   result["num_pressure_evictions"] = counters.num_pressure_evictions;
   result["num_prefetch_hits"] = counters.num_prefetch_hits;
@@ -130,23 +120,26 @@ py::dict report(Runtime& self) {
   result["num_plans"] = counters.num_plans;
   result["num_speculated_updates"] = counters.num_speculated_updates;
   result["num_committed_updates"] = counters.num_committed_updates;
-  int64_t num_chunk_elements = 0;
-  for (const ChunkSpec& chunk : self.layout().chunks()) num_chunk_elements += chunk.numel;
-  result["num_chunk_elements"] = num_chunk_elements;  // padding included
-  result["gathered_bytes"] = counters.gathered_bytes;
-  result["scattered_bytes"] = counters.scattered_bytes;
-  result["num_streamed_updates"] = counters.num_streamed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
-  result["num_chunks"] = self.layout().num_chunks();
-  result["chunk_numel"] = self.layout().chunk_numel();
-  result["num_device_state_chunks"] = self.num_device_state_chunks();
-  result["planned_uploaded_bytes"] = self.plan().uploaded_bytes;
-  result["planned_downloaded_bytes"] = self.plan().downloaded_bytes;
-  result["predicted_step_seconds"] =
-      self.predicted_step() ? self.predicted_step()->seconds : 0.0;  // 0: no step was measured
+  result["gathered_bytes"] = counters.gathered_bytes;
+  result["scattered_bytes"] = counters.scattered_bytes;
+  result["num_chunks"] = report.num_chunks;
+  result["chunk_numel"] = report.chunk_numel;
+  result["num_chunk_elements"] = report.num_chunk_elements;
+  result["num_device_state_chunks"] = report.num_device_state_chunks;
+  result["planned_uploaded_bytes"] = report.planned_uploaded_bytes;
+  result["planned_downloaded_bytes"] = report.planned_downloaded_bytes;
+  result["predicted_step_seconds"] = report.predicted_step_seconds;
   return result;
+}
+
+// self.method() without the interpreter: another thread may hold the runtime's lock for long.
+template <typename Result>
+Result without_gil(Runtime& self, Result (Runtime::*method)()) {
+  const py::gil_scoped_release release;
+  return (self.*method)();
 }
 
 // None before a traced step is over.
@@ -160,8 +153,7 @@ py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(co
 }
 
 // {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt]}: the simulator's arguments.
-py::object step_times(const Runtime& self) {
-  const std::optional<StepTimes>& times = self.step_times();
+py::object describe_times(const std::optional<StepTimes>& times) {
   if (!times) return py::none();
   py::dict result;
   result["rates"] = times->rates;
@@ -171,14 +163,25 @@ py::object step_times(const Runtime& self) {
 }
 
 void adopt_timeline(Runtime& self, const py::list& moments, const py::object& times) {
+  Timeline timeline = parse_timeline(moments);
   std::optional<StepTimes> parsed;
   if (!times.is_none()) {
     parsed = {
         times["rates"].cast<Rates>(),
         {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<UpdateAt>>(), {}}};
   }
-  self.adopt_timeline(parse_timeline(moments), std::move(parsed));
+  const py::gil_scoped_release release;
+  self.adopt_timeline(std::move(timeline), std::move(parsed));
 }
+
+// What nobody closed is closed without the interpreter.
+struct DeleteWithoutGil {
+  void operator()(Runtime* runtime) const {
+    const py::gil_scoped_release release;
+    delete runtime;
+  }
+};
+using RuntimeHolder = std::unique_ptr<Runtime, DeleteWithoutGil>;
 
 }  // namespace
 
@@ -198,21 +201,22 @@ void register_runtime(py::module_& module) {
            py::arg("gather"), py::arg("scatter"), py::arg("control"))
       .def("check_same_plan", &Collectives::check_same_plan, py::arg("fingerprint"), ReleaseGil())
       .def_property_readonly("num_ranks", &Collectives::num_ranks);
-  py::class_<Runtime, UseListener>(module, "Runtime", "The core's façade (runtime/runtime.h).")
+  py::class_<Runtime, UseListener, RuntimeHolder>(module, "Runtime", "The core's façade (runtime/runtime.h).")
       .def(py::init([](Layout layout, std::vector<std::string> param_names,
                        const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options,
                        std::shared_ptr<Collectives> collectives) {
              if (collectives == nullptr) collectives = std::make_shared<Collectives>();
-             return std::make_unique<Runtime>(std::move(layout), std::move(param_names), module_params, options,
-                                              std::move(collectives));
+             return RuntimeHolder(new Runtime(std::move(layout), std::move(param_names), module_params, options,
+                                              std::move(collectives)));
            }),
            py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"),
            py::arg("collectives") = nullptr, ReleaseGil())
       .def("bind_storage",
            [](Runtime& self, ChunkId chunk, uintptr_t storage) {
+             const py::gil_scoped_release release;
              self.bind_storage(chunk, reinterpret_cast<c10::StorageImpl*>(storage));
            })
-      .def("seal_storage", &Runtime::seal_storage)
+      .def("seal_storage", &Runtime::seal_storage, ReleaseGil())
       .def(
           "write_values",
           [](Runtime& self, ParamId param, ArrayKind kind, uintptr_t values, Tier where) {
@@ -244,6 +248,9 @@ void register_runtime(py::module_& module) {
           },
           ReleaseGil())
       .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
+      .def("make_states", &Runtime::make_states, ReleaseGil())
+      .def("discard_states", &Runtime::discard_states, ReleaseGil())
+      .def("train", &Runtime::train, ReleaseGil())
       .def("close", &Runtime::close, ReleaseGil())
       .def("release_chunk", &Runtime::release_chunk, ReleaseGil())
       .def("begin_forward", &Runtime::begin_forward, ReleaseGil())
@@ -264,39 +271,42 @@ void register_runtime(py::module_& module) {
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
       .def("clear_gradients", &Runtime::clear_gradients, ReleaseGil())
-      .def("forget_plan", &Runtime::forget_plan)
+      .def("forget_plan", &Runtime::forget_plan, ReleaseGil())
       .def("clear_gradient", &Runtime::clear_gradient, ReleaseGil())
-      .def("has_gradient", &Runtime::has_gradient)
-      .def("gradients_pending", &Runtime::gradients_pending)
-      .def("set_group", [](Runtime& self, ParamId param, int group) { self.optimizer().set_group(param, group); })
-      .def("step_count", [](Runtime& self, ParamId param) { return self.optimizer().step_count(param); })
-      .def("set_step_count",
-           [](Runtime& self, ParamId param, int64_t count) { self.optimizer().set_step_count(param, count); })
+      .def("has_gradient", &Runtime::has_gradient, ReleaseGil())
+      .def("gradients_pending", &Runtime::gradients_pending, ReleaseGil())
+      .def("set_group", &Runtime::set_group, ReleaseGil())
+      .def("step_count", &Runtime::step_count, ReleaseGil())
+      .def("set_step_count", &Runtime::set_step_count, ReleaseGil())
       .def(
           "start_trace", [](Runtime& self) { self.start_trace(TraceReader::kUser); }, ReleaseGil())
       .def("take_trace", [](Runtime& self) { return take_trace(self, TraceReader::kUser, &describe_trace); })
       .def(
           "start_stall_trace", [](Runtime& self) { self.start_trace(TraceReader::kMonitor); }, ReleaseGil())
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
-      .def_property_readonly("closed", &Runtime::closed)
-      .def_property_readonly("num_committed", [](Runtime& self) { return self.optimizer().num_committed(); })
-      .def_property_readonly("replays", &Runtime::replays, "The running step goes as planned so far.")
+      .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
+      .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
+      .def_property_readonly(
+          "replays", [](Runtime& self) { return without_gil(self, &Runtime::replays); },
+          "The running step goes as planned so far.")
       .def_property_readonly("num_pressure_evictions",
-                             [](const Runtime& self) { return self.counters().num_pressure_evictions; })
-      .def("report", &report)
-      .def("reset_report", &Runtime::reset_report)
-      .def("param_state",
-           [](const Runtime& self, ParamId param) { return state_name(self.store().param_state(param)); })
-      .def("chunk_state",
-           [](const Runtime& self, ChunkId chunk) { return state_name(self.store().chunk_state(chunk)); })
-      .def("is_on_device", [](const Runtime& self, ChunkId chunk,
-                              ArrayKind kind) { return self.store().array({chunk, kind}).on_device; })
-      .def("timeline", [](const Runtime& self) { return describe_timeline(self.last_timeline()); })
-      .def("plan", [](const Runtime& self) { return describe_plan(self.plan()); })
-      .def("plan_problem", [](const Runtime& self) { return describe_problem(self.plan_problem()); })
-      .def("step_times", &step_times)
-      .def("predicted_step", [](const Runtime& self) {
-        return self.predicted_step() ? py::object(describe_step(*self.predicted_step())) : py::none();
+                             [](Runtime& self) { return without_gil(self, &Runtime::num_pressure_evictions); })
+      .def("report", [](Runtime& self) { return describe_report(without_gil(self, &Runtime::report)); })
+      .def("reset_report", &Runtime::reset_report, ReleaseGil())
+      .def(
+          "param_state", [](Runtime& self, ParamId param) { return state_name(self.param_state(param)); }, ReleaseGil())
+      .def(
+          "chunk_state", [](Runtime& self, ChunkId chunk) { return state_name(self.chunk_state(chunk)); }, ReleaseGil())
+      .def(
+          "is_on_device", [](Runtime& self, ChunkId chunk, ArrayKind kind) { return self.is_on_device({chunk, kind}); },
+          ReleaseGil())
+      .def("timeline", [](Runtime& self) { return describe_timeline(without_gil(self, &Runtime::last_timeline)); })
+      .def("plan", [](Runtime& self) { return describe_plan(without_gil(self, &Runtime::plan)); })
+      .def("plan_problem", [](Runtime& self) { return describe_problem(without_gil(self, &Runtime::plan_problem)); })
+      .def("step_times", [](Runtime& self) { return describe_times(without_gil(self, &Runtime::step_times)); })
+      .def("predicted_step", [](Runtime& self) {
+        const std::optional<SimulatedStep> step = without_gil(self, &Runtime::predicted_step);
+        return step ? py::object(describe_step(*step)) : py::none();
       });
 }
 

@@ -3,15 +3,19 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "common/check.h"
 #include "common/cpu_topology.h"
 #include "common/host_threads.h"
 #include "common/thread_pool.h"
+#include "common/work_queue.h"
 
 namespace py = pybind11;
 
 namespace patrickstar::bind {
 
 namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 void register_topology(py::module_& module) {
   module.def("num_available_cpus", &num_available_cpus, "Processors this process may run on.");
@@ -48,11 +52,49 @@ void register_host_threads(py::module_& module) {
       .def_readonly("nodes", &HostThreads::nodes);
   module.def("choose_host_threads", &choose_host_threads, py::arg("topology"), py::arg("options"),
              "How many threads compute, and on which CPUs (common/host_threads.h).");
-  py::class_<ThreadPool>(module, "ThreadPool", "Threads that split one range at a time (common/thread_pool.h).")
+  py::enum_<Priority>(module, "Priority", "Which loops workers help first (common/thread_pool.h).")
+      .value("URGENT", Priority::kUrgent)
+      .value("BACKGROUND", Priority::kBackground);
+  py::class_<ThreadPool>(module, "ThreadPool", "Threads that share the work of loops (common/thread_pool.h).")
       .def(py::init<int, const std::vector<int>&>(), py::arg("num_threads"),
            py::arg("worker_cpus") = std::vector<int>{})
       .def_property_readonly("num_threads", &ThreadPool::num_threads)
-      .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus);
+      .def_property_readonly("num_urgent", &ThreadPool::num_urgent)
+      .def_property_readonly("pinned_cpus", &ThreadPool::pinned_cpus)
+      // For tests: the function is called with the interpreter, by one thread at a time.
+      .def(
+          "parallel_for",
+          [](ThreadPool& self, int64_t size, int64_t grain, const py::function& fn, Priority priority) {
+            const auto call = [&fn](int64_t begin, int64_t end) {
+              const py::gil_scoped_acquire acquire;
+              try {
+                fn(begin, end);
+              } catch (const py::error_already_set& error) {
+                throw StateError(error.what());
+              }
+            };
+            const py::gil_scoped_release release;
+            self.parallel_for(size, grain, call, priority);
+          },
+          py::arg("size"), py::arg("grain"), py::arg("fn"), py::arg("priority") = Priority::kUrgent,
+          "Calls fn(begin, end) on disjoint ranges that cover [0, size).");
+}
+
+// For tests: a queue whose tasks do nothing, or fail.
+void register_work_queue(py::module_& module) {
+  py::class_<HostEvent, std::shared_ptr<HostEvent>>(module, "HostEvent", "The end of some work (common/event.h).")
+      .def("wait", &HostEvent::wait, ReleaseGil(), "Raises what the work has failed with.")
+      .def("settle", &HostEvent::settle, ReleaseGil())
+      .def_property_readonly("is_over", &HostEvent::is_over);
+  py::class_<WorkQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")
+      .def(py::init<>())
+      .def(
+          "submit",
+          [](WorkQueue& self, const std::string& failure) {
+            const Event event = self.submit([failure] { PS_CHECK(failure.empty(), SystemError, failure); });
+            return std::static_pointer_cast<HostEvent>(event);
+          },
+          py::arg("failure") = "");
 }
 
 }  // namespace
@@ -60,6 +102,7 @@ void register_host_threads(py::module_& module) {
 void register_threads(py::module_& module) {
   register_topology(module);
   register_host_threads(module);
+  register_work_queue(module);
 }
 
 }  // namespace patrickstar::bind

@@ -9,8 +9,17 @@ namespace py = pybind11;
 
 namespace patrickstar::bind {
 
-TorchFunction::TorchFunction(const py::tuple& types, py::object way_of, py::object write, py::object as_view)
-    : way_of_(std::move(way_of)), write_(std::move(write)), as_view_(std::move(as_view)) {
+namespace {
+
+uint32_t version_of(c10::TensorImpl& impl) {
+  return impl.is_inference() ? 0 : impl.version_counter().current_version();
+}
+
+}  // namespace
+
+TorchFunction::TorchFunction(const py::tuple& types, py::object way_of, py::object write, py::object refuse,
+                             py::object as_view)
+    : way_of_(std::move(way_of)), write_(std::move(write)), refuse_(std::move(refuse)), as_view_(std::move(as_view)) {
   for (const py::handle& type : types) types_.push_back(reinterpret_cast<PyTypeObject*>(type.ptr()));
   const py::module_ torch = py::module_::import("torch");
   call_plainly_ = torch.attr("_C").attr("_disabled_torch_function_impl");
@@ -19,43 +28,47 @@ TorchFunction::TorchFunction(const py::tuple& types, py::object way_of, py::obje
 
 py::object TorchFunction::operator()(py::handle func, py::handle types, py::tuple args, py::handle kwargs) const {
   const Way way = way_of_(func).cast<Way>();
-  Handles handles;
+  Arguments arguments;
   if (way != Way::kLook) {
-    for (const py::handle& value : args) collect(value, handles);
+    for (const py::handle& value : args) collect(value, arguments);
     if (!kwargs.is_none()) {
-      for (const auto& item : kwargs.cast<py::dict>()) collect(item.second, handles);
+      for (const auto& item : kwargs.cast<py::dict>()) collect(item.second, arguments);
     }
   }
-  if (handles.empty()) return call_without_torch_function(call_plainly_, func, types, args, kwargs);
+  if (arguments.empty()) return call_without_torch_function(call_plainly_, func, types, args, kwargs);
   if (way == Way::kMayWrite || (!kwargs.is_none() && kwargs.contains("out"))) {
     py::object written = write_(func, args, kwargs.is_none() ? py::dict() : py::reinterpret_borrow<py::dict>(kwargs));
     if (!written.is(py::handle(Py_NotImplemented))) return written;
   }
-  return read(way, handles, func, types, args, kwargs);
+  return read(way, arguments, func, types, args, kwargs);
 }
 
-py::object TorchFunction::read(Way way, const Handles& handles, py::handle func, py::handle types, py::handle args,
+py::object TorchFunction::read(Way way, const Arguments& arguments, py::handle func, py::handle types, py::handle args,
                                py::handle kwargs) const {
   std::vector<ParamId> params;
-  for (const py::object& handle : handles) params.push_back(handle.attr(id_).cast<ParamId>());
-  auto& observer = handles.front().attr(uses_).cast<UseObserver&>();
+  for (const Argument& argument : arguments) params.push_back(argument.handle.attr(id_).cast<ParamId>());
+  auto& observer = arguments.front().handle.attr(uses_).cast<UseObserver&>();
   const BackwardNeed need = way == Way::kReadOnce ? BackwardNeed::kShape : BackwardNeed::kValue;
   py::object result = observer.observe(params, need, func, types, args, kwargs);
+  for (const Argument& argument : arguments) {
+    if (version_of(*argument.impl) != argument.version) refuse_(func, argument.handle);
+  }
   const bool may_share = Py_TYPE(result.ptr()) != tensor_type_ || way == Way::kAlias ||
                          c10::InferenceMode::is_enabled() || result.attr(is_view_)().cast<bool>();
   if (!may_share) return result;
   py::list known;
-  for (const py::object& handle : handles) known.append(handle);
+  for (const Argument& argument : arguments) known.append(argument.handle);
   return as_view_(result, func, known);
 }
 
-void TorchFunction::collect(py::handle value, Handles& handles) const {
+void TorchFunction::collect(py::handle value, Arguments& arguments) const {
   PyTypeObject* type = Py_TYPE(value.ptr());
   if (type == tensor_type_) return;
   if (std::any_of(types_.begin(), types_.end(), [type](PyTypeObject* t) { return PyType_IsSubtype(type, t) != 0; })) {
-    handles.push_back(value.attr(handle_));
+    auto* impl = reinterpret_cast<c10::TensorImpl*>(value.attr(impl_).cast<uintptr_t>());
+    arguments.push_back({value.attr(handle_), impl, version_of(*impl)});
   } else if (PyList_Check(value.ptr()) != 0 || PyTuple_Check(value.ptr()) != 0) {
-    for (const py::handle& item : value) collect(item, handles);
+    for (const py::handle& item : value) collect(item, arguments);
   }
 }
 

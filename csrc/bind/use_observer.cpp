@@ -6,6 +6,8 @@
 #include <iterator>
 #include <utility>
 
+#include "bind/interrupts.h"
+
 namespace py = pybind11;
 
 namespace patrickstar::bind {
@@ -19,6 +21,7 @@ class BackwardEntry {
       : keeper_(std::move(keeper)), listener_(listener), use_(std::move(use)) {}
 
   void operator()(const py::handle& /*gradient*/) const {
+    deliver_interrupt();
     const py::gil_scoped_release release;
     listener_.enter_backward(use_.begin, use_.end, use_.params);
   }
@@ -109,7 +112,9 @@ ModuleHook::ModuleHook(std::shared_ptr<UseObserver> observer, std::vector<ParamI
     : observer_(std::move(observer)), params_(std::move(params)), until_(until) {}
 
 void ModuleHook::before_forward() {
-  if (observer_) observer_->open_scope(this, params_, until_);
+  if (!observer_) return;
+  deliver_interrupt();
+  observer_->open_scope(this, params_, until_);
 }
 
 void ModuleHook::after_forward(py::handle output) {

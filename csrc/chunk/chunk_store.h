@@ -59,6 +59,8 @@ class ChunkStore {
   explicit ChunkStore(Layout layout, std::vector<std::string> param_names);
 
   const Layout& layout() const { return layout_; }
+  // Layout::train. The chunk's optimizer states exist.
+  void train(ChunkId chunk) { layout_.train(chunk); }
   ArrayRecord& array(ArrayId id) { return arrays_[static_cast<size_t>(id.index())]; }
   const ArrayRecord& array(ArrayId id) const { return arrays_[static_cast<size_t>(id.index())]; }
   // Chunks whose array of this kind has its value on the device.

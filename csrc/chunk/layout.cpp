@@ -54,6 +54,12 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
   return layout;
 }
 
+void Layout::train(ChunkId id) {
+  ChunkSpec& spec = chunks_.at(static_cast<size_t>(id));
+  spec.trainable = true;
+  for (ParamId param : spec.params) params_[static_cast<size_t>(param)].trainable = true;
+}
+
 ParamShard Layout::shard_of(ParamId id) const {
   const Placement& place = placement(id);
   const int64_t numel = param(id).numel;

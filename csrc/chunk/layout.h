@@ -3,7 +3,7 @@
 // Parameters are packed in the order given (the order of registration, which for nearly all models is
 // the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
 // of a chunk have the same compute dtype and are all trainable or all frozen, so a frozen chunk carries
-// no optimizer state. A parameter larger than the chunk size gets a chunk of its own.
+// no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk of its own.
 //
 // [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the r-th.
 // The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
@@ -12,7 +12,7 @@
 //   Layout layout = Layout::pack({{1000, DType::kBFloat16, true}, ...}, /*chunk_numel=*/1 << 26);
 //   layout.placement(0).chunk;  // 0
 //
-// Immutable after pack(); any thread may read it.
+// Placements never change after pack(), and any thread may read them; what is trainable changes between steps only.
 #pragma once
 
 #include <cstdint>
@@ -77,6 +77,9 @@ class Layout {
  public:
   // Throws ArgumentError when chunk_numel < kAlignment or a parameter has no elements.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
+
+  // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
+  void train(ChunkId id);
 
   const std::vector<ParamSpec>& params() const { return params_; }
   const std::vector<ChunkSpec>& chunks() const { return chunks_; }

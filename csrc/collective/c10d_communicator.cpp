@@ -6,6 +6,9 @@
 // Why messages and not gloo's own collectives: they need no second copy of the chunk, they can be aborted, and what
 // fails is a message from or to one rank, so an error can name it. Messages of different groups have connections of
 // their own and cannot mix; within a group the tag counts the collectives.
+//
+// A control group's exchange is two rounds: heads of one size, which say what each rank is doing and how long its value
+// is ([Note: ranks at the same point]), and the values.
 #include "collective/communicator.h"
 #include "common/check.h"
 
@@ -14,6 +17,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -54,10 +58,14 @@ std::string reason_of(const std::exception& error) {
 class PeerMessages {
  public:
   PeerMessages(const std::string& group_name, Milliseconds timeout)
-      : backend_(cpu_backend(group_name)), group_name_(group_name), timeout_(timeout) {}
+      : backend_(cpu_backend(group_name)),
+        group_name_(group_name),
+        rank_(backend_->getRank()),
+        size_(backend_->getSize()),
+        timeout_(timeout) {}
 
-  int rank() const { return backend_->getRank(); }
-  int size() const { return backend_->getSize(); }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
 
   // Sends mine(peer) to and receives theirs(peer) from every other rank; both give a std::pair of address and number of
   // bytes, and ranks agree on each message's length. `what` is for errors.
@@ -83,6 +91,13 @@ class PeerMessages {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) throw RankFailure(failure_);
   }
+  void close() {
+    abort();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+    running_.clear();
+    backend_.reset();
+  }
   double running_seconds() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return is_running_ ? std::chrono::duration<double>(Clock::now() - started_).count() : 0.0;
@@ -99,6 +114,7 @@ class PeerMessages {
     const std::lock_guard<std::mutex> lock(mutex_);
     PS_CHECK(!is_running_, StateError, "group ", group_name_, " is in a collective already and another thread began ",
              what, "; a communicator serves one thread at a time");
+    PS_CHECK(!is_closed_, StateError, "group ", group_name_, " is closed, and ", what, " was called");
     if (!failure_.empty()) throw RankFailure(failure_);
     is_running_ = true;
     started_ = now;
@@ -157,12 +173,15 @@ class PeerMessages {
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::string group_name_;
+  int rank_;
+  int size_;
   Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own for each message
   int tag_ = 0;
   std::mutex mutex_;  // guards the rest
   std::vector<Work> running_;
   Clock::time_point started_;
   bool is_running_ = false;
+  bool is_closed_ = false;
   std::string failure_;
 };
 
@@ -191,10 +210,32 @@ class C10dCommunicator final : public Communicator {
   void abort() override { messages_.abort(); }
   void check() override { messages_.check(); }
   double oldest_pending_seconds() override { return messages_.running_seconds(); }
+  void close() override { messages_.close(); }
 
  private:
   PeerMessages messages_;
 };
+
+using Name = std::array<char, ControlGroup::kMaxName + 1>;
+
+Name name_of(const std::string& text) {
+  Name name{};
+  text.copy(name.data(), ControlGroup::kMaxName);
+  return name;
+}
+
+// What a rank says before the value of an exchange.
+struct ExchangeHead {
+  int64_t num_bytes;  // of the value
+  Name call;
+  Name what;
+};
+
+std::string describe(const ExchangeHead& head) {
+  const std::string what = head.what.data();
+  const std::string call = head.call[0] == '\0' ? "between two calls" : detail::join("in ", head.call.data());
+  return what.empty() ? call : detail::join(call, " (", what, ")");
+}
 
 class C10dControl final : public ControlGroup {
  public:
@@ -203,25 +244,66 @@ class C10dControl final : public ControlGroup {
   int rank() const override { return messages_.rank(); }
   int size() const override { return messages_.size(); }
 
-  std::vector<std::string> exchange(const std::string& mine) override {
-    std::vector<int64_t> lengths(static_cast<size_t>(size()), static_cast<int64_t>(mine.size()));
-    int64_t own_length = lengths[0];
-    const auto num_bytes = static_cast<int64_t>(sizeof(int64_t));
-    messages_.exchange(
-        "exchange", [&](int) { return std::pair(&own_length, num_bytes); },
-        [&](int r) { return std::pair(&lengths[static_cast<size_t>(r)], num_bytes); });
-    std::vector<std::string> values(lengths.size());
-    for (size_t r = 0; r < values.size(); ++r) values[r].resize(static_cast<size_t>(lengths[r]));
-    std::string& own = values[static_cast<size_t>(rank())] = mine;
-    messages_.exchange(
-        "exchange", [&](int) { return std::pair(own.data(), own_length); },
-        [&](int r) { return std::pair(values[static_cast<size_t>(r)].data(), lengths[static_cast<size_t>(r)]); });
-    return values;
+  void enter(const std::string& call) override { call_ = call; }
+  std::string call() const override { return call_; }
+
+  std::vector<std::string> exchange(const std::string& what, const std::string& mine) override {
+    return swap(what, [&](int) -> const std::string& { return mine; });
+  }
+  std::vector<std::string> distribute(const std::string& what, const std::vector<std::string>& to_each) override {
+    PS_CHECK(static_cast<int>(to_each.size()) == size(), ArgumentError, "values for ", to_each.size(), " ranks of ",
+             size());
+    return swap(what, [&](int r) -> const std::string& { return to_each[static_cast<size_t>(r)]; });
   }
   void abort() override { messages_.abort(); }
+  void close() override { messages_.close(); }
 
  private:
+  template <class Value>
+  std::vector<std::string> swap(const std::string& what, const Value& value_for) {
+    const auto num_ranks = static_cast<size_t>(size());
+    std::vector<ExchangeHead> mine;
+    for (int r = 0; r < size(); ++r) {
+      mine.push_back({static_cast<int64_t>(value_for(r).size()), name_of(call_), name_of(what)});
+    }
+    std::vector<ExchangeHead> heads = mine;
+    const auto head_bytes = static_cast<int64_t>(sizeof(ExchangeHead));
+    const std::string label = what.empty() ? "exchange" : what;
+    messages_.exchange(
+        label.c_str(), [&](int r) { return std::pair(&mine[static_cast<size_t>(r)], head_bytes); },
+        [&](int r) { return std::pair(&heads[static_cast<size_t>(r)], head_bytes); });
+    check_same_point(heads);
+    std::vector<std::string> values(num_ranks);
+    for (size_t r = 0; r < num_ranks; ++r) values[r].resize(static_cast<size_t>(heads[r].num_bytes));
+    values[static_cast<size_t>(rank())] = value_for(rank());
+    messages_.exchange(
+        label.c_str(),
+        [&](int r) {
+          const std::string& value = value_for(r);
+          return std::pair(const_cast<char*>(value.data()), static_cast<int64_t>(value.size()));
+        },
+        [&](int r) {
+          std::string& value = values[static_cast<size_t>(r)];
+          return std::pair(value.data(), static_cast<int64_t>(value.size()));
+        });
+    return values;
+  }
+
+  // All ranks have the same heads but for lengths, so all of them find the same.
+  static void check_same_point(const std::vector<ExchangeHead>& heads) {
+    const bool same = std::all_of(heads.begin(), heads.end(), [&](const ExchangeHead& other) {
+      return other.call == heads[0].call && other.what == heads[0].what && other.num_bytes >= 0;
+    });
+    if (same) return;
+    std::string who;
+    for (size_t r = 0; r < heads.size(); ++r)
+      who += detail::join(r == 0 ? "" : ", ", "rank ", r, " is ", describe(heads[r]));
+    PS_CHECK(false, RankMismatch, "ranks are not at the same point: ", who,
+             "; every rank must make the same calls in the same order, with as many batches as the others");
+  }
+
   PeerMessages messages_;
+  std::string call_;
 };
 
 }  // namespace

@@ -11,6 +11,10 @@
 // far as this one can know it; the communicator is of no more use then. On CUDA nothing is thrown by the collective
 // itself: check() and oldest_pending_seconds() tell a watching thread, which calls abort().
 //
+// [Note: the end of a group] Whoever made a communicator closes it, when all ranks have said that nothing of it runs any
+// more; what it holds (connections, threads, memory) goes then, on all ranks at the same point. Neither close() nor a
+// destructor waits for another rank.
+//
 //   communicator->all_gather(slot, shard_bytes);
 //   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
 #pragma once
@@ -41,18 +45,33 @@ class Communicator {
   virtual void check() = 0;
   // Any thread. For how long the oldest collective that is not finished has been enqueued or running; 0 without one.
   virtual double oldest_pending_seconds() = 0;
+  // [Note: the end of a group] Later collectives throw StateError. Idempotent.
+  virtual void close() = 0;
 };
 
 // Small values over the hosts, for agreement between ranks: blocking, on the CPU for both backends.
+//
+// [Note: ranks at the same point] Each exchange carries what this rank is doing: the call of the user's that it is in, and
+// what of it the exchange is for. Where ranks do different things (one has a batch more, or saves while the others train),
+// all of them find out in this very exchange and throw RankMismatch, which names who does what.
 class ControlGroup {
  public:
   virtual ~ControlGroup() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Everybody's value by rank; values may have any lengths. Throws RankFailure.
-  virtual std::vector<std::string> exchange(const std::string& mine) = 0;
+  // The call that this rank is in from now on ("forward of step 3"); empty: none. At most kMaxName characters count.
+  virtual void enter(const std::string& call) = 0;
+  virtual std::string call() const = 0;
+  // Everybody's value by rank; values may have any lengths. `what` must be the same on all ranks ("the gradients' norm"),
+  // and so must the call. Throws RankFailure, RankMismatch.
+  virtual std::vector<std::string> exchange(const std::string& what, const std::string& mine) = 0;
+  // The same with another value for each rank: `to_each` by rank; what comes from each, by rank.
+  virtual std::vector<std::string> distribute(const std::string& what, const std::vector<std::string>& to_each) = 0;
   // As Communicator's.
   virtual void abort() = 0;
+  virtual void close() = 0;
+
+  static constexpr size_t kMaxName = 63;
 };
 
 // One rank, no messages, on host memory.

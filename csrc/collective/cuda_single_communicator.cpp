@@ -28,6 +28,7 @@ class CudaSingleCommunicator final : public Communicator {
   void abort() override {}
   void check() override {}
   double oldest_pending_seconds() override { return 0.0; }
+  void close() override {}
 
  private:
   c10::DeviceIndex device_;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <vector>
 
@@ -95,18 +96,7 @@ class NcclCommunicator final : public Communicator {
              "); NCCL_DEBUG=INFO says more");
   }
 
-  // Whoever destroys it has waited for its work, or no longer wants it: ncclCommDestroy would wait for a dead rank.
-  ~NcclCommunicator() override {
-    if (comm_ == nullptr) return;
-    const c10::cuda::CUDAGuard guard(device_);
-    ncclResult_t failure = ncclSuccess;
-    ncclCommGetAsyncError(comm_, &failure);
-    if (failure == ncclSuccess && pending_.oldest_seconds() == 0.0) {
-      ncclCommDestroy(comm_);
-    } else {
-      ncclCommAbort(comm_);
-    }
-  }
+  ~NcclCommunicator() override { close(); }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -138,10 +128,12 @@ class NcclCommunicator final : public Communicator {
   void abort() override {
     if (aborted_.exchange(true)) return;
     const std::unique_lock<std::timed_mutex> lock(mutex_, kEnqueueGrace);
-    const c10::cuda::CUDAGuard guard(device_);
-    ncclCommAbort(comm_);
-    comm_ = nullptr;
+    release();
   }
+
+  // [Note: the end of a group] ncclCommAbort frees all that ncclCommDestroy does, which waits for the other ranks. Nothing
+  // runs any more that it could cut off.
+  void close() override { abort(); }
 
   void check() override {
     const std::unique_lock<std::timed_mutex> lock(mutex_, std::try_to_lock);
@@ -151,6 +143,15 @@ class NcclCommunicator final : public Communicator {
   double oldest_pending_seconds() override { return pending_.oldest_seconds(); }
 
  private:
+  void release() {
+    try {
+      const c10::cuda::CUDAGuard guard(device_);
+      ncclCommAbort(comm_);
+    } catch (const std::exception&) {  // the device has failed
+    }
+    comm_ = nullptr;
+  }
+
   template <class Calls>
   void enqueue(const char* what, const Calls& calls) {
     const std::lock_guard<std::timed_mutex> lock(mutex_);
@@ -186,7 +187,7 @@ class NcclCommunicator final : public Communicator {
 
   void check_unlocked(const char* what) {
     PS_CHECK(!aborted_, RankFailure, "the group of rank ", rank_, " of ", size_, " on cuda:", device_index(),
-             " was aborted before ", what);
+             " was closed or aborted before ", what);
     ncclResult_t result = ncclSuccess;
     check_call(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
     PS_CHECK(result == ncclSuccess || result == ncclInProgress, RankFailure, "a collective of rank ", rank_, " of ",

@@ -18,14 +18,24 @@ class SingleCommunicator final : public Communicator {
   void abort() override {}
   void check() override {}
   double oldest_pending_seconds() override { return 0.0; }
+  void close() override {}
 };
 
 class SingleControl final : public ControlGroup {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
-  std::vector<std::string> exchange(const std::string& mine) override { return {mine}; }
+  void enter(const std::string& call) override { call_ = call; }
+  std::string call() const override { return call_; }
+  std::vector<std::string> exchange(const std::string&, const std::string& mine) override { return {mine}; }
+  std::vector<std::string> distribute(const std::string&, const std::vector<std::string>& to_each) override {
+    return to_each;
+  }
   void abort() override {}
+  void close() override {}
+
+ private:
+  std::string call_;
 };
 
 }  // namespace

@@ -38,6 +38,12 @@ class RankFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Ranks of a group make different calls at the same time. All of them throw it at once, and it names the calls. Python:
+// RuntimeError.
+class RankMismatch : public StateError {
+  using StateError::StateError;
+};
+
 namespace detail {
 template <typename... Parts>
 std::string join(const Parts&... parts) {

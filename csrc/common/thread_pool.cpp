@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "common/check.h"
 
@@ -37,63 +36,80 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& worker_cpus) {
 
 ThreadPool::~ThreadPool() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
-  start_.notify_all();
-  for (auto& worker : workers_) worker.join();
+  changed_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::parallel_for(int64_t size, int64_t grain, const std::function<void(int64_t, int64_t)>& fn) {
+void ThreadPool::parallel_for(int64_t size, int64_t grain, const std::function<void(int64_t, int64_t)>& fn,
+                              Priority priority) {
   if (size <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   if (workers_.empty() || size <= grain) {
     fn(0, size);
     return;
   }
-  const std::lock_guard<std::mutex> turn(turn_);
   const int64_t grains = (size + grain - 1) / grain;
-  const int64_t pieces = std::min(grains, kPiecesPerThread * num_threads());
+  const bool is_urgent = priority == Priority::kUrgent;
+  const int64_t pieces = is_urgent ? std::min(grains, kPiecesPerThread * num_threads()) : grains;
+  Loop loop{fn, priority, size, (grains + pieces - 1) / pieces * grain};
+  Loops::iterator place;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    fn_ = &fn;
-    size_ = size;
-    piece_ = (grains + pieces - 1) / pieces * grain;
-    next_ = 0;
-    num_running_ = static_cast<int>(workers_.size());
-    ++job_;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    place = loops(priority).insert(loops(priority).end(), &loop);
+    num_urgent_ += is_urgent ? 1 : 0;
   }
-  start_.notify_all();
-  run_pieces();
+  changed_.notify_all();
+  while (run_piece(loop)) {
+  }
   std::unique_lock<std::mutex> lock(mutex_);
-  finished_.wait(lock, [this] { return num_running_ == 0; });
-  fn_ = nullptr;
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  loops(priority).erase(place);
+  num_urgent_ -= is_urgent ? 1 : 0;
+  left_.wait(lock, [&loop] { return loop.num_helpers == 0; });
+  if (loop.error) std::rethrow_exception(loop.error);
+}
+
+ThreadPool::Loop* ThreadPool::choose_loop() {
+  for (const Loops& loops : loops_) {
+    for (Loop* loop : loops) {
+      if (loop->next < loop->size) return loop;
+    }
+  }
+  return nullptr;
 }
 
 void ThreadPool::work() {
-  uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    start_.wait(lock, [&] { return stopping_ || job_ != seen; });
+    Loop* loop = nullptr;
+    changed_.wait(lock, [&] { return stopping_ || (loop = choose_loop()) != nullptr; });
     if (stopping_) return;
-    seen = job_;
+    ++loop->num_helpers;
     lock.unlock();
-    run_pieces();
+    while (run_piece(*loop) && (loop->priority == Priority::kUrgent || num_urgent_ == 0)) {
+    }
     lock.lock();
-    if (--num_running_ == 0) finished_.notify_one();
+    if (--loop->num_helpers == 0) left_.notify_all();
   }
 }
 
-void ThreadPool::run_pieces() {
+bool ThreadPool::run_piece(Loop& loop) {
+  const int64_t begin = loop.next.fetch_add(loop.piece);
+  if (begin >= loop.size) return false;
   try {
-    for (int64_t begin = next_.fetch_add(piece_); begin < size_; begin = next_.fetch_add(piece_)) {
-      (*fn_)(begin, std::min(begin + piece_, size_));
-    }
+    loop.fn(begin, std::min(begin + loop.piece, loop.size));
   } catch (...) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) error_ = std::current_exception();
+    keep_error(loop);
   }
+  return true;
+}
+
+void ThreadPool::keep_error(Loop& loop) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!loop.error) loop.error = std::current_exception();
+  loop.next = loop.size;  // nobody takes the rest
 }
 
 }  // namespace patrickstar

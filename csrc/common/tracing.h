@@ -35,17 +35,16 @@ using Mark = std::shared_ptr<MarkState>;
 using TraceClock = std::chrono::steady_clock;
 
 enum class Track : uint8_t {
-  kStall,         // the compute queue, waiting
-  kUpload,        // the upload queue
-  kDownload,      // the download queue
-  kGather,        // the queue of values' collectives
-  kScatter,       // the queue of gradients' collectives
-  kHostAdam,      // the worker of the host's updates
-  kDeviceAdam,    // the compute queue, updating
-  kStreamedAdam,  // the queues of states, updating what passes through the device
+  kStall,       // the compute queue, waiting
+  kUpload,      // the upload queue
+  kDownload,    // the download queue
+  kGather,      // the queue of values' collectives
+  kScatter,     // the queue of gradients' collectives
+  kHostAdam,    // the worker of the host's updates
+  kDeviceAdam,  // the compute queue, updating
 };
 
-constexpr int kNumTracks = 8;
+constexpr int kNumTracks = 7;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {

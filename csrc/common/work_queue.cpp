@@ -1,5 +1,6 @@
 #include "common/work_queue.h"
 
+#include <exception>
 #include <utility>
 
 namespace patrickstar {
@@ -8,25 +9,21 @@ WorkQueue::WorkQueue() : worker_([this] { work(); }) {}
 
 WorkQueue::~WorkQueue() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_one();
   worker_.join();
 }
 
-void WorkQueue::submit(std::function<void()> task) {
+Event WorkQueue::submit(std::function<void()> task) {
+  auto done = std::make_shared<HostEvent>();
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back({std::move(task), done});
   }
   changed_.notify_one();
-}
-
-Event WorkQueue::record() {
-  auto event = std::make_shared<HostEvent>();
-  submit([event] { event->complete(); });
-  return event;
+  return done;
 }
 
 void WorkQueue::work() {
@@ -34,11 +31,17 @@ void WorkQueue::work() {
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
-    std::function<void()> task = std::move(tasks_.front());
+    Task task = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
-    task();
-    task = nullptr;
+    std::exception_ptr failure;
+    try {
+      task.run();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    task.run = nullptr;  // what it refers to goes before its event says that it is over
+    failure ? task.done->fail(std::move(failure)) : task.done->complete();
     lock.lock();
   }
 }

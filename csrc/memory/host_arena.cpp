@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <exception>
 #include <utility>
 
 #include "common/check.h"
@@ -68,27 +67,23 @@ void HostArena::prepare_ahead() {
   for (const auto& reserved : reserved_) {
     if (reserved->done != nullptr) continue;
     if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
-    preparer_->submit([this, reserved] {
-      if (abandoned_) return;
-      try {
-        reserved->region = make_region(reserved->num_bytes);
-      } catch (const std::exception&) {  // whoever takes it tries again, and gets the error
-      }
+    // Where it fails the region stays null: whoever takes it tries again, and gets the error.
+    reserved->done = preparer_->submit([this, reserved] {
+      if (!abandoned_) reserved->region = make_region(reserved->num_bytes);
     });
-    reserved->done = preparer_->record();
   }
 }
 
 bool HostArena::is_preparing() const {
   return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& reserved) {
-    return reserved->done != nullptr && !static_cast<HostEvent&>(*reserved->done).is_complete();
+    return reserved->done != nullptr && !static_cast<HostEvent&>(*reserved->done).is_over();
   });
 }
 
 void HostArena::release_reserved() {
   abandoned_ = true;
   for (const auto& reserved : reserved_) {
-    if (reserved->done != nullptr) static_cast<HostEvent&>(*reserved->done).wait();
+    if (reserved->done != nullptr) static_cast<HostEvent&>(*reserved->done).settle();
     if (reserved->region != nullptr) dispose(*reserved->region);
   }
   reserved_.clear();
@@ -101,13 +96,13 @@ std::unique_ptr<HostArena::Region> HostArena::take_reserved() {
   const std::shared_ptr<Reserved> first = std::move(reserved_.front());
   reserved_.pop_front();
   reserved_bytes_ -= first->num_bytes;
-  if (first->done != nullptr) static_cast<HostEvent&>(*first->done).wait();
+  if (first->done != nullptr) static_cast<HostEvent&>(*first->done).settle();
   return first->region != nullptr ? std::move(first->region) : make_region(first->num_bytes);
 }
 
 void HostArena::add_prepared_regions() {
   while (!reserved_.empty() && reserved_.front()->done != nullptr &&
-         static_cast<HostEvent&>(*reserved_.front()->done).is_complete()) {
+         static_cast<HostEvent&>(*reserved_.front()->done).is_over()) {
     add_region(take_reserved());
   }
 }
@@ -202,10 +197,15 @@ void HostArena::trim() {
 std::unique_ptr<HostArena::Region> HostArena::make_region(int64_t num_bytes) const {
   auto region = std::make_unique<Region>();
   region->num_bytes = round_up(num_bytes, kPage);
-  region->data = map_memory(region->num_bytes);
   region->free.emplace(0, region->num_bytes);
-  if (hooks_.place) hooks_.place(region->data, region->num_bytes);
-  if (hooks_.prepare) hooks_.prepare(region->data, region->num_bytes);
+  region->data = map_memory(region->num_bytes);
+  try {
+    if (hooks_.place) hooks_.place(region->data, region->num_bytes);
+    if (hooks_.prepare) hooks_.prepare(region->data, region->num_bytes);
+  } catch (...) {
+    munmap(region->data, static_cast<size_t>(region->num_bytes));  // what was not prepared is not disposed of
+    throw;
+  }
   return region;
 }
 

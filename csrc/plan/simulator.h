@@ -46,6 +46,7 @@ enum class UpdateAt : uint8_t {
   kHostAfterNorm,   // on the host when the norm is known
   kDeviceAfterNorm  // on the device
 };
+constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
 
 struct StepShape {
   std::vector<double> compute_seconds;  // by moment: device work until the next one begins, without waiting

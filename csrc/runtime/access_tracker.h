@@ -30,6 +30,12 @@ enum class Tracking {
   kUntracked,  // evaluation or the user's own access: on demand, leaves the trace alone
 };
 
+// Of a forward.
+enum class Attempt : uint8_t {
+  kRepeatable,  // one that runs out of device memory is made again, with an emptier device
+  kLast,
+};
+
 enum class HoldUntil : uint8_t {
   kScopeEnd,   // a leaf module
   kNextEvent,  // a module with modules inside
@@ -40,6 +46,7 @@ class AccessTracker {
   AccessTracker(Core core, Pager& pager);
 
   Tick tick() { return ++clock_; }
+  Tracking tracking() const { return tracking_; }
   void set_tracking(Tracking tracking) { tracking_ = tracking; }
   void set_phase(Phase phase) { phase_ = phase; }
 

@@ -3,6 +3,7 @@
 namespace patrickstar {
 
 ChunkGather::ChunkGather(Core core, Pager& pager) : core_(core), pager_(pager) {
+  core_.collectives.set_num_chunks(core_.store.layout().num_chunks());
   core_.collectives.set_gather([this](ChunkId chunk) { gather(chunk); });
 }
 

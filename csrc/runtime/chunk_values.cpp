@@ -132,6 +132,20 @@ void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
   core_.host_compute.cast_to_float(data, dtype, values, shard.numel);
 }
 
+void ChunkValues::round_master(ParamId param) {
+  const Layout& layout = core_.store.layout();
+  const ChunkId chunk = layout.placement(param).chunk;
+  const DType dtype = layout.chunk(chunk).dtype;
+  const ParamShard shard = layout.shard_of(param);
+  if (dtype == DType::kFloat32) return;
+  std::vector<float> values(static_cast<size_t>(shard.numel));
+  std::vector<char> rounded(static_cast<size_t>(shard.numel * element_size(dtype)));
+  read_state(param, ArrayKind::kMaster, values.data());
+  core_.host_compute.cast_from_float(values.data(), rounded.data(), dtype, shard.numel);
+  core_.host_compute.cast_to_float(rounded.data(), dtype, values.data(), shard.numel);
+  write(param, ArrayKind::kMaster, {values.data() - shard.begin, Tier::kHost}, Tier::kHost);
+}
+
 void ChunkValues::read_gradient(ParamId param, ArrayKind source, float* values) {
   const Layout& layout = core_.store.layout();
   const ArrayId id{layout.placement(param).chunk, source};
@@ -162,8 +176,14 @@ void ChunkValues::gather(ParamId param, float* values) {
   const ParamShard mine = core_.store.layout().shard_of(param);
   const auto bytes = [](int64_t numel) { return static_cast<size_t>(numel) * sizeof(float); };
   const std::string part(reinterpret_cast<const char*>(values + mine.begin), bytes(mine.numel));
+  const std::string what = "values of " + core_.store.param_name(param);
+  const std::vector<std::string> parts = core_.collectives.exchange(what, part);
+  size_t total = 0;
+  for (const std::string& from_rank : parts) total += from_rank.size();
+  PS_CHECK(total == bytes(core_.store.layout().param(param).numel), StateError, what, ": the ranks' parts have ", total,
+           " bytes, the parameter ", bytes(core_.store.layout().param(param).numel), "; report this");
   char* to = reinterpret_cast<char*>(values);
-  for (const std::string& from_rank : core_.collectives.exchange(part)) {
+  for (const std::string& from_rank : parts) {
     std::memcpy(to, from_rank.data(), from_rank.size());
     to += from_rank.size();
   }

@@ -26,6 +26,8 @@ class ChunkValues {
   void read(ParamId param, ArrayKind kind, float* values);
   // The same of this rank's part alone (Layout::shard_of), which takes no other rank.
   void read_own(ParamId param, ArrayKind kind, float* values);
+  // The float32 value becomes the compute value, which all of a frozen parameter is: it is trained from now on.
+  void round_master(ParamId param);
   // The parameter's gradient, as the step will use it, which is in the chunk's array `source`. With several ranks all
   // must call these, in the same order.
   void read_gradient(ParamId param, ArrayKind source, float* values);

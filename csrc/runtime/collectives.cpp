@@ -1,31 +1,19 @@
 #include "runtime/collectives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iomanip>
 #include <map>
 #include <set>
 #include <sstream>
 #include <utility>
 
+#include "collective/message.h"
 #include "common/check.h"
 #include "common/fingerprint.h"
 
 namespace patrickstar {
 
 namespace {
-
-template <typename Value>
-std::string packed(const std::vector<Value>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Value)};
-}
-
-template <typename Value>
-std::vector<Value> unpacked(const std::string& bytes) {
-  std::vector<Value> values(bytes.size() / sizeof(Value));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(Value));
-  return values;
-}
 
 // What tells one sequence of moments from another.
 uint64_t fingerprint(const Timeline& timeline) {
@@ -42,6 +30,12 @@ uint64_t fingerprint(const Timeline& timeline) {
   return result.value();
 }
 
+std::vector<int64_t> tides_of(const Timeline& timeline) {
+  std::vector<int64_t> tides;
+  for (const Moment& moment : timeline.moments) tides.push_back(moment.tide_peak_bytes);
+  return tides;
+}
+
 std::string hexadecimal(uint64_t value) {
   std::ostringstream text;
   text << std::hex << std::setw(16) << std::setfill('0') << value;
@@ -49,6 +43,40 @@ std::string hexadecimal(uint64_t value) {
 }
 
 }  // namespace
+
+std::string packed(const ChunkRequest& request) {
+  return MessageWriter().add(request.needed).add(request.complete).str();
+}
+
+ChunkRequest unpacked_request(const std::string& message, int num_chunks) {
+  MessageReader reader(message, "which chunks are needed");
+  ChunkRequest request;
+  request.needed = reader.next<ChunkId>();
+  request.complete = reader.next_list<ChunkId>();
+  reader.finish();
+  reader.check(request.needed >= ChunkRequest::kPhaseOver && request.needed < num_chunks, "a chunk that is not there");
+  std::set<ChunkId> seen;
+  for (ChunkId chunk : request.complete) {
+    reader.check(chunk >= 0 && chunk < num_chunks, "a chunk that is not there");
+    reader.check(seen.insert(chunk).second, "a chunk that is complete twice");
+  }
+  return request;
+}
+
+std::string packed(const StepSummary& summary) {
+  return MessageWriter().add(summary.fingerprint).add(summary.tides).add(summary.note).str();
+}
+
+StepSummary unpacked_summary(const std::string& message) {
+  MessageReader reader(message, "how the step went");
+  StepSummary summary;
+  summary.fingerprint = reader.next<uint64_t>();
+  summary.tides = reader.next_list<int64_t>();
+  summary.note = reader.next_text();
+  reader.finish();
+  for (int64_t tide : summary.tides) reader.check(tide >= 0, "a tide below 0");
+  return summary;
+}
 
 Collectives::Collectives() = default;
 
@@ -59,6 +87,13 @@ Collectives::Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<C
       scatter_group_(std::move(scatter)),
       control_(std::move(control)) {}
 
+void Collectives::abort() {
+  if (num_ranks_ == 1) return;
+  control_->abort();
+  gather_group_->abort();
+  scatter_group_->abort();
+}
+
 void Collectives::need(ChunkId chunk) {
   bool served = false;
   while (!served) round(chunk, served);
@@ -66,24 +101,21 @@ void Collectives::need(ChunkId chunk) {
 
 void Collectives::finish_phase() {
   bool served = false;
-  while (round(kPhaseOver, served)) {
+  while (round(ChunkRequest::kPhaseOver, served)) {
   }
 }
 
 bool Collectives::round(ChunkId needed, bool& served) {
-  std::vector<ChunkId> mine{needed};
-  mine.insert(mine.end(), complete_.begin(), complete_.end());
   std::map<ChunkId, int> num_complete;
   std::set<ChunkId> wanted;
-  for (const std::string& message : exchange(packed(mine))) {
-    const std::vector<ChunkId> chunks = unpacked<ChunkId>(message);
-    PS_CHECK(!chunks.empty(), StateError, "ranks are not at the same point of a step");
-    if (chunks.front() != kPhaseOver) wanted.insert(chunks.front());
-    for (auto chunk = chunks.begin() + 1; chunk != chunks.end(); ++chunk) ++num_complete[*chunk];
+  for (const std::string& message : exchange("which chunks are needed", packed(ChunkRequest{needed, complete_}))) {
+    const ChunkRequest request = unpacked_request(message, num_chunks_);
+    if (request.needed != ChunkRequest::kPhaseOver) wanted.insert(request.needed);
+    for (ChunkId chunk : request.complete) ++num_complete[chunk];
   }
   for (const auto& [chunk, count] : num_complete) {
     if (count < num_ranks_) continue;
-    complete_.erase(std::find(complete_.begin(), complete_.end(), chunk));
+    complete_.erase(std::remove(complete_.begin(), complete_.end(), chunk), complete_.end());
     scatter_(chunk);
   }
   if (wanted.empty()) return false;
@@ -92,14 +124,14 @@ bool Collectives::round(ChunkId needed, bool& served) {
   return true;
 }
 
-std::vector<std::string> Collectives::exchange(const std::string& mine) {
+std::vector<std::string> Collectives::exchange(const std::string& what, const std::string& mine) {
   if (control_ == nullptr) return {mine};
-  return control_->exchange(mine);
+  return control_->exchange(what, mine);
 }
 
 void Collectives::check_same_plan(uint64_t fingerprint) {
   const std::string mine = hexadecimal(fingerprint);
-  const std::vector<std::string> all = exchange(mine);
+  const std::vector<std::string> all = exchange("the plan's fingerprint", mine);
   if (std::all_of(all.begin(), all.end(), [&](const std::string& theirs) { return theirs == all.front(); })) return;
   std::string who;
   for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -111,15 +143,21 @@ void Collectives::check_same_plan(uint64_t fingerprint) {
 
 int64_t Collectives::max_over_ranks(int64_t mine) {
   int64_t highest = mine;
-  for (const std::string& message : exchange(packed(std::vector<int64_t>{mine}))) {
-    highest = std::max(highest, unpacked<int64_t>(message).front());
+  for (const std::string& message : exchange("the least device memory", MessageWriter().add(mine).str())) {
+    MessageReader reader(message, "the least device memory");
+    highest = std::max(highest, reader.next<int64_t>());
+    reader.finish();
   }
   return highest;
 }
 
 void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
-  for (const std::string& message : exchange(packed(flags))) {
-    for (size_t i = 0; i < flags.size(); ++i) flags[i] |= static_cast<uint8_t>(message[i]);
+  constexpr const char* kWhat = "which gradients there are";
+  for (const std::string& message : exchange(kWhat, MessageWriter().add(flags).str())) {
+    MessageReader reader(message, kWhat);
+    const auto theirs = reader.next_list<uint8_t>(flags.size());
+    reader.finish();
+    for (size_t i = 0; i < flags.size(); ++i) flags[i] |= theirs[i];
   }
 }
 
@@ -130,23 +168,21 @@ StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note)
     return agreement;
   }
   const size_t num_moments = timeline.moments.size();
-  std::vector<int64_t> mine{static_cast<int64_t>(fingerprint(timeline)), static_cast<int64_t>(num_moments)};
-  for (const Moment& moment : timeline.moments) mine.push_back(moment.tide_peak_bytes);
-  std::vector<std::vector<int64_t>> all;
+  const uint64_t mine = fingerprint(timeline);
+  std::vector<StepSummary> all;
   int64_t highest = 0;
-  for (const std::string& message : exchange(packed(mine) + note)) {
-    const auto head = unpacked<int64_t>(message.substr(0, 2 * sizeof(int64_t)));
-    PS_CHECK(head.size() == 2, StateError, "ranks are not at the same point of a step");
-    const size_t size = (2 + static_cast<size_t>(head[1])) * sizeof(int64_t);
-    all.push_back(unpacked<int64_t>(message.substr(0, size)));
-    agreement.notes.push_back(message.substr(std::min(size, message.size())));
-    agreement.alike = agreement.alike && head[0] == mine[0] && all.back().size() == mine.size();
-    for (size_t t = 2; t < all.back().size(); ++t) highest = std::max(highest, all.back()[t]);
+  for (const std::string& message :
+       exchange("how the step went", packed(StepSummary{mine, tides_of(timeline), note}))) {
+    all.push_back(unpacked_summary(message));
+    const StepSummary& theirs = all.back();
+    agreement.notes.push_back(theirs.note);
+    agreement.alike = agreement.alike && theirs.fingerprint == mine && theirs.tides.size() == num_moments;
+    for (int64_t tide : theirs.tides) highest = std::max(highest, tide);
   }
   for (size_t t = 0; t < num_moments; ++t) {
     int64_t& tide = timeline.moments[t].tide_peak_bytes;
     if (!agreement.alike) tide = highest;
-    for (size_t rank = 0; agreement.alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank][t + 2]);
+    for (size_t rank = 0; agreement.alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank].tides[t]);
   }
   return agreement;
 }

@@ -36,6 +36,25 @@ struct StepAgreement {
   std::vector<std::string> notes;  // by rank: what it said beside its timeline
 };
 
+// What a rank says in a round, and in the exchange at the end of a step. Reading throws StateError for what is no such
+// message; whose chunks, kinds and numbers fit is checked, so that nothing that another rank says can reach out of bounds.
+struct ChunkRequest {
+  static constexpr ChunkId kPhaseOver = -1;
+
+  ChunkId needed = kPhaseOver;
+  std::vector<ChunkId> complete;  // gradients that are complete here and not scattered yet
+};
+std::string packed(const ChunkRequest& request);
+ChunkRequest unpacked_request(const std::string& message, int num_chunks);
+
+struct StepSummary {
+  uint64_t fingerprint = 0;    // of the sequence of moments
+  std::vector<int64_t> tides;  // by moment, bytes
+  std::string note;
+};
+std::string packed(const StepSummary& summary);
+StepSummary unpacked_summary(const std::string& message);
+
 class Collectives {
  public:
   // One rank.
@@ -44,10 +63,13 @@ class Collectives {
               std::shared_ptr<ControlGroup> control);
 
   int num_ranks() const { return num_ranks_; }
+  // Any thread. What runs with other ranks ends with RankFailure, and nothing of it can be used any more.
+  void abort();
   Communicator& gather_group() { return *gather_group_; }
   Communicator& scatter_group() { return *scatter_group_; }
 
-  // What to do when it is a chunk's turn.
+  // What to do when it is a chunk's turn, of so many.
+  void set_num_chunks(int num_chunks) { num_chunks_ = num_chunks; }
   void set_gather(std::function<void(ChunkId)> gather) { gather_ = std::move(gather); }
   void set_scatter(std::function<void(ChunkId)> scatter) { scatter_ = std::move(scatter); }
 
@@ -66,8 +88,8 @@ class Collectives {
   // or gather what does not belong together. Throws StateError, on every rank, when they have. One exchange.
   void check_same_plan(uint64_t fingerprint);
 
-  // By rank. All ranks must be here; throws SystemError when one does not come.
-  std::vector<std::string> exchange(const std::string& mine);
+  // By rank. All ranks must be here ([Note: ranks at the same point]).
+  std::vector<std::string> exchange(const std::string& what, const std::string& mine);
   int64_t max_over_ranks(int64_t mine);
   // Bit by bit.
   void any_over_ranks(std::vector<uint8_t>& flags);
@@ -76,12 +98,11 @@ class Collectives {
   StepAgreement agree_on(Timeline& timeline, const std::string& note = {});
 
  private:
-  static constexpr ChunkId kPhaseOver = -1;
-
   // False when all ranks' phases are over.
   bool round(ChunkId needed, bool& served);
 
   int num_ranks_ = 1;
+  int num_chunks_ = 0;
   std::shared_ptr<Communicator> gather_group_;
   std::shared_ptr<Communicator> scatter_group_;
   std::shared_ptr<ControlGroup> control_;

@@ -19,7 +19,6 @@ struct Counters {
   int64_t num_skipped_steps = 0;
   int64_t num_speculated_updates = 0;  // of chunks, started on the host before the step was decided
   int64_t num_committed_updates = 0;   // of chunks, made on the host before the step, for good
-  int64_t num_streamed_updates = 0;    // through the device, of chunks whose states stay on the host
   int64_t num_updates_taken_over = 0;  // of those, as the step turned out to be
 };
 

@@ -59,8 +59,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
   PS_CHECK(in_backward_, StateError,
            "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered");
   PS_CHECK(chunk.trainable, StateError, core_.store.param_name(param),
-           " was frozen when the engine was built and now gets a gradient; build the engine with it trainable and "
-           "set requires_grad to False afterwards instead");
+           " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = core_.store.array(grad);
   if (!record.on_device) announce_change(place.chunk);
   ScopedHold hold(record);
@@ -96,6 +95,7 @@ void GradientFlow::retire(ChunkId chunk) {
   if (!core_.store.array(grad).exists()) return;
   if (core_.store.layout().is_sharded()) {
     if (pager_.replays()) return scatter(chunk);
+    note_needed_to_scatter(chunk);
     return core_.collectives.note_complete(chunk);
   }
   if (!statistics_.has(chunk) && !accumulates_) {
@@ -113,6 +113,18 @@ void GradientFlow::send_home(ChunkId chunk) {
     if (!core_.store.layout().is_sharded()) core_.recorder.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
   }
   if (!accumulates_ && retired_listener_) retired_listener_(chunk);
+}
+
+// A step that replays a plan scatters here, this one a little later, when there may be less tide ([Note: the least limit]).
+void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
+  const ChunkStore& store = core_.store;
+  int64_t held_bytes = 0;
+  for (int index = 0; index < store.num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (store.array(id).slot && store.array(id).holds > 0) held_bytes += store.num_bytes(id);
+  }
+  const int64_t grad_bytes = store.num_bytes({chunk, ArrayKind::kGrad});
+  core_.backend.note_needed_payloads(held_bytes + 2 * grad_bytes + store.num_bytes({chunk, ArrayKind::kGradShard}));
 }
 
 // Where a parameter has no gradient here, another rank may have one.

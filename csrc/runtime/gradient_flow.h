@@ -46,6 +46,9 @@ class GradientFlow {
   // Somebody else changes the chunk's complete gradient.
   void note_rewritten(ChunkId chunk);
 
+  // The layout has more trainable chunks than before.
+  void cover_trainable() { statistics_.cover_trainable(); }
+
   // Told when a chunk's gradient is complete and where its states are, or on its way there, and before such a gradient
   // changes or goes.
   void set_retired_listener(std::function<void(ChunkId)> listener) { retired_listener_ = std::move(listener); }
@@ -78,6 +81,7 @@ class GradientFlow {
   void maybe_retire(ChunkId chunk);
   void retire(ChunkId chunk);
   void scatter(ChunkId chunk);
+  void note_needed_to_scatter(ChunkId chunk);
   void fill_missing(ChunkId chunk);
   // After a backward: every rank's gradients become all ranks'.
   void scatter_rest();

@@ -1,10 +1,11 @@
 #include "runtime/gradient_statistics.h"
 
 #include <cmath>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
+
+#include "collective/message.h"
 
 namespace patrickstar {
 
@@ -16,17 +17,27 @@ const void* at(const void* data, int64_t offset, DType dtype) {
 
 }  // namespace
 
-GradientStatistics::GradientStatistics(Core core, Pager& pager)
-    : core_(core), pager_(pager), where_(static_cast<size_t>(core.store.layout().num_chunks()), Where::kNowhere) {
+GradientStatistics::GradientStatistics(Core core, Pager& pager) : core_(core), pager_(pager) { lay_out(); }
+
+GradientStatistics::~GradientStatistics() { core_.slots.release(std::exchange(device_partials_, {})); }
+
+void GradientStatistics::lay_out() {
+  where_.assign(static_cast<size_t>(core_.store.layout().num_chunks()), Where::kNowhere);
+  offsets_.clear();
   int64_t offset = 0;
-  for (const ParamSpec& param : core.store.layout().params()) {
+  for (const ParamSpec& param : core_.store.layout().params()) {
     offsets_.push_back(offset);
     offset += param.trainable ? optim::num_square_partials(param.numel) : 0;
   }
-  partials_.resize(static_cast<size_t>(offset));
+  partials_.assign(static_cast<size_t>(offset), 0.0);
 }
 
-GradientStatistics::~GradientStatistics() { core_.slots.release(std::exchange(device_partials_, {})); }
+void GradientStatistics::cover_trainable() {
+  core_.backend.synchronize(core_.backend.record(Queue::kCompute));
+  if (core_.store.layout().is_sharded()) core_.backend.synchronize(core_.backend.record(Queue::kScatter));
+  core_.slots.release(std::exchange(device_partials_, {}));
+  lay_out();
+}
 
 void GradientStatistics::prepare_device() {
   if (&core_.device_compute == &core_.host_compute || device_partials_) return;
@@ -130,14 +141,14 @@ double GradientStatistics::sum_over_ranks(const std::vector<ParamId>& params, co
     const Partials partials = partials_of(param, from_device);
     for (const double* value = partials.begin; value != partials.end; ++value) add(*value);
   }
-  const double mine[2] = {high, low};
+  const std::string mine = MessageWriter().add(high).add(low).str();
   high = low = 0;
-  const std::string message(reinterpret_cast<const char*>(mine), sizeof(mine));
-  for (const std::string& from_rank : core_.collectives.exchange(message)) {
-    double theirs[2];
-    std::memcpy(theirs, from_rank.data(), sizeof(theirs));
-    add(theirs[0]);
-    add(theirs[1]);
+  constexpr const char* kWhat = "the gradients' norm";
+  for (const std::string& message : core_.collectives.exchange(kWhat, mine)) {
+    MessageReader reader(message, kWhat);
+    add(reader.next<double>());
+    add(reader.next<double>());
+    reader.finish();
   }
   // Not finite anywhere: low may be NaN where high is infinite.
   return std::isfinite(high) ? high + low : high;

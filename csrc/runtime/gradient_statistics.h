@@ -23,6 +23,9 @@ class GradientStatistics {
   GradientStatistics(Core core, Pager& pager);
   ~GradientStatistics();
 
+  // The layout has more trainable parameters than before. Forgets everything; waits for the device.
+  void cover_trainable();
+
   bool has(ChunkId chunk) const { return where_[static_cast<size_t>(chunk)] != Where::kNowhere; }
   void forget(ChunkId chunk) { where_[static_cast<size_t>(chunk)] = Where::kNowhere; }
 
@@ -54,6 +57,7 @@ class GradientStatistics {
   double sum_in_order(const std::vector<ParamId>& params, const std::vector<double>& from_device) const;
   double sum_over_ranks(const std::vector<ParamId>& params, const std::vector<double>& from_device);
   double* device_partials();
+  void lay_out();
 
   Core core_;
   Pager& pager_;

@@ -20,9 +20,10 @@ RegionHooks make_region_hooks(Backend& backend, ThreadPool& pool, PageLocking lo
   if (locking == PageLocking::kNone) return hooks;
   // First touch by all threads, then locking: what cudaHostRegister does alone takes three times as long.
   hooks.prepare = [&backend, &pool](void* data, int64_t num_bytes) {
-    pool.parallel_for(num_bytes, kTouchGrain, [&](int64_t begin, int64_t end) {
+    const auto touch = [data](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(end - begin));
-    });
+    };
+    pool.parallel_for(num_bytes, kTouchGrain, touch, Priority::kBackground);
     backend.pin(data, num_bytes);
   };
   hooks.dispose = [&backend](void* data, int64_t num_bytes) { backend.unpin(data, num_bytes); };

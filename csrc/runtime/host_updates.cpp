@@ -1,7 +1,7 @@
 #include "runtime/host_updates.h"
 
 #include <chrono>
-#include <memory>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -9,48 +9,68 @@ namespace patrickstar {
 
 namespace {
 
-constexpr double kParamsPerSecondAndThread = 0.3e9;  // until it is measured
+// Around the work of an update, on the thread that does it; nothing when nobody wants to know.
+class HostSpanScope {
+ public:
+  explicit HostSpanScope(HostSpan* span) : span_(span) {
+    if (span_ != nullptr) span_->begin = TraceClock::now();
+  }
+  ~HostSpanScope() {
+    if (span_ == nullptr) return;
+    span_->end = TraceClock::now();
+    span_->ran = true;
+  }
+  HostSpanScope(const HostSpanScope&) = delete;
+  HostSpanScope& operator=(const HostSpanScope&) = delete;
+
+ private:
+  HostSpan* span_;
+};
+
+// A trace waits for the span of an update, also of one that failed.
+class HostSpanEnd {
+ public:
+  explicit HostSpanEnd(HostSpan* span) : span_(span) {}
+  ~HostSpanEnd() {
+    if (span_ != nullptr) span_->done.complete();
+  }
+  HostSpanEnd(const HostSpanEnd&) = delete;
+  HostSpanEnd& operator=(const HostSpanEnd&) = delete;
+
+ private:
+  HostSpan* span_;
+};
 
 }  // namespace
 
-HostUpdates::HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays,
-                         int num_threads)
-    : backend_(backend),
-      compute_(compute),
-      tracer_(tracer),
-      delays_(delays),
-      rate_(kParamsPerSecondAndThread * num_threads),
-      alone_(rate_.params_per_second()),
-      beside_(rate_.params_per_second()) {}
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
+  SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
+  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
+  return label;
+}
 
 Event HostUpdates::submit(HostUpdate update) {
-  rate_.submitted(update.numel());
   const std::shared_ptr<HostSpan> span =
       tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs), update.cancelled);
-  queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
-    run(*shared, span.get());
-    if (span) span->done.complete();
+  return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
+    const HostSpanEnd end(span.get());
+    if (!shared->is_cancelled()) run(*shared, span.get());
   });
-  return queue_.record();
 }
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
-  if (update.is_cancelled()) return rate_.finished(update.numel(), 0);
   for (const Event& event : update.after) backend_.synchronize(event);
   if (const double seconds = delays_.random_seconds(); seconds > 0) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   }
-  const TraceClock::time_point begin = TraceClock::now();
-  {
-    const HostSpanScope scope(span);
-    restore_and_carry(update, compute_);
-    compute_.adam(update.jobs);
+  const HostSpanScope scope(span);
+  for (const Restore& restore : update.restores) {
+    compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
   }
-  const double seconds = std::chrono::duration<double>(TraceClock::now() - begin).count();
-  rate_.finished(update.numel(), seconds);
-  UpdateRate& rate = neighbour_ != nullptr && neighbour_->is_busy() ? beside_ : alone_;
-  rate.submitted(update.numel());
-  rate.finished(update.numel(), seconds);
+  for (const Carry& carry : update.carries) {
+    std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
+  }
+  compute_.adam(update.jobs);
 }
 
 }  // namespace patrickstar

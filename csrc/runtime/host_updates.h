@@ -1,28 +1,62 @@
-// Optimizer updates on the host's threads, beside everything else: on a queue of their own, one after the other, each on
-// all threads of the pool.
+// Optimizer updates of chunks whose states are in host memory: on the host's threads, beside everything else, on a queue
+// of their own, one after the other, each on all threads of the pool.
 //
 //   Event done = updates.submit({chunk, jobs, restores, carries, {gradient.host_ready}});
 //   record.host_ready = done;   // whoever reads the block waits for it
+//
+// An update owns nothing: its blocks must stay until its event is over, which their records see to. One whose gradient
+// did not come down fails with the download, and leaves its states as they were.
 #pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "backend/backend.h"
 #include "common/queue_delays.h"
+#include "common/tracing.h"
 #include "common/work_queue.h"
-#include "runtime/update_executor.h"
+#include "optim/compute.h"
 
 namespace patrickstar {
 
-class HostUpdates final : public UpdateExecutor {
- public:
-  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays, int num_threads);
+// out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
+struct Restore {
+  const float* in;
+  void* out;
+  DType dtype;
+  int64_t numel;
+};
 
-  Event submit(HostUpdate update) override;
-  const UpdateRate& rate() const override { return rate_; }
-  // Before the first update: another executor, which needs the same host memory.
-  void set_neighbour(const UpdateRate& neighbour) { neighbour_ = &neighbour; }
-  // While the neighbour is idle, and while it is busy.
-  double params_per_second_alone() const { return alone_.params_per_second(); }
-  double params_per_second_beside() const { return beside_.params_per_second(); }
+// Values that an update apart from its states does not write: those of a parameter without a gradient.
+struct Carry {
+  const void* in;
+  void* out;
+  int64_t num_bytes;
+};
+
+struct HostUpdate {
+  ChunkId chunk = -1;                // the first of those that it updates
+  std::vector<optim::AdamJob> jobs;  // in host memory
+  std::vector<Restore> restores;
+  std::vector<Carry> carries;
+  std::vector<Event> after;                            // downloads of the gradients, updates before it
+  std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
+
+  bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
+};
+
+// How a trace names an update.
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
+
+class HostUpdates {
+ public:
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays)
+      : backend_(backend), compute_(compute), tracer_(tracer), delays_(delays) {}
+
+  // Complete when the update is.
+  Event submit(HostUpdate update);
 
  private:
   void run(const HostUpdate& update, HostSpan* span);
@@ -31,10 +65,6 @@ class HostUpdates final : public UpdateExecutor {
   optim::Compute& compute_;
   Tracer& tracer_;
   QueueDelays& delays_;
-  UpdateRate rate_;
-  UpdateRate alone_;
-  UpdateRate beside_;
-  const UpdateRate* neighbour_ = nullptr;
   WorkQueue queue_;
 };
 

@@ -21,12 +21,11 @@ int64_t reserve_bytes(const Layout& layout) {
 
 }  // namespace
 
-OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation,
-                             StreamingMode streaming)
+OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation)
     : core_(core),
       pager_(pager),
       gradients_(gradients),
-      updates_(core, streaming),
+      updates_(core.backend, core.host_compute, core.tracer, core.delays),
       speculation_(core.store.layout().num_chunks(), core.arena, updates_, core.backend, speculation,
                    reserve_bytes(core.store.layout())),
       jobs_(core, gradients),
@@ -235,7 +234,6 @@ void OptimizerStep::apply(const std::vector<GroupOptions>& groups, double grad_s
       on_host.push_back(chunk);
     }
   }
-  if (!on_host.empty() || num_committed_ > 0) updates_.prepare();
   std::vector<ChunkId> batch;
   int64_t numel = 0;
   for (ChunkId chunk : on_host) {

@@ -12,22 +12,24 @@
 
 #include "runtime/gradient_flow.h"
 #include "runtime/group_options.h"
+#include "runtime/host_updates.h"
 #include "runtime/pager.h"
 #include "runtime/speculation.h"
 #include "runtime/update_jobs.h"
-#include "runtime/update_scheduler.h"
 
 namespace patrickstar {
 
 class OptimizerStep {
  public:
-  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation, StreamingMode streaming);
+  OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, SpeculationMode speculation);
   ~OptimizerStep();
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
   void expect(const std::vector<GroupOptions>& groups, double grad_scale);
   // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
   void choose_speculation();
+  // It is decided anew, since there are more states.
+  void forget_choice() { speculation_.forget_choice(); }
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale);
 
@@ -49,7 +51,6 @@ class OptimizerStep {
   void forget_committed();
   void cancel_all();
   void release_host_memory() { speculation_.release_memory(); }
-  void release_device_memory() { updates_.release_device_memory(); }
 
  private:
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
@@ -75,7 +76,7 @@ class OptimizerStep {
   Core core_;
   Pager& pager_;
   GradientFlow& gradients_;
-  UpdateScheduler updates_;
+  HostUpdates updates_;
   Speculation speculation_;
   UpdateJobs jobs_;
   std::vector<uint8_t> committed_;  // by chunk

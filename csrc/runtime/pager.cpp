@@ -35,7 +35,7 @@ void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
   }
   if (replaying_) {
     ++core_.counters.num_replayed_moments;
-    for (ArrayId id : plan_.moments[t].evict) evict(id);
+    for (ArrayId id : plan_.moments[t].evict) evict_as_planned(id);
   }
   for (ArrayId id : acquired) bring(id);
   if (replaying_) replay(t);
@@ -59,7 +59,7 @@ void Pager::bring_untracked(const std::vector<ArrayId>& acquired) {
 }
 
 void Pager::replay(size_t moment) {
-  for (ArrayId id : plan_.moments[moment].evict_ahead) evict(id);
+  for (ArrayId id : plan_.moments[moment].evict_ahead) evict_as_planned(id);
   const auto& planned = plan_.moments[moment].prefetch;
   postponed_.insert(postponed_.end(), planned.begin(), planned.end());
   // In order: a later one must not take the link, and the slot, of an earlier one.
@@ -71,7 +71,7 @@ void Pager::replay(size_t moment) {
 bool Pager::prefetch(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (array.on_device) return true;
-  if (is_whole(id)) {
+  if (is_whole(id) && !array.on_host) {
     const ArrayRecord& shard = core_.store.array(array_of(id, ArrayKind::kParamShard));
     if (shard.on_host && core_.backend.waits_on_host(shard.host_ready)) return false;
     core_.collectives.gather(id.chunk);
@@ -102,7 +102,7 @@ void Pager::bring(ArrayId id) {
   } else {
     ++core_.counters.num_on_demand_fetches;
     const ScopedHold hold(array);  // making room must not evict what the derivation below reads
-    if (is_whole(id)) {
+    if (is_whole(id) && !array.on_host) {
       fetch_whole(id);
     } else {
       ensure_slot(id);
@@ -202,7 +202,7 @@ bool Pager::push_out(ArrayId id) {
     if (!array.block) return false;
     core_.transfer.download(id);
   }
-  drop_slot(id);
+  leave_device(id);
   return true;
 }
 
@@ -217,6 +217,11 @@ void Pager::discard(ArrayId id) {
 }
 
 void Pager::drop_slot(ArrayId id) {
+  leave_device(id);
+  if (is_whole(id)) drop_block(id);
+}
+
+void Pager::leave_device(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (!array.slot) return;
   if (id.kind == ArrayKind::kParam && core_.store.storage(id.chunk)) core_.store.storage(id.chunk).detach();
@@ -231,7 +236,7 @@ void Pager::drop_slot(ArrayId id) {
 void Pager::drop_block(ArrayId id) {
   ArrayRecord& array = core_.store.array(id);
   if (!array.block) return;
-  core_.transfer.await_on_host(id);
+  core_.transfer.settle_block(id);
   core_.arena.free(std::exchange(array.block, {}));
   array.on_host = false;
 }
@@ -264,7 +269,6 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
   Slot slot = core_.slots.acquire(num_bytes);
   while (!slot && evict_one()) slot = core_.slots.acquire(num_bytes);
   if (!slot) {
-    if (device_pressure_handler_) device_pressure_handler_();
     core_.backend.reclaim();
     slot = core_.slots.acquire(num_bytes);
   }
@@ -320,6 +324,9 @@ void Pager::set_plan(Plan plan, NextUse next_use) {
   plan_ = std::move(plan);
   next_use_ = std::move(next_use);
   ++core_.counters.num_plans;
+  if (!plan_.moments.empty()) return;
+  replaying_ = false;  // also in the middle of a step
+  postponed_.clear();
 }
 
 void Pager::restart_replay() {
@@ -328,7 +335,8 @@ void Pager::restart_replay() {
   if (!core_.store.layout().is_sharded()) return;
   // All ranks begin alike, whatever an evaluation has left here.
   for (ChunkId chunk = 0; chunk < core_.store.layout().num_chunks(); ++chunk) {
-    if (is_evictable({chunk, ArrayKind::kParam})) drop_slot({chunk, ArrayKind::kParam});
+    const ArrayId id{chunk, ArrayKind::kParam};
+    if (is_evictable(id) || !core_.store.array(id).slot) drop_slot(id);
   }
 }
 
@@ -344,10 +352,9 @@ bool Pager::evict_one() {
   for (int index = 0; index < core_.store.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     if (!is_evictable(id)) continue;
-    if (is_whole(id) && replays()) continue;  // the other ranks would not gather it again
     const ArrayRecord& array = core_.store.array(id);
     const int64_t next = next_use_.empty() ? 1 : next_use(id);
-    victims.push_back({id, next, array.last_use, !array.on_host && !is_derivable(id)});
+    victims.push_back({id, next, array.last_use, !array.on_host && !can_be_had_again(id)});
   }
   sort_victims(victims, static_cast<int64_t>(plan_.moments.size()));
   // One that cannot leave (host memory is full and it is dirty) does not save the others.
@@ -356,15 +363,30 @@ bool Pager::evict_one() {
 
 bool Pager::evict(ArrayId id) {
   if (!is_evictable(id)) return false;
-  ArrayRecord& array = core_.store.array(id);
-  // A dirty value goes down first, unless it can be derived again.
-  if (!array.on_host && !is_derivable(id)) {
-    if (!push_out(id)) return false;
-  } else {
+  if (can_be_had_again(id)) {
     drop_slot(id);
+  } else if (!push_out(id)) {
+    return false;
   }
   ++core_.counters.num_evictions;
   return true;
+}
+
+// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not once
+// more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the whole
+// values to its host and fetches them from there; they end when the plan would have them leave the device.
+bool Pager::can_be_had_again(ArrayId id) const { return is_derivable(id) && !(is_whole(id) && replays()); }
+
+void Pager::evict_as_planned(ArrayId id) {
+  const ArrayRecord& array = core_.store.array(id);
+  if (is_whole(id) && array.holds == 0 && !array.slot) return drop_block(id);
+  if (!is_evictable(id)) return;
+  if (!is_whole(id)) {
+    evict(id);
+    return;
+  }
+  drop_slot(id);
+  ++core_.counters.num_evictions;
 }
 
 void Pager::keep_within_payload_limit(int64_t more_bytes) {
@@ -375,10 +397,8 @@ void Pager::keep_within_payload_limit(int64_t more_bytes) {
 void Pager::vacate(Vacate what) {
   for (int index = 0; index < core_.store.num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (is_whole(id) && replays()) continue;
     if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
   }
-  if (what == Vacate::kEverything && device_pressure_handler_) device_pressure_handler_();
   core_.slots.trim(INT64_MAX);
   core_.backend.reclaim();
 }
@@ -393,10 +413,6 @@ void Pager::release_device_memory(int64_t num_bytes) {
   while (freed < num_bytes && evict_one()) {
     ++core_.counters.num_pressure_evictions;
     freed += core_.slots.trim(num_bytes - freed);
-  }
-  if (freed < num_bytes && device_pressure_handler_) {
-    device_pressure_handler_();
-    core_.slots.trim(num_bytes - freed);
   }
   core_.tracer.sample_memory();
 }

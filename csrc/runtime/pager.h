@@ -73,7 +73,8 @@ class Pager final : public PressureHandler {
   void send_to_host(ArrayId id);
   // Forgets the value, wherever it is.
   void discard(ArrayId id);
-  // Frees the device slot; the value must be on the host as well, derivable or dead.
+  // Frees the device slot; the value must be on the host as well, derivable or dead. Whole values of several ranks leave
+  // the host too.
   void drop_slot(ArrayId id);
   // Frees the host block; the value must be on the device as well or dead.
   void drop_block(ArrayId id);
@@ -101,6 +102,8 @@ class Pager final : public PressureHandler {
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
   const Plan& plan() const { return plan_; }
+  // The next moment is taken for the planned one.
+  bool is_replaying() const { return replaying_; }
   // The running step goes as planned so far, on all ranks.
   bool replays() const { return replaying_ && core_.recorder.position() >= 0; }
   // Highest tide since the running moment began; while a replay makes measuring needless, the planned one.
@@ -113,8 +116,6 @@ class Pager final : public PressureHandler {
 
   // Called when host memory is short, before that becomes an error.
   void set_host_pressure_handler(std::function<void()> handler) { host_pressure_handler_ = std::move(handler); }
-  // The same of device memory. Called with the lock held, also from inside PyTorch's allocator.
-  void set_device_pressure_handler(std::function<void()> handler) { device_pressure_handler_ = std::move(handler); }
 
  private:
   bool measures_tide() const;
@@ -127,6 +128,10 @@ class Pager final : public PressureHandler {
   void fetch_postponed(ArrayId last);
   bool is_whole(ArrayId id) const { return core_.store.layout().is_sharded() && id.kind == ArrayKind::kParam; }
   bool evict(ArrayId id);
+  void evict_as_planned(ArrayId id);
+  void leave_device(ArrayId id);
+  // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
+  bool can_be_had_again(ArrayId id) const;
   bool is_evictable(ArrayId id) const;
   // Evicts the array whose next use is farthest. False when nothing can leave.
   bool evict_one();
@@ -135,7 +140,6 @@ class Pager final : public PressureHandler {
 
   Core core_;
   std::function<void()> host_pressure_handler_;
-  std::function<void()> device_pressure_handler_;
   Plan plan_;
   NextUse next_use_;
   bool replaying_ = false;

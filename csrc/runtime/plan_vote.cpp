@@ -1,51 +1,12 @@
 #include "runtime/plan_vote.h"
 
 #include <algorithm>
-#include <cstring>
-#include <type_traits>
 
-#include "common/check.h"
+#include "collective/message.h"
 
 namespace patrickstar {
 
 namespace {
-
-static_assert(std::is_trivially_copyable_v<Rates>, "rates travel as they are");
-
-template <typename Value>
-void append(std::string& message, const std::vector<Value>& values) {
-  const uint64_t count = values.size();
-  message.append(reinterpret_cast<const char*>(&count), sizeof(count));
-  message.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(Value));
-}
-
-// Reads what append() wrote, in the same order.
-class Reader {
- public:
-  explicit Reader(const std::string& message) : message_(message) {}
-
-  template <typename Value>
-  std::vector<Value> next() {
-    uint64_t count = 0;
-    read(&count, sizeof(count));
-    PS_CHECK(count <= (message_.size() - at_) / sizeof(Value), StateError, "another rank's vote on the plan is of ",
-             message_.size(), " bytes and ends early; run the same version of PatrickStar on all ranks");
-    std::vector<Value> values(count);
-    read(values.data(), count * sizeof(Value));
-    return values;
-  }
-
- private:
-  void read(void* to, size_t num_bytes) {
-    PS_CHECK(num_bytes <= message_.size() - at_, StateError, "another rank's vote on the plan is of ", message_.size(),
-             " bytes and ends early; run the same version of PatrickStar on all ranks");
-    if (num_bytes > 0) std::memcpy(to, message_.data() + at_, num_bytes);
-    at_ += num_bytes;
-  }
-
-  const std::string& message_;
-  size_t at_ = 0;
-};
 
 void keep_slower(Rates& all, const Rates& mine) {
   const auto least = [&](double Rates::* rate) { all.*rate = std::min(all.*rate, mine.*rate); };
@@ -71,25 +32,26 @@ void keep_slower(StepTimes& all, const StepTimes& mine) {
 }  // namespace
 
 std::string packed(const PlanVote& vote) {
-  std::string message;
-  append(message, std::vector<uint8_t>{vote.can_measure, vote.has_plan});
-  append(message, vote.updates);
-  append(message, vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{});
-  append(message, vote.times ? vote.times->shape.compute_seconds : std::vector<double>{});
-  return message;
+  return MessageWriter()
+      .add(static_cast<uint8_t>(vote.can_measure))
+      .add(static_cast<uint8_t>(vote.has_plan))
+      .add(vote.updates)
+      .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
+      .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
+      .str();
 }
 
-PlanVote unpacked_vote(const std::string& message) {
-  Reader reader(message);
+PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
+  MessageReader reader(message, "a vote on the plan");
   PlanVote vote;
-  const auto flags = reader.next<uint8_t>();
-  PS_CHECK(flags.size() == 2, StateError, "another rank's vote on the plan has ", flags.size(),
-           " flags instead of 2; run the same version of PatrickStar on all ranks");
-  vote.can_measure = flags[0] != 0;
-  vote.has_plan = flags[1] != 0;
-  vote.updates = reader.next<UpdateAt>();
-  const auto rates = reader.next<Rates>();
-  const auto compute_seconds = reader.next<double>();
+  vote.can_measure = reader.next<uint8_t>() != 0;
+  vote.has_plan = reader.next<uint8_t>() != 0;
+  vote.updates = reader.next_list<UpdateAt>(num_chunks);
+  const auto rates = reader.next_list<Rates>();
+  const auto compute_seconds = reader.next_list<double>();
+  reader.finish();
+  reader.check(rates.size() <= 1, "several rates");
+  for (UpdateAt update : vote.updates) reader.check(update <= kLastUpdateAt, "an update at no known time");
   if (!rates.empty()) vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
   return vote;
 }

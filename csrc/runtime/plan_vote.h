@@ -7,7 +7,7 @@
 // is as long as the slowest one's. One rank agrees with itself.
 //
 //   std::string message = packed(vote);
-//   PlanVote all = agreed({unpacked_vote(messages[0]), unpacked_vote(messages[1])});
+//   PlanVote all = agreed({unpacked_vote(messages[0], num_chunks), unpacked_vote(messages[1], num_chunks)});
 //
 // Pure functions; any thread may call them.
 #pragma once
@@ -34,8 +34,8 @@ struct PlanVote {
 };
 
 std::string packed(const PlanVote& vote);
-// Throws StateError when it is not of this version's making.
-PlanVote unpacked_vote(const std::string& message);
+// Of a rank with so many chunks. Throws StateError for what is no such message.
+PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // can_measure, has_plan: all. updates: by chunk the latest on any rank; on the device if they are there on any, since memory is
 // set aside for that. times: where all ranks have some, the lowest rates, the longest waits and by moment the longest

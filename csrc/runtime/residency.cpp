@@ -16,7 +16,7 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 // What tide and payloads may take.
 int64_t Residency::limit_within_slack() const {
   const int64_t limit = options_.device_limit_bytes;
-  return limit == kUnlimited ? kUnlimited : share(limit, 1 - options_.slack_ratio) - options_.staging_bytes;
+  return limit == kUnlimited ? kUnlimited : share(limit, 1 - options_.slack_ratio);
 }
 
 // The share of the device that payloads may take before the tide is known, or always with a static partition.
@@ -33,10 +33,7 @@ void Residency::place_initially() {
   const bool bounded = options_.device_limit_bytes != kUnlimited;
   const bool all_on_device = !bounded && options_.state_placement == StatePlacement::kHybrid;
   const int64_t room = bounded ? share(options_.device_limit_bytes, kInitialDeviceShare) : kUnlimited;
-  // One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
-  int64_t spare = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGradShard));
-  homes_ = initial_placement(layout(), options_.host_limit_bytes - spare, room, all_on_device);
+  homes_ = initial_placement(layout(), options_.host_limit_bytes - spare_bytes(), room, all_on_device);
   std::vector<int64_t> blocks;
   for (ChunkId id = 0; id < layout().num_chunks(); ++id) {
     if (home(id) == Tier::kDevice) continue;
@@ -50,12 +47,41 @@ void Residency::place_initially() {
   pager_.set_payload_limit(fixed_payload_limit());
 }
 
+// One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
+int64_t Residency::spare_bytes() const {
+  int64_t spare = 0;
+  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGradShard));
+  return spare;
+}
+
+Tier Residency::home_of_new_states(ChunkId chunk) const {
+  return options_.device_limit_bytes == kUnlimited ? home(chunk) : Tier::kHost;
+}
+
 void Residency::place_in_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
   pager_.set_payload_limit(kUnlimited);
   const int count = num_device_state_chunks(layout(), step, device_budget());
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
+  }
+  core_.arena.trim();
+}
+
+void Residency::fill_margin(const Timeline& step) {
+  if (options_.state_placement == StatePlacement::kHost || options_.partition == Partition::kStatic) return;
+  const int count = num_device_state_chunks(layout(), step, device_budget());
+  int64_t room = 0;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    room += chunk < count ? bytes : 0;
+    room -= core_.store.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
+  }
+  for (ChunkId chunk = 0; chunk < count; ++chunk) {
+    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    if (bytes == 0 || bytes > room || core_.store.array({chunk, ArrayKind::kMaster}).on_device) continue;
+    move_states_to_device(chunk);
+    room -= bytes;
   }
   core_.arena.trim();
 }
@@ -80,7 +106,7 @@ void Residency::limit_payloads(const Timeline& last) {
   } else if (core_.backend.follows_tide() || options_.device_limit_bytes == kUnlimited) {
     pager_.set_payload_limit(kUnlimited);
   } else {
-    ample = limit_within_slack() + options_.staging_bytes - highest_tide(last);  // staging buffers are slots too
+    ample = limit_within_slack() - highest_tide(last);
     pager_.set_payload_limit(ample);
   }
   core_.slots.set_ample_bytes(ample);

@@ -3,6 +3,7 @@
 //   before the first step   optimizer states on the host, what does not fit there on the device; payloads keep to a
 //                           fixed share of the device, since the tide is not known
 //   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
+//   after an unfreezing     the same once more, for what is new
 //   after every step        poses the planner's problem for the next
 //
 // Owned by Runtime, guarded by its lock.
@@ -32,8 +33,7 @@ struct ResidencyOptions {
   int64_t host_limit_bytes = kUnlimited;
   double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
   double margin_use_ratio = 0.8;
-  int64_t staging_bytes = 0;  // of device memory, for what is neither payload nor tide (streamed updates)
-  double slack_ratio = 0;     // of the device limit, left free for the allocator's rounding
+  double slack_ratio = 0;  // of the device limit, left free for the allocator's rounding
   Partition partition = Partition::kTide;
   StatePlacement state_placement = StatePlacement::kHybrid;
   bool keeps_gradients = true;  // DeviceBudget::keeps_gradients
@@ -49,6 +49,15 @@ class Residency {
   void place_initially();
   // Moves states into the margin that a step's tide leaves.
   void place_in_margin(const Timeline& step);
+  // The same when there are more states than before: those that are there stay, and others move in as far as the margin
+  // has room beside them.
+  void fill_margin(const Timeline& step);
+  // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
+  Tier home_of_new_states(ChunkId chunk) const;
+  void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
+  void move_states_to_device(ChunkId chunk);
+  // What host memory keeps free for a gradient that needs a block of its own.
+  int64_t spare_bytes() const;
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
@@ -64,7 +73,6 @@ class Residency {
   int64_t limit_within_slack() const;
   DeviceBudget device_budget() const;
   int64_t fixed_payload_limit() const;
-  void move_states_to_device(ChunkId chunk);
 
   Core core_;
   Pager& pager_;

@@ -1,47 +1,95 @@
 #include "runtime/runtime.h"
 
-#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "common/check.h"
-#include "memory/interleave.h"
-#include "runtime/host_regions.h"
-#include "runtime/placement.h"
 
 namespace patrickstar {
 
 namespace {
 
-// On CUDA PyTorch's allocator needs some room to round and to fragment.
-constexpr double kCudaSlackRatio = 0.04;
-constexpr double kCudaSlotWaste = 0.125;
+void forget_running_step(OpenRuntime& open) {
+  open.recorder.abandon_step();
+  open.tracer.abandon();
+}
 
-std::unique_ptr<Backend> make_backend(const RuntimeOptions& options) {
-#ifdef PATRICKSTAR_WITH_CUDA
-  if (options.cuda_device >= 0) {
-    return make_cuda_backend(options.cuda_device, options.device_limit_bytes, options.limit_rounding_bytes);
+// With several ranks, what decisions are made from must be the same on all: `timeline` becomes so. What the others say.
+std::vector<std::string> agree_on(OpenRuntime& open, Timeline& timeline, const std::string& note) {
+  StepAgreement agreement = open.collectives->agree_on(timeline, note);
+  open.ranks_go_alike = open.ranks_go_alike && agreement.alike;
+  return std::move(agreement.notes);
+}
+
+LimitPolicy policy_between_calls(const OpenRuntime& open) {
+  return open.warmed_up ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
+}
+
+int64_t largest_whole_chunk_bytes(const Layout& layout) {
+  int64_t most = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    most = std::max(most, layout.num_bytes({chunk, ArrayKind::kParam}));
   }
-#endif
-  PS_CHECK(options.cuda_device < 0, ArgumentError,
-           "this build of PatrickStar has no CUDA part; build it with a CUDA "
-           "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
-  return make_cpu_backend(options.device_limit_bytes);
+  return most;
 }
 
-std::unique_ptr<optim::Compute> make_device_compute(const RuntimeOptions& options) {
-#ifdef PATRICKSTAR_WITH_CUDA
-  if (options.cuda_device >= 0) return optim::make_cuda_compute(options.cuda_device);
-#endif
-  (void)options;
-  return nullptr;
+// [Note: the least limit] An error that names the memory to raise the budget to must name enough. So on the simulated
+// device what exceeds the limit passes (LimitPolicy::kMeasure) wherever the call cannot be made again with an emptier
+// device, and is refused here, when the whole is known; before anything is updated, and on all ranks.
+void check_least_limit(OpenRuntime& open, const char* what) {
+  if (!open.backend->may_exceed_limit()) return;
+  int64_t least = open.backend->least_limit_bytes();
+  if (open.layout().is_sharded()) least = open.collectives->max_over_ranks(least);
+  const int64_t limit = open.options.device_limit_bytes;
+  if (least <= limit) return;
+  if (open.layout().is_sharded())
+    least += largest_whole_chunk_bytes(open.layout());  // gathered ahead, as a plan may say
+  if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
+  open.backend->reset_least_limit();
+  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", what, " needs ", least,
+           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
+           " bytes, or lower the batch size or default_chunk_size",
+           open.step.num_committed() > 0 ? "" : ". Nothing was updated");
 }
 
-ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& layout) {
-  ResidencyOptions residency = options;
-  residency.staging_bytes = streaming_bytes(options.streaming, layout, options.device_limit_bytes);
-  residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
-  residency.slack_ratio = options.cuda_device >= 0 ? kCudaSlackRatio : 0;
-  return residency;
+// A step's tide is known.
+void place_states(OpenRuntime& open, const Timeline& step) {
+  if (!std::exchange(open.has_new_states, false)) return open.residency.place_in_margin(step);
+  if (open.step.num_committed() > 0) return;  // updates are under way; states stay on the host
+  open.step.cancel_all();
+  open.residency.fill_margin(step);
+  open.step.forget_choice();
+}
+
+void finish_step(OpenRuntime& open, StepOutcome outcome) {
+  open.gradients.clear();
+  for (ParamId param = 0; param < open.layout().num_params(); ++param) {
+    const bool exists = open.store.array({open.layout().placement(param).chunk, ArrayKind::kParam}).exists();
+    if (open.store.param_state(param) != State::kFree || exists)
+      open.store.move_param(param, exists ? State::kHold : State::kFree);
+  }
+  if (open.recorder.position() < 0) return open.tracer.abandon();
+  const bool first = !open.warmed_up;
+  const Timeline previous = open.recorder.last();
+  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
+  // optimizer states would be taken for tide.
+  open.recorder.finish_step();
+  if (first) {
+    open.warmed_up = true;
+    open.backend->set_limit_policy(LimitPolicy::kEnforce);
+    open.step.forget_choice();  // of what was unfrozen before
+    open.step.choose_speculation();
+  }
+  Timeline last = open.recorder.last();
+  std::vector<PlanVote> votes;
+  for (const std::string& note : agree_on(open, last, packed(open.planner.vote(previous)))) {
+    votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
+  }
+  open.recorder.set_last(std::move(last));
+  open.tracer.end_step(open.recorder.last(), outcome);
+  open.residency.limit_payloads(open.recorder.last());
+  if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
+  open.planner.end_step(previous, agreed(votes));
 }
 
 }  // namespace
@@ -49,366 +97,414 @@ ResidencyOptions residency_options(const RuntimeOptions& options, const Layout& 
 Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
                  const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options,
                  std::shared_ptr<Collectives> collectives)
-    : options_(options),
-      collectives_(std::move(collectives)),
-      backend_(make_backend(options)),
-      host_threads_(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
-      pool_(host_threads_.num_threads, host_threads_.worker_cpus),
-      delays_(options.delays),
-      host_compute_(optim::make_host_compute(pool_)),
-      cuda_compute_(make_device_compute(options)),
-      slots_(*backend_, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
-      interleaved_nodes_(nodes_to_interleave(host_threads_.nodes)),
-      arena_(options.host_limit_bytes,
-             make_region_hooks(*backend_, pool_,
-                               options.cuda_device >= 0 ? PageLocking::kForTransfers : PageLocking::kNone,
-                               interleaved_nodes_)),
-      store_(std::move(layout), std::move(param_names)),
-      tracer_(*backend_, store_, slots_),
-      traces_(tracer_),
-      transfer_(*backend_, store_, tracer_, delays_),
-      pager_(std::make_unique<Pager>(core())),
-      gather_(std::make_unique<ChunkGather>(core(), *pager_)),
-      tracker_(std::make_unique<AccessTracker>(core(), *pager_)),
-      gradients_(std::make_unique<GradientFlow>(core(), *pager_, *tracker_)),
-      step_(std::make_unique<OptimizerStep>(core(), *pager_, *gradients_, options.speculation, options.streaming)),
-      values_(std::make_unique<ChunkValues>(core(), *pager_)),
-      residency_(std::make_unique<Residency>(core(), *pager_, residency_options(options, store_.layout()))),
-      planner_(std::make_unique<StepPlanner>(core(), *pager_, *residency_, *step_, *gradients_, traces_)) {
-  PS_CHECK(store_.layout().sharding().num_ranks == collectives_->num_ranks(), ArgumentError, "the layout is for ",
-           store_.layout().sharding().num_ranks, " ranks, there are ", collectives_->num_ranks());
-  const int64_t working_set = working_set_bytes(store_.layout(), module_params);
-  PS_CHECK(working_set <= options_.device_limit_bytes, MemoryBudgetError, "device_memory is ",
-           options_.device_limit_bytes, " bytes, but the largest module's chunks and their gradients alone take ",
-           working_set, " bytes; raise device_memory to at least ", working_set,
-           " bytes (activations come on top), or lower default_chunk_size (", store_.layout().chunk_numel(),
-           " elements)");
-  pager_->set_host_pressure_handler([this] { step_->release_host_memory(); });
-  pager_->set_device_pressure_handler([this] { step_->release_device_memory(); });
-  // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
-  backend_->set_limit_policy(LimitPolicy::kMeasure);
-  residency_->place_initially();
+    : open_(std::make_unique<OpenRuntime>(std::move(layout), std::move(param_names), module_params, options,
+                                          std::move(collectives), mutex_)) {}
+
+Runtime::~Runtime() {
+  if (!made_in_.is_here()) {
+    open_.release();  // its threads are the other process's
+    return;
+  }
+  if (open_ == nullptr) return;
+  open_->collectives->abort();
+  try {
+    close();
+  } catch (const std::exception&) {  // it is freed all the same
+  }
 }
 
-Runtime::Entry::Entry(Runtime& runtime) : lock_(runtime.mutex_) {
-  PS_CHECK(!runtime.closed_, StateError,
+void Runtime::check_process() const {
+  PS_CHECK(
+      made_in_.is_here(), StateError,
+      "this process is a fork of the one that made this engine (a DataLoader worker, a subprocess?), and has none of "
+      "its threads; use the engine in the process that made it, and hand tensors to forks");
+}
+
+Runtime::Entry::Entry(Runtime& runtime) : lock_((runtime.check_process(), runtime.mutex_)), open_(runtime.open_.get()) {
+  PS_CHECK(open_ != nullptr, StateError,
            "this engine is closed, but something of it is still used (the backward of an old loss?); "
            "build a new engine to train on");
 }
 
-Runtime::~Runtime() {
-  if (!closed_) close();
+Runtime::Entry Runtime::compute() {
+  Entry open(*this);
+  open->backend->follow_compute();
+  return open;
 }
 
 void Runtime::close() {
-  const Entry entry(*this);
-  tracker_->release_all();
-  step_->forget_committed();
-  step_->release_host_memory();
-  step_->release_device_memory();
-  for (int index = 0; index < store_.num_arrays(); ++index) pager_->discard(ArrayId::from_index(index));
-  closed_ = true;
-  slots_.trim(INT64_MAX);
-  arena_.release_reserved();
-  arena_.trim();
-  backend_->shut_down();
+  check_process();
+  const std::lock_guard<std::recursive_timed_mutex> lock(mutex_);
+  const std::unique_ptr<OpenRuntime> open = std::move(open_);
+  if (open != nullptr) open->shut_down();
 }
 
-Core Runtime::core() {
-  return {*backend_,     store_,    slots_,         arena_,
-          transfer_,     pool_,     *host_compute_, cuda_compute_ ? *cuda_compute_ : *host_compute_,
-          recorder_,     counters_, tracer_,        delays_,
-          *collectives_, mutex_};
+bool Runtime::closed() {
+  check_process();
+  const std::lock_guard<std::recursive_timed_mutex> lock(mutex_);
+  return open_ == nullptr;
 }
 
 void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
-  const Entry entry(*this);
+  const Entry open(*this);
   const ArrayId id{chunk, ArrayKind::kParam};
-  store_.storage(chunk) =
-      ParamStorage(storage, store_.num_bytes(id),
-                   store_.describe(id) +
+  open->store.storage(chunk) =
+      ParamStorage(storage, open->store.num_bytes(id),
+                   open->store.describe(id) +
                        ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
                        "torch function uses them; code that reads a tensor's memory in another way must run inside the "
                        "module that owns it.");
 }
 
 void Runtime::seal_storage(ChunkId chunk) {
-  const Entry entry(*this);
-  store_.storage(chunk).detach();
+  const Entry open(*this);
+  open->store.storage(chunk).detach();
 }
 
 void Runtime::write_values(ParamId param, ArrayKind kind, ParamValues values) {
-  const Entry entry(*this);
-  tracker_->release_transient();
-  step_->cancel(layout().placement(param).chunk);
-  values_->write(param, kind, values, residency_->home(layout().placement(param).chunk));
+  const Entry open = compute();
+  const ChunkId chunk = open->layout().placement(param).chunk;
+  open->tracker.release_transient();
+  open->step.cancel(chunk);
+  open->values.write(param, kind, values, open->residency.home(chunk));
 }
 
 void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
-  const Entry entry(*this);
-  values_->read(param, kind, values);
+  const Entry open = compute();
+  open->values.read(param, kind, values);
 }
 
 void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
-  const Entry entry(*this);
-  values_->read_own(param, kind, values);
+  const Entry open = compute();
+  open->values.read_own(param, kind, values);
 }
 
 void Runtime::read_gradient(ParamId param, float* values) {
-  const Entry entry(*this);
-  const ChunkId chunk = layout().placement(param).chunk;
-  step_->check_nothing_committed("a gradient was to be read");
-  values_->read_gradient(param, gradients_->source(chunk), values);
+  const Entry open = compute();
+  open->step.check_nothing_committed("a gradient was to be read");
+  open->values.read_gradient(param, open->gradients.source(open->layout().placement(param).chunk), values);
 }
 
 void Runtime::write_gradient(ParamId param, ParamValues values) {
-  const Entry entry(*this);
-  const ChunkId chunk = layout().placement(param).chunk;
-  step_->check_nothing_committed("a gradient was to be written");
-  gradients_->note_rewritten(chunk);
-  values_->write_gradient(param, gradients_->source(chunk), values);
+  const Entry open = compute();
+  const ChunkId chunk = open->layout().placement(param).chunk;
+  open->step.check_nothing_committed("a gradient was to be written");
+  open->gradients.note_rewritten(chunk);
+  open->values.write_gradient(param, open->gradients.source(chunk), values);
 }
 
 void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
-  const Entry entry(*this);
-  PS_CHECK(!warmed_up_ && recorder_.position() < 0, StateError, "a plan is adopted before the first step only");
-  recorder_.set_last(std::move(timeline));
-  residency_->place_in_margin(recorder_.last());
-  residency_->limit_payloads(recorder_.last());
-  planner_->adopt(std::move(times));
+  const Entry open = compute();
+  PS_CHECK(!open->warmed_up && open->recorder.position() < 0, StateError,
+           "a plan is adopted before the first step only");
+  open->recorder.set_last(std::move(timeline));
+  open->residency.place_in_margin(open->recorder.last());
+  open->residency.limit_payloads(open->recorder.last());
+  open->planner.adopt(std::move(times));
+}
+
+void Runtime::make_states(const std::vector<ChunkId>& chunks) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->unfreezing.make_states(chunks);
+}
+
+void Runtime::discard_states(const std::vector<ChunkId>& chunks) {
+  const Entry open = compute();
+  open->unfreezing.discard_states(chunks);
+}
+
+void Runtime::train(const std::vector<ParamId>& params) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->unfreezing.train(params);
+  open->has_new_states = open->warmed_up;
 }
 
 void Runtime::release_chunk(ChunkId chunk) {
-  const Entry entry(*this);
-  tracker_->release_all();
-  step_->forget_committed();
-  step_->cancel(chunk);
-  for (int kind = 0; kind < kNumArrayKinds; ++kind) pager_->discard({chunk, static_cast<ArrayKind>(kind)});
-  slots_.trim(INT64_MAX);
-  arena_.trim();
+  const Entry open(*this);
+  open->tracker.release_all();
+  open->step.forget_committed();
+  open->step.cancel(chunk);
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) open->pager.discard({chunk, static_cast<ArrayKind>(kind)});
+  open->slots.trim(INT64_MAX);
+  open->arena.trim();
 }
 
-void Runtime::begin_forward(Tracking tracking) {
-  const Entry entry(*this);
-  tracker_->release_transient();
-  tracker_->set_tracking(tracking);
-  tracker_->set_phase(Phase::kForward);
-  if (tracking == Tracking::kTraining && recorder_.position() < 0) {
-    backend_->take_tide_peak();
-    pager_->restart_replay();
-    arena_.prepare_ahead();  // the moments' memory, beside the first step
-    planner_->begin_step();
-    tracer_.begin_step();
+void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
+  const Entry open = compute();
+  if (open->recorder.position() < 0) open->backend->reset_least_limit();
+  open->tracker.release_transient();
+  open->tracker.set_tracking(tracking);
+  open->tracker.set_phase(Phase::kForward);
+  if (tracking == Tracking::kTraining && open->recorder.position() < 0) {
+    open->backend->take_tide_peak();
+    open->pager.restart_replay();
+    open->arena.prepare_ahead();  // the moments' memory, beside the first step
+    open->planner.begin_step();
+    open->tracer.begin_step();
   }
+  // A replay with other ranks is not repeated either.
+  const bool last = attempt == Attempt::kLast || (open->layout().is_sharded() && open->pager.is_replaying());
+  open->backend->set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
 }
 
 void Runtime::end_forward() {
-  const Entry entry(*this);
-  tracker_->release_all();
-  if (layout().is_sharded() && !pager_->replays()) collectives_->finish_phase();
-  tracker_->set_tracking(Tracking::kUntracked);
-  if (!warmed_up_ && recorder_.position() < 0) check_least_limit("this forward pass");
+  const Entry open = compute();
+  open->tracker.release_all();
+  if (open->layout().is_sharded() && !open->pager.replays()) open->collectives->finish_phase();
+  const bool training = open->tracker.tracking() == Tracking::kTraining;
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->backend->set_limit_policy(training ? LimitPolicy::kMeasure : policy_between_calls(*open));
+  if (!training) check_least_limit(*open, "this forward pass");
 }
 
 Tick Runtime::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
-  const Entry entry(*this);
-  step_->check_not_committed(params);
-  return tracker_->open_scope(params, until);
+  const Entry open = compute();
+  open->step.check_not_committed(params);
+  return open->tracker.open_scope(params, until);
 }
 
 void Runtime::close_scope() {
-  const Entry entry(*this);
-  tracker_->close_scope();
+  const Entry open = compute();
+  open->tracker.close_scope();
 }
 
 Tick Runtime::tick() {
-  const Entry entry(*this);
-  return tracker_->tick();
+  const Entry open(*this);
+  return open->tracker.tick();
 }
 
 Tick Runtime::touch(const std::vector<ParamId>& params) {
-  const Entry entry(*this);
-  step_->check_not_committed(params);
-  return tracker_->touch(params);
+  const Entry open = compute();
+  open->step.check_not_committed(params);
+  return open->tracker.touch(params);
 }
 
 void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
-  const Entry entry(*this);
-  step_->check_nothing_committed("a second backward");
-  step_->expect(expected_groups, expected_grad_scale);
-  tracker_->release_transient();
-  tracker_->set_tracking(Tracking::kTraining);
-  tracker_->set_phase(Phase::kBackward);
-  gradients_->begin_backward();
+  const Entry open = compute();
+  open->step.check_nothing_committed("a second backward");
+  open->step.expect(expected_groups, expected_grad_scale);
+  open->tracker.release_transient();
+  open->tracker.set_tracking(Tracking::kTraining);
+  open->tracker.set_phase(Phase::kBackward);
+  open->backend->set_limit_policy(LimitPolicy::kMeasure);
+  open->gradients.begin_backward();
 }
 
 void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
-  const Entry entry(*this);
-  step_->check_not_committed(params);
-  tracker_->enter_backward(begin, end, params);
+  const Entry open = compute();
+  open->step.check_not_committed(params);
+  open->tracker.enter_backward(begin, end, params);
 }
 
 void Runtime::fold_gradient(ParamId param, const void* data) {
-  const Entry entry(*this);
-  gradients_->fold(param, data);
+  const Entry open = compute();
+  open->gradients.fold(param, data);
 }
 
 void Runtime::end_backward() {
-  const Entry entry(*this);
-  tracker_->release_all();
-  gradients_->end_backward();
-  tracker_->set_tracking(Tracking::kUntracked);
-  if (!warmed_up_) check_least_limit("this step");
-}
-
-void Runtime::check_least_limit(const char* when) {
-  int64_t least = backend_->least_limit_bytes();
-  if (least >= options_.ample_limit_bytes) least += options_.ample_extra_bytes;
-  if (layout().is_sharded()) least = collectives_->max_over_ranks(least);
-  const int64_t limit = options_.device_limit_bytes;
-  if (least <= limit) return;
-  gradients_->clear();
-  forget_running_step();
-  backend_->reset_least_limit();
-  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", when, " needs ", least,
-           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
-           " bytes, or lower the batch size or default_chunk_size. Nothing was updated");
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->gradients.end_backward();
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->backend->set_limit_policy(policy_between_calls(*open));
+  check_least_limit(*open, "this step");
 }
 
 void Runtime::abort_forward() {
-  const Entry entry(*this);
-  tracker_->release_all();
-  tracker_->set_tracking(Tracking::kUntracked);
-  collectives_->abandon_phase();
-  forget_running_step();
+  const Entry open(*this);
+  open->tracker.release_all();
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->collectives->abandon_phase();
+  open->backend->set_limit_policy(policy_between_calls(*open));
+  forget_running_step(*open);
 }
 
 void Runtime::abort_backward() {
   abort_forward();
-  const Entry entry(*this);
-  step_->forget_committed();
-  step_->cancel_all();
-  gradients_->abort_backward();
+  const Entry open(*this);
+  open->step.forget_committed();
+  open->step.cancel_all();
+  open->gradients.abort_backward();
 }
 
 void Runtime::vacate_device(Vacate what) {
-  const Entry entry(*this);
-  pager_->vacate(what);
+  const Entry open = compute();
+  open->pager.vacate(what);
 }
 
 double Runtime::prepare_step() {
-  const Entry entry(*this);
-  tracer_.begin_optimizer();
-  tracker_->release_all();
-  const double sum = gradients_->sum_of_squares();
-  recorder_.note_tide(pager_->tide_of_running_moment());
-  if (!warmed_up_ && recorder_.position() >= 0) {
-    Timeline timeline = recorder_.running();
-    agree_on(timeline, {});
-    residency_->place_in_margin(timeline);
+  const Entry open = compute();
+  open->tracer.begin_optimizer();
+  open->tracker.release_all();
+  const double sum = open->gradients.sum_of_squares();
+  open->recorder.note_tide(open->pager.tide_of_running_moment());
+  if ((!open->warmed_up || open->has_new_states) && open->recorder.position() >= 0) {
+    Timeline timeline = open->recorder.running();
+    agree_on(*open, timeline, {});
+    place_states(*open, timeline);
   }
   return sum;
 }
 
-std::vector<std::string> Runtime::agree_on(Timeline& timeline, const std::string& note) {
-  StepAgreement agreement = collectives_->agree_on(timeline, note);
-  ranks_go_alike_ = ranks_go_alike_ && agreement.alike;
-  return std::move(agreement.notes);
-}
-
 void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
-  const Entry entry(*this);
-  step_->apply(groups, grad_scale);
-  ++counters_.num_steps;
-  finish_step(StepOutcome::kApplied);
+  const Entry open = compute();
+  open->step.apply(groups, grad_scale);
+  ++open->counters.num_steps;
+  finish_step(*open, StepOutcome::kApplied);
 }
 
 void Runtime::skip_step() {
-  const Entry entry(*this);
-  step_->check_nothing_committed("a skipped step");
-  ++counters_.num_skipped_steps;
-  step_->cancel_all();
-  finish_step(StepOutcome::kSkipped);
+  const Entry open = compute();
+  open->step.check_nothing_committed("a skipped step");
+  ++open->counters.num_skipped_steps;
+  open->step.cancel_all();
+  finish_step(*open, StepOutcome::kSkipped);
 }
 
 void Runtime::clear_gradients() {
-  const Entry entry(*this);
-  if (!gradients_->pending()) return;
-  step_->check_nothing_committed("gradients were to be forgotten");
-  step_->cancel_all();
-  gradients_->clear();
-  forget_running_step();
+  const Entry open(*this);
+  if (!open->gradients.pending()) return;
+  open->step.check_nothing_committed("gradients were to be forgotten");
+  open->step.cancel_all();
+  open->gradients.clear();
+  forget_running_step(*open);
 }
 
 void Runtime::clear_gradient(ParamId param) {
-  const Entry entry(*this);
-  gradients_->clear_param(param);
+  const Entry open(*this);
+  open->gradients.clear_param(param);
 }
 
 void Runtime::forget_plan() {
-  const Entry entry(*this);
-  planner_->forget_plan();
+  const Entry open(*this);
+  open->planner.forget_plan();
 }
 
 bool Runtime::has_gradient(ParamId param) {
-  const Entry entry(*this);
-  return gradients_->has_gradient(param);
+  const Entry open(*this);
+  return open->gradients.has_gradient(param);
 }
 
 bool Runtime::gradients_pending() {
-  const Entry entry(*this);
-  return gradients_->pending();
+  const Entry open(*this);
+  return open->gradients.pending();
+}
+
+void Runtime::set_group(ParamId param, int group) {
+  const Entry open(*this);
+  open->step.set_group(param, group);
+}
+
+int64_t Runtime::step_count(ParamId param) {
+  const Entry open(*this);
+  return open->step.step_count(param);
+}
+
+void Runtime::set_step_count(ParamId param, int64_t count) {
+  const Entry open(*this);
+  open->step.set_step_count(param, count);
+}
+
+int Runtime::num_committed() {
+  const Entry open(*this);
+  return open->step.num_committed();
 }
 
 void Runtime::start_trace(TraceReader reader) {
-  const Entry entry(*this);
-  traces_.ask(reader);
+  const Entry open(*this);
+  open->traces.ask(reader);
 }
 
 std::optional<StepTrace> Runtime::take_trace(TraceReader reader) {
-  const Entry entry(*this);
-  return traces_.take(reader);
+  const Entry open(*this);
+  return open->traces.take(reader);
 }
 
-void Runtime::forget_running_step() {
-  recorder_.abandon_step();
-  tracer_.abandon();
-}
-
-void Runtime::finish_step(StepOutcome outcome) {
-  gradients_->clear();
-  for (ParamId param = 0; param < layout().num_params(); ++param) {
-    const bool exists = store_.array({layout().placement(param).chunk, ArrayKind::kParam}).exists();
-    if (store_.param_state(param) != State::kFree || exists)
-      store_.move_param(param, exists ? State::kHold : State::kFree);
-  }
-  if (recorder_.position() < 0) return tracer_.abandon();
-  const bool first = !warmed_up_;
-  const Timeline previous = recorder_.last();
-  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
-  // optimizer states would be taken for tide.
-  recorder_.finish_step();
-  if (first) {
-    warmed_up_ = true;
-    backend_->set_limit_policy(LimitPolicy::kEnforce);
-    step_->choose_speculation();
-  }
-  Timeline last = recorder_.last();
-  std::vector<PlanVote> votes;
-  for (const std::string& note : agree_on(last, packed(planner_->vote(previous)))) votes.push_back(unpacked_vote(note));
-  recorder_.set_last(std::move(last));
-  tracer_.end_step(recorder_.last(), outcome);
-  residency_->limit_payloads(recorder_.last());
-  if (!ranks_go_alike_) return planner_->forget_plan();  // all ranks found so
-  planner_->end_step(previous, agreed(votes));
+RuntimeReport Runtime::report() {
+  const Entry open(*this);
+  RuntimeReport report;
+  report.device_budget_bytes = open->backend->limit_bytes();
+  report.device_peak_bytes = open->backend->peak_bytes();
+  report.device_tide_bytes = open->backend->tide_bytes();
+  report.device_payload_bytes = open->slots.used_bytes();
+  report.host_budget_bytes = open->arena.limit_bytes();
+  report.host_bytes = open->arena.mapped_bytes();
+  report.host_peak_bytes = open->arena.peak_mapped_bytes();
+  report.transfers = open->transfer.counters();
+  report.counters = open->counters;
+  report.interleaved_nodes = open->interleaved_nodes;
+  report.pinned_cpus = open->pool.pinned_cpus();
+  report.num_host_threads = open->pool.num_threads();
+  report.num_chunks = open->layout().num_chunks();
+  report.chunk_numel = open->layout().chunk_numel();
+  for (const ChunkSpec& chunk : open->layout().chunks()) report.num_chunk_elements += chunk.numel;
+  report.num_device_state_chunks = open->store.num_on_device(ArrayKind::kMaster);
+  report.planned_uploaded_bytes = open->pager.plan().uploaded_bytes;
+  report.planned_downloaded_bytes = open->pager.plan().downloaded_bytes;
+  if (open->planner.predicted()) report.predicted_step_seconds = open->planner.predicted()->seconds;
+  return report;
 }
 
 void Runtime::reset_report() {
-  const Entry entry(*this);
-  counters_ = {};
-  transfer_.counters() = {};
-  backend_->reset_peak();
-  arena_.reset_peak();
+  const Entry open(*this);
+  open->counters = {};
+  open->transfer.counters() = {};
+  open->backend->reset_peak();
+  open->arena.reset_peak();
+}
+
+int64_t Runtime::num_pressure_evictions() {
+  const Entry open(*this);
+  return open->counters.num_pressure_evictions;
+}
+
+Timeline Runtime::last_timeline() {
+  const Entry open(*this);
+  return open->recorder.last();
+}
+
+Plan Runtime::plan() {
+  const Entry open(*this);
+  return open->pager.plan();
+}
+
+PlanProblem Runtime::plan_problem() {
+  const Entry open(*this);
+  PlanProblem problem = open->planner.problem();
+  problem.timeline = nullptr;
+  return problem;
+}
+
+std::optional<StepTimes> Runtime::step_times() {
+  const Entry open(*this);
+  return open->planner.times();
+}
+
+std::optional<SimulatedStep> Runtime::predicted_step() {
+  const Entry open(*this);
+  return open->planner.predicted();
+}
+
+bool Runtime::replays() {
+  const Entry open(*this);
+  return open->pager.replays();
+}
+
+State Runtime::param_state(ParamId param) {
+  const Entry open(*this);
+  return open->store.param_state(param);
+}
+
+State Runtime::chunk_state(ChunkId chunk) {
+  const Entry open(*this);
+  return open->store.chunk_state(chunk);
+}
+
+bool Runtime::is_on_device(ArrayId array) {
+  const Entry open(*this);
+  return open->store.array(array).on_device;
 }
 
 }  // namespace patrickstar

@@ -1,12 +1,14 @@
-// The façade of the core: what Python's hooks, engine and optimizer call. It owns the parts, holds their one lock,
-// and keeps the order of a step:
+// The façade of the core: what Python's hooks, engine and optimizer call. It holds the one lock, and the engine's open
+// state (runtime/open_runtime.h), and keeps the order of a step:
 //
 //   begin_forward  open_scope/touch/close_scope ...  end_forward
 //   begin_backward enter_backward/fold ...           end_backward
 //   prepare_step   apply_step or skip_step
 //
-// Calls may come from any thread (on CUDA, backward hooks run on an autograd thread); each takes the lock. None needs
-// the Python interpreter. Hooks never see the optimizer; the runtime never sees an nn.Module.
+// Calls may come from any thread (on CUDA, backward hooks run on an autograd thread); each takes the lock, and may wait
+// for it, so the caller must not hold the Python interpreter. None needs it. Hooks never see the optimizer; the runtime
+// never sees an nn.Module. Every call but the destructor throws StateError once the runtime is closed, and in a fork of
+// the process that made it (common/process_fork.h).
 #pragma once
 
 #include <cstdint>
@@ -16,37 +18,40 @@
 #include <string>
 #include <vector>
 
-#include "common/host_threads.h"
-#include "runtime/access_tracker.h"
-#include "runtime/chunk_gather.h"
-#include "runtime/chunk_values.h"
-#include "runtime/counters.h"
-#include "runtime/gradient_flow.h"
-#include "runtime/optimizer_step.h"
-#include "runtime/pager.h"
-#include "runtime/residency.h"
-#include "runtime/step_planner.h"
+#include "common/process_fork.h"
+#include "runtime/open_runtime.h"
 #include "runtime/use_listener.h"
-#include "trace/trace_requests.h"
 
 namespace patrickstar {
 
-struct RuntimeOptions : ResidencyOptions {
-  int cuda_device = -1;              // -1: the simulated device
-  int64_t limit_rounding_bytes = 0;  // what PyTorch's CUDA allocator may take beyond a limit that it is given
-  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
-  // the least limit).
-  int64_t ample_limit_bytes = kUnlimited;
-  int64_t ample_extra_bytes = 0;
-  HostThreadOptions host_threads;
-  SpeculationMode speculation = SpeculationMode::kOff;
-  StreamingMode streaming = StreamingMode::kOff;
+// The figures of a runtime at one moment; totals and peaks since reset_report().
+struct RuntimeReport {
+  int64_t device_budget_bytes = 0;
+  int64_t device_peak_bytes = 0;
+  int64_t device_tide_bytes = 0;
+  int64_t device_payload_bytes = 0;
+  int64_t host_budget_bytes = 0;
+  int64_t host_bytes = 0;
+  int64_t host_peak_bytes = 0;
+  TransferCounters transfers;
+  Counters counters;
+  std::vector<int> interleaved_nodes;
+  std::vector<int> pinned_cpus;
+  int num_host_threads = 0;
+  int num_chunks = 0;
+  int64_t chunk_numel = 0;
+  int64_t num_chunk_elements = 0;  // padding included
+  int num_device_state_chunks = 0;
+  int64_t planned_uploaded_bytes = 0;
+  int64_t planned_downloaded_bytes = 0;
+  double predicted_step_seconds = 0;  // 0: no step was measured
 };
 
 class Runtime final : public UseListener {
  public:
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
           const RuntimeOptions& options, std::shared_ptr<Collectives> collectives);
+  // Where nobody closed it, what runs with other ranks is aborted: it waits for none of them.
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -66,17 +71,23 @@ class Runtime final : public UseListener {
   void write_gradient(ParamId param, ParamValues values);
   // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
   // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
-  // does.
+  // does. With several ranks all must be here.
   void adopt_timeline(Timeline timeline, std::optional<StepTimes> times);
+  // Parameters that were frozen are to be trained (runtime/unfreezing.h): states of their chunks, all of them or none; then
+  // the parameters that were not trained so far, or back. With several ranks all must, between the same forwards.
+  void make_states(const std::vector<ChunkId>& chunks);
+  void discard_states(const std::vector<ChunkId>& chunks);
+  void train(const std::vector<ParamId>& params);
   // Forgets all arrays of a chunk (a model that leaves its engine).
   void release_chunk(ChunkId chunk);
-  // Frees everything and gives PyTorch's allocator back. Every later call but the destructor throws StateError:
-  // autograd graphs may outlive the engine and still refer to this object.
+  // Ends all threads, frees all memory and gives PyTorch's allocator back, whatever fails meanwhile; throws what failed
+  // first. Idempotent. Autograd graphs may outlive the engine and still refer to this object.
   void close();
-  bool closed() const { return closed_; }
+  bool closed();
 
   // Forward.
-  void begin_forward(Tracking tracking);
+  // `attempt`: whether the caller runs the forward again when this one runs out of device memory.
+  void begin_forward(Tracking tracking, Attempt attempt);
   void end_forward();
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;
   void close_scope() override;
@@ -107,80 +118,53 @@ class Runtime final : public UseListener {
   bool has_gradient(ParamId param);
   bool gradients_pending();
 
+  // The optimizer's options of a parameter, and how often it was updated.
+  void set_group(ParamId param, int group);
+  int64_t step_count(ParamId param);
+  void set_step_count(ParamId param, int64_t count);
+  // Chunks that a backward has updated for good ([Note: committed updates]).
+  int num_committed();
+
   // The next training step that begins is traced for `reader` (trace/trace_requests.h).
   void start_trace(TraceReader reader);
   // The traced step, once; nothing before it is over. Waits for the updates that it started.
   std::optional<StepTrace> take_trace(TraceReader reader);
-  OptimizerStep& optimizer() { return *step_; }
 
-  const Layout& layout() const { return store_.layout(); }
-  const Counters& counters() const { return counters_; }
-  const TransferCounters& transfer_counters() { return transfer_.counters(); }
-  Backend& backend() { return *backend_; }
-  const HostArena& arena() const { return arena_; }
-  const ThreadPool& pool() const { return pool_; }
-  // NUMA nodes that the arena's pages are spread over; none where they lie as they are touched.
-  const std::vector<int>& interleaved_nodes() const { return interleaved_nodes_; }
-  const ChunkStore& store() const { return store_; }
-  const Timeline& last_timeline() const { return recorder_.last(); }
-  const Plan& plan() const { return pager_->plan(); }
-  // What a plan for the last timeline has to solve.
-  PlanProblem plan_problem() const { return planner_->problem(); }
-  // What a step takes, and what the next one is predicted to take; none before a step was measured.
-  const std::optional<StepTimes>& step_times() const { return planner_->times(); }
-  const std::optional<SimulatedStep>& predicted_step() const { return planner_->predicted(); }
-  int num_device_state_chunks() const { return store_.num_on_device(ArrayKind::kMaster); }
-  // The running step goes as planned so far.
-  bool replays() const { return pager_->replays(); }
-  int64_t payload_bytes() const { return slots_.used_bytes(); }
+  RuntimeReport report();
   void reset_report();
+  int64_t num_pressure_evictions();
+  Timeline last_timeline();
+  Plan plan();
+  // What a plan for the last timeline has to solve; its `timeline` is null.
+  PlanProblem plan_problem();
+  // What a step takes, and what the next one is predicted to take; none before a step was measured.
+  std::optional<StepTimes> step_times();
+  std::optional<SimulatedStep> predicted_step();
+  // The running step goes as planned so far.
+  bool replays();
+  State param_state(ParamId param);
+  State chunk_state(ChunkId chunk);
+  bool is_on_device(ArrayId array);
 
  private:
-  // Holds the lock for one call; throws StateError when the runtime is closed.
+  // The open state, for one call, with the lock; throws StateError when there is none here.
   class Entry {
    public:
     explicit Entry(Runtime& runtime);
+    OpenRuntime* operator->() const { return open_; }
+    OpenRuntime& operator*() const { return *open_; }
 
    private:
-    std::lock_guard<std::recursive_timed_mutex> lock_;
+    std::unique_lock<std::recursive_timed_mutex> lock_;
+    OpenRuntime* open_;
   };
+  // For a call that uses chunks where the calling thread computes, or is ordered by that ([Note: one compute queue]).
+  Entry compute();
+  void check_process() const;
 
-  Core core();
-  void check_least_limit(const char* when);
-  void finish_step(StepOutcome outcome);
-  // With several ranks, what decisions are made from must be the same on all: `timeline` becomes so. What the others say.
-  std::vector<std::string> agree_on(Timeline& timeline, const std::string& note);
-  void forget_running_step();
-
-  RuntimeOptions options_;
+  const ProcessFork made_in_ = ProcessFork::current();
   std::recursive_timed_mutex mutex_;
-  bool closed_ = false;
-  std::shared_ptr<Collectives> collectives_;
-  std::unique_ptr<Backend> backend_;
-  HostThreads host_threads_;
-  ThreadPool pool_;
-  QueueDelays delays_;
-  std::unique_ptr<optim::Compute> host_compute_;
-  std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
-  SlotPool slots_;
-  std::vector<int> interleaved_nodes_;
-  HostArena arena_;
-  ChunkStore store_;
-  StepTracer tracer_;
-  TraceRequests traces_;
-  TransferEngine transfer_;
-  Recorder recorder_;
-  Counters counters_;
-  std::unique_ptr<Pager> pager_;
-  std::unique_ptr<ChunkGather> gather_;
-  std::unique_ptr<AccessTracker> tracker_;
-  std::unique_ptr<GradientFlow> gradients_;
-  std::unique_ptr<OptimizerStep> step_;
-  std::unique_ptr<ChunkValues> values_;
-  std::unique_ptr<Residency> residency_;
-  std::unique_ptr<StepPlanner> planner_;
-  bool warmed_up_ = false;
-  bool ranks_go_alike_ = true;  // in all steps so far
+  std::unique_ptr<OpenRuntime> open_;  // null: closed
 };
 
 }  // namespace patrickstar

@@ -11,8 +11,8 @@ constexpr int kMaxPause = 6;
 
 }  // namespace
 
-Speculation::Speculation(int num_chunks, HostArena& arena, UpdateScheduler& updates, Backend& backend,
-                         SpeculationMode mode, int64_t reserve_bytes)
+Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
+                         int64_t reserve_bytes)
     : arena_(arena),
       updates_(updates),
       backend_(backend),
@@ -106,7 +106,7 @@ void Speculation::cancel(ChunkId chunk) {
   if (!has(chunk)) return;
   pending_[static_cast<size_t>(chunk)].cancelled->store(true);
   const NewStates states = take(chunk);
-  backend_.synchronize(states.done);
+  backend_.settle(states.done);
   free(states);
 }
 
@@ -123,7 +123,7 @@ void Speculation::free_after(const HostBlock& block, Event after) {
 
 void Speculation::free_completed() {
   const auto first_left = std::partition(leaving_.begin(), leaving_.end(),
-                                         [this](const auto& entry) { return backend_.is_complete(entry.first); });
+                                         [this](const auto& entry) { return backend_.is_over(entry.first); });
   for (auto entry = leaving_.begin(); entry != first_left; ++entry) arena_.free(entry->second);
   leaving_.erase(leaving_.begin(), first_left);
 }
@@ -139,7 +139,7 @@ void Speculation::release_memory() {
   paused_for_memory_ = mode_ == SpeculationMode::kOn;
   active_ = false;
   cancel_all();
-  for (const auto& [event, block] : leaving_) backend_.synchronize(event);
+  for (const auto& [event, block] : leaving_) backend_.settle(event);
   free_completed();
   arena_.release_reserved();
 }

@@ -26,7 +26,7 @@
 #include "common/types.h"
 #include "memory/host_arena.h"
 #include "runtime/group_options.h"
-#include "runtime/update_scheduler.h"
+#include "runtime/host_updates.h"
 
 namespace patrickstar {
 
@@ -46,7 +46,7 @@ struct NewStates {
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left to everybody else.
-  Speculation(int num_chunks, HostArena& arena, UpdateScheduler& updates, Backend& backend, SpeculationMode mode,
+  Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
               int64_t reserve_bytes);
   ~Speculation();
 
@@ -58,6 +58,8 @@ class Speculation {
   // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
   // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
   // the host.
+  // The next choice is made anew: other chunks have their states on the host.
+  void forget_choice() { chosen_.clear(); }
   bool must_choose() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_ && chosen_.empty(); }
   void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
   bool wants(ChunkId chunk) const { return active_ && chooses(chunk); }
@@ -91,7 +93,7 @@ class Speculation {
   void free(const NewStates& states);
 
   HostArena& arena_;
-  UpdateScheduler& updates_;
+  HostUpdates& updates_;
   Backend& backend_;
   SpeculationMode mode_;
   int64_t reserve_bytes_;

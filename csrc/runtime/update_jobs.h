@@ -12,8 +12,8 @@
 
 #include "runtime/gradient_flow.h"
 #include "runtime/group_options.h"
+#include "runtime/host_updates.h"
 #include "runtime/speculation.h"
-#include "runtime/update_executor.h"
 
 namespace patrickstar {
 

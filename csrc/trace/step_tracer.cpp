@@ -198,7 +198,7 @@ void StepTracer::resolve_spans(StepTrace& trace) {
 
 void StepTracer::resolve_host_spans(StepTrace& trace) {
   for (const OpenHostSpan& open : host_spans_) {
-    open.span->done.wait();
+    open.span->done.settle();
     if (!open.span->ran) continue;
     TracedSpan span;
     span.label = open.label;

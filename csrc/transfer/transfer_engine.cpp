@@ -1,6 +1,7 @@
 #include "transfer/transfer_engine.h"
 
 #include <optional>
+#include <utility>
 
 #include "common/check.h"
 
@@ -65,7 +66,7 @@ void TransferEngine::await_on_device(ArrayId id) {
   ArrayRecord& array = store_.array(id);
   if (array.device_ready == nullptr) return;
   // An upload that has not begun waits for what makes the array on the host.
-  const bool made = !tracer_.is_on() || backend_.is_complete(array.host_ready);
+  const bool made = !tracer_.is_on() || backend_.is_over(array.host_ready);
   const bool gathered = id.kind == ArrayKind::kParam && store_.layout().is_sharded();
   const StallCause bringer = gathered ? StallCause::kCollective : StallCause::kUpload;
   const TraceScope stall(tracer_, {Track::kStall, made ? bringer : maker_on_host(id), id});
@@ -81,6 +82,15 @@ void TransferEngine::await_on_host(ArrayId id) {
   await(array.block_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);
   array.host_ready = nullptr;
   array.block_busy_until = nullptr;
+}
+
+void TransferEngine::settle_block(ArrayId id) {
+  ArrayRecord& array = store_.array(id);
+  for (Event* event : {&array.host_ready, &array.block_busy_until}) {
+    if (*event == nullptr) continue;
+    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
+    backend_.settle(std::exchange(*event, nullptr));
+  }
 }
 
 void TransferEngine::await(const Event& event, StallCause cause, ArrayId id) {

@@ -5,7 +5,7 @@
 //
 // Both blocks must exist. The engine keeps the records' events so that whoever reads next can wait. [Note:
 // reuse of memory] When a slot's `busy` events are complete, nothing reads or writes its old content any more; a
-// block may be freed only after await_on_host. Guarded by the runtime's lock.
+// block may be freed only after settle_block. Guarded by the runtime's lock.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,10 @@ class TransferEngine {
 
   // Later work of the compute queue sees the array's value in its slot.
   void await_on_device(ArrayId id);
-  // Returns when the array's block can be read, written and freed by this thread.
+  // Returns when the array's block has its value, and this thread may read and write it.
   void await_on_host(ArrayId id);
+  // Returns when nobody uses the array's block any more, whatever became of its value: it may be freed.
+  void settle_block(ArrayId id);
 
   // Later work of `queue` may write the slot: what still reads or writes its old content is over then.
   void await_slot(Queue queue, const Slot& slot);

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from patrickstar.checkpoint import latest_tag
-from patrickstar.config import Speculation, Streaming, parse_config
+from patrickstar.config import Speculation, parse_config
 
 from .models import SIZES, ModelKind, ModelShape
 from .options import TrainingOptions
@@ -162,7 +162,6 @@ def _add_memory_arguments(memory: Any) -> None:
 
 def _add_host_arguments(host: Any) -> None:
     host.add_argument("--speculation", choices=[choice.value for choice in Speculation], default="auto")
-    host.add_argument("--streaming", choices=[choice.value for choice in Streaming], default="never")
     host.add_argument("--host-threads", type=int, metavar="N", help="per rank (default: its share of the cores)")
     host.add_argument("--rank-timeout", type=float, metavar="SECONDS", help="for another rank (default: 600)")
 
@@ -205,7 +204,6 @@ def _training_options(args: argparse.Namespace) -> TrainingOptions:
         states_on_host=args.states_on_host,
         cpu_embedding=args.cpu_embedding,
         speculation=args.speculation,
-        streaming=args.streaming,
         plan=args.plan,
         profile=args.profile,
         profile_step=args.profile_step,

@@ -44,8 +44,6 @@ class TrainingOptions:
     """Whether chunks get a fixed share of the device."""
     speculation: str = "auto"
     """When updates on the host start: ``optimizer.speculation``."""
-    streaming: str = "never"
-    """Whether the GPU helps with states on the host: ``optimizer.streaming``."""
     cpu_embedding: bool = False
     """Whether embeddings stay on the host."""
     plan: Path | None = None
@@ -64,7 +62,7 @@ class TrainingOptions:
     def engine_config(self) -> dict[str, Any]:
         """The configuration for ``initialize_engine``, with the keys that differ from its defaults."""
         params = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        optimizer = {"type": "AdamW", "params": params, "speculation": self.speculation, "streaming": self.streaming}
+        optimizer = {"type": "AdamW", "params": params, "speculation": self.speculation}
         config = {
             "optimizer": optimizer,
             "gradient_clipping": self.clipping,

@@ -7,10 +7,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+logger = logging.getLogger("patrickstar")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -52,6 +55,8 @@ class Disk:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            raise naming(error, path) from error
         finally:
             os.close(fd)
 
@@ -92,12 +97,13 @@ def opened(disk: Disk, path: Path) -> AbstractContextManager[int]:
 def _writing(disk: Disk, path: Path, open_file: Callable[[Path], int]) -> Iterator[int]:
     fd = open_file(path)
     try:
-        yield fd
-        disk.sync(fd)
+        try:
+            yield fd
+            disk.sync(fd)
+        finally:
+            disk.close(fd)
     except OSError as error:
-        raise _naming(error, path) from error
-    finally:
-        disk.close(fd)
+        raise naming(error, path) from error
 
 
 def write_all(disk: Disk, fd: int, data: memoryview, offset: int | None = None) -> None:
@@ -129,38 +135,52 @@ def make_folders(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Removes a folder and what is in it; follows no link."""
+    """Removes a folder and what is in it; follows no link. What cannot be removed keeps nothing else from it.
+
+    Raises:
+        OSError: the first of the errors, when all was tried.
+    """
     with os.scandir(path) as entries:
         children = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
+    errors = []
     for child, is_folder in children:
-        if is_folder:
-            remove_tree(disk, child)
-        else:
-            disk.remove_file(child)
+        try:
+            if is_folder:
+                remove_tree(disk, child)
+            else:
+                disk.remove_file(child)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     disk.remove_folder(path)
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, disk: Disk | None = None) -> Iterator[None]:
     """Holds a folder against other processes that lock it; the system lets go of it when this process ends.
 
     Raises:
         BlockingIOError: another process holds it.
     """
+    disk = disk or Disk()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _naming(error, path) from error
+            raise naming(error, path) from error
         except OSError as error:  # a file system without locks: its users see to it that one saves at a time
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
         yield
     finally:
-        os.close(fd)
+        try:
+            disk.close(fd)
+        except OSError as error:  # what was done under the lock is done, or has an error of its own
+            logger.warning("%s was locked, and its descriptor cannot be closed: %s", path, error.strerror)
 
 
-def _naming(error: OSError, path: Path) -> OSError:
+def naming(error: OSError, path: Path) -> OSError:
     """The same error with a path, which calls on descriptors leave out."""
     return error if error.filename is not None else type(error)(error.errno, error.strerror, str(path))

@@ -12,6 +12,7 @@ from torch import nn
 
 from patrickstar.checkpoint.engine_state import EngineSource, RankPeers
 from patrickstar.checkpoint.export import ExportOptions, export
+from patrickstar.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.session import Session
 
 
@@ -19,7 +20,7 @@ def export_session(
     session: Session, directory: str | os.PathLike[str], dtype: torch.dtype | None, max_file_bytes: int
 ) -> Path:
     """See ``Engine.export_weights``."""
-    session.check_open()
+    session.check_whole()
     names = _export_names(session.module)
     options = ExportOptions(
         dtype=dtype,
@@ -39,7 +40,7 @@ def _export_names(module: nn.Module) -> dict[str, str]:
     patterns = [re.compile(pattern) for pattern in tied]
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(param, []).append(name)
+        aliases.setdefault(param, []).append(without_wrappers(name))
     return {
         found[0]: next((name for name in found if not any(pattern.search(name) for pattern in patterns)), found[0])
         for found in aliases.values()
@@ -53,7 +54,7 @@ def _config_text(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]
     if not callable(getattr(config, "to_json_string", None)):
         return {}
     config = copy.deepcopy(config)
-    config.architectures = [type(module).__name__]
+    config.architectures = [type(unwrapped(module)).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     return {"config.json": config.to_json_string(use_diff=True)}

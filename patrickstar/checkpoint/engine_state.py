@@ -20,6 +20,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.memory import Scratch, tensor_of
+from patrickstar.checkpoint.parts import Frozen, LoadOptions, Names, Part, leave_out_others
 from patrickstar.checkpoint.peers import Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
@@ -27,7 +28,9 @@ from patrickstar.checkpoint.shards import Kind, TensorRange, TensorShard, is_row
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
 from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle
-from patrickstar.config import check_adam_options
+from patrickstar.compiled.dynamo import without_wrappers
+from patrickstar.config import check_loss_scaler_state
+from patrickstar.optimizer_state import checked_group
 from patrickstar.session import Session, Stage
 
 logger = logging.getLogger("patrickstar")
@@ -39,7 +42,6 @@ _ARRAYS: dict[str, _C.ArrayKind] = {
     "exp_avg_sq": _C.ArrayKind.VARIANCE,
 }
 _MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
-_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Scheduler(Protocol):
@@ -68,8 +70,9 @@ class RankPeers:
 class EngineSource:
     """What an engine holds on this rank."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, frozen: Frozen = Frozen.SAVED):
         self._session = session
+        self._frozen = frozen
         self._rank = session.ranks.control.rank
         self._sharded = session.ranks.control.size > 1
         self._scratch = Scratch()
@@ -77,7 +80,7 @@ class EngineSource:
     def shards(self) -> Iterator[TensorShard]:
         """Parameters, moments of those that were ever updated, persistent buffers, random number generators."""
         yield from self.values()
-        for name, param in self._session.module.named_parameters():
+        for name, param in named_params(self._session.module):
             if step_count(self._session, param) > 0:
                 for kind in _MOMENTS:
                     read = functools.partial(self._read_moment, param, kind)
@@ -87,7 +90,9 @@ class EngineSource:
 
     def values(self) -> Iterator[TensorShard]:
         """Of them, parameters and buffers."""
-        for name, param in self._session.module.named_parameters():
+        for name, param in named_params(self._session.module):
+            if self._frozen is Frozen.LEFT_OUT and not param.requires_grad:
+                continue
             kind = _kind(param)
             dtype = torch.float32 if kind == "master" else param.dtype
             yield from self._held(name, kind, param, dtype, functools.partial(self._read_value, param, dtype))
@@ -134,18 +139,24 @@ class EngineSource:
 class EngineSink:
     """Takes what an engine on one rank holds."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, part: Part = Part.EVERYTHING):
         self._session = session
+        self._with_moments = part is Part.EVERYTHING
+        self.left_out: set[tuple[str, str]] = set()
+        """Keys of tensors that are not wanted."""
         self._sharded = session.ranks.control.size > 1
-        self._params = dict(session.module.named_parameters())
+        self._params = dict(named_params(session.module))
         self._buffers = dict(persistent_buffers(session.module))
         self._managed_moments: dict[str, dict[str, torch.Tensor]] = {}
 
     def wanted(self) -> Iterator[TensorRange]:
-        """All parameters, the moments of trainable ones, and buffers."""
+        """All parameters, the moments of trainable ones, and buffers, but for :attr:`left_out`."""
+        yield from (item for item in self._all() if item.key not in self.left_out)
+
+    def _all(self) -> Iterator[TensorRange]:
         for name, param in self._params.items():
             yield self._range(name, _kind(param), param, param.dtype)
-            if _has_moments(param):
+            if self._with_moments and _has_moments(param):
                 for kind in _MOMENTS:
                     yield self._range(name, kind, param, torch.float32)
         for name, buffer in self._buffers.items():
@@ -183,7 +194,11 @@ class EngineSink:
         self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
 
     def set_step_counts(self, counts: Mapping[str, int]) -> None:
-        """After all values: how often each parameter was updated. One that never was has no moments."""
+        """After all values: how often each parameter was updated. One that never was has no moments. Where moments are
+        not wanted, counts are not either.
+        """
+        if not self._with_moments:
+            return
         for name, param in self._params.items():
             count = counts.get(name, 0)
             if not _has_moments(param) or count == step_count(self._session, param) == 0:
@@ -211,14 +226,16 @@ def save_session(
     client_state: Mapping[str, Any] | None,
     lr_scheduler: Scheduler | None,
     options: SaveOptions | None = None,
+    frozen: Frozen = Frozen.SAVED,
 ) -> Path:
     """See ``Engine.save_checkpoint``."""
+    session.check_whole()
     check_between_steps(session, "save_checkpoint")
     options = options or SaveOptions(peers=RankPeers(session))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
         state = _state_of(session, client_state, lr_scheduler).to_json()
     tag = f"global_step{session.num_steps}" if tag is None else tag
-    return save(directory, tag, EngineSource(session), state, options)
+    return save(directory, tag, EngineSource(session, frozen), state, options)
 
 
 def _state_of(
@@ -227,9 +244,7 @@ def _state_of(
     return TrainingState(
         num_steps=session.num_steps,
         step_counts={
-            name: count
-            for name, param in session.module.named_parameters()
-            if (count := step_count(session, param)) > 0
+            name: count for name, param in named_params(session.module) if (count := step_count(session, param)) > 0
         },
         groups=_describe_groups(session),
         loss_scaler=dict(session.scaler.state()) if session.scaler is not None else None,
@@ -245,27 +260,39 @@ def load_session(
     tag: str | None,
     lr_scheduler: Scheduler | None,
     peers: Peers | None = None,
+    options: LoadOptions | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """See ``Engine.load_checkpoint``."""
+    """See ``Engine.load_checkpoint``; ``options``: None for everything."""
+    options = options or LoadOptions()
     check_between_steps(session, "load_checkpoint")
     peers = peers or RankPeers(session)
-    sink = EngineSink(session)
+    sink = EngineSink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):
             checkpoint = held.enter_context(Checkpoint.find(directory, tag))
             state = TrainingState.from_json(checkpoint.manifest.state)
-            checkpoint.check(sink)
-            _check_state(session, checkpoint, state, lr_scheduler)
+            if options.names is Names.COMMON:
+                leave_out_others(checkpoint, sink)
+            checkpoint.check(sink, peers.rank, peers.size)
+            _check_state(session, checkpoint, state, lr_scheduler, options)
+            same_ranks = peers.size == checkpoint.manifest.num_ranks
+            rng = checkpoint.rng_states(peers.rank) if same_ranks else {}
+        session.loaded_in_part = str(checkpoint.path)
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
             checkpoint.load(sink)
             sink.set_step_counts(state.step_counts)
-            _set_state(session, state)
+            _set_state(session, state, options.part)
             if lr_scheduler is not None:
                 lr_scheduler.load_state_dict(state.lr_scheduler)
-            if peers.size == checkpoint.manifest.num_ranks:
-                set_rng_states(checkpoint.rng_states(peers.rank), session.device)
+            if options.part is Part.MODULE:
+                pass  # it is no run that goes on
+            elif same_ranks:
+                set_rng_states(rng, session.device)
             else:
                 logger.info("%s: random numbers go on as they are, the number of ranks is another", checkpoint.path)
+        session.loaded_in_part = None
+        if options.part is Part.EVERYTHING:
+            _warn_of_frozen(session, checkpoint, state)
     return checkpoint.path, state.client_state
 
 
@@ -286,22 +313,28 @@ def step_count(session: Session, param: nn.Parameter) -> int:
     return int(session.managed.state_of(param).get("step", 0))
 
 
+def named_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by their names in a checkpoint: those in a module of which nothing is compiled."""
+    for name, param in module.named_parameters():
+        yield without_wrappers(name), param
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that are part of a ``state_dict``, by name."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+                yield without_wrappers(f"{prefix}.{name}".lstrip(".")), buffer
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield name, child
+            yield without_wrappers(name), child
 
 
 def _describe_groups(session: Session) -> list[dict[str, Any]]:
-    names = {param: name for name, param in session.module.named_parameters()}
+    names = {param: name for name, param in named_params(session.module)}
     return [
         {
             "params": [names[param] for param in group["params"]],
@@ -311,41 +344,72 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def _check_state(session: Session, checkpoint: Checkpoint, state: TrainingState, scheduler: Scheduler | None) -> None:
+def _check_state(
+    session: Session,
+    checkpoint: Checkpoint,
+    state: TrainingState,
+    scheduler: Scheduler | None,
+    options: LoadOptions,
+) -> None:
     """Whether it can be loaded; raises CheckpointError before anything is written."""
+    if options.part is Part.EVERYTHING:
+        _check_optimizer(session, checkpoint, state)
+    if scheduler is not None and state.lr_scheduler is None:
+        raise CheckpointError(f"{checkpoint.path} was saved without lr_scheduler; load it without one")
+    extra = {name for name, _ in _with_extra_state(session.module)}
+    if extra != set(state.extra_states) and options.names is Names.SAME:
+        raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")
+
+
+def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
     stored, present = [group["params"] for group in state.groups], [g["params"] for g in _describe_groups(session)]
     if stored != present:
         raise CheckpointError(
             f"{checkpoint.path} has parameter groups of {[len(group) for group in stored]} parameters, or others than "
             f"this engine's of {[len(group) for group in present]}; build the engine with the same model_parameters"
         )
-    for group in state.groups:
-        try:
-            check_adam_options({key: group["options"].get(key) for key in _ADAM_OPTIONS}, "a parameter group")
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    try:
+        for index, group in enumerate(state.groups):
+            checked_group(group["options"], f"parameter group {index}")
+        if session.scaler is not None and state.loss_scaler is not None:
+            check_loss_scaler_state(session.config, state.loss_scaler)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}; load another checkpoint") from error
     for kind in _MOMENTS:
         if {name for name, role in checkpoint.manifest.tensors if role == kind} != set(state.step_counts):
             raise CheckpointError(f"{checkpoint.path}: its step counts and {kind} are not of the same parameters")
-    if scheduler is not None and state.lr_scheduler is None:
-        raise CheckpointError(f"{checkpoint.path} was saved without lr_scheduler; load it without one")
-    extra = {name for name, _ in _with_extra_state(session.module)}
-    if extra != set(state.extra_states):
-        raise CheckpointError(f"{checkpoint.path} is of another model: its modules with extra state are others")
 
 
-def _set_state(session: Session, state: TrainingState) -> None:
-    session.num_steps = state.num_steps
+def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
+    params = named_params(session.module)
+    left_out = [name for name, param in params if state.step_counts.get(name, 0) > 0 and not _has_moments(param)]
+    if left_out:
+        logger.warning(
+            "%s: %d parameters were trained in it and are frozen here (%s%s): their values are loaded, their moments "
+            "are not; call requires_grad_(True) before load_checkpoint to go on training them",
+            checkpoint.path,
+            len(left_out),
+            ", ".join(left_out[:3]),
+            ", ..." if len(left_out) > 3 else "",
+        )
+
+
+def _set_state(session: Session, state: TrainingState, part: Part) -> None:
     session.stage = Stage.IDLE
+    if part is not Part.MODULE:
+        session.num_steps = state.num_steps
+    if part is Part.EVERYTHING:
+        _set_optimizer(session, state)
+    for name, child in _with_extra_state(session.module):
+        if name in state.extra_states:
+            child.set_extra_state(state.extra_states[name])
+
+
+def _set_optimizer(session: Session, state: TrainingState) -> None:
     for group, saved in zip(session.param_groups, state.groups, strict=True):
         group.update({key: value for key, value in saved["options"].items() if key != "params"})
     if session.scaler is not None and state.loss_scaler is not None:
-        try:
-            session.scaler.set_state(**state.loss_scaler)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the loss scaler's state cannot be set: {error}") from error
-    for name, child in _with_extra_state(session.module):
-        child.set_extra_state(state.extra_states[name])
+        session.scaler.set_state(**state.loss_scaler)
 
 
 def _kind(param: nn.Parameter) -> Kind:

@@ -1,6 +1,6 @@
 """The folder that checkpoints are in, and how a new one gets its name.
 
-    directory/latest            the tag of the newest complete checkpoint
+    directory/latest            the tag of the newest complete checkpoint, and its checksum
     directory/<tag>/            a complete checkpoint; files never change in it
     directory/.saving-<...>/    one that is being written, or was when its process ended
 
@@ -12,13 +12,15 @@ process or the machine stops, every name leads to a complete checkpoint, and `la
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from patrickstar import _C
 from patrickstar.checkpoint.disk import Disk, make_folders, remove_tree, replace_file
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.manifest import MANIFEST_NAME
@@ -50,7 +52,8 @@ def latest_tag(directory: str | os.PathLike[str]) -> str | None:
     """The tag of the newest checkpoint in ``directory``, or None where none was saved yet.
 
     Raises:
-        CheckpointError: the file that says so is damaged.
+        CheckpointError: the file that says so is damaged, or may be: it has no checksum, and another tag that is there
+            differs in one bit.
     """
     path = Path(directory) / LATEST
     try:
@@ -60,11 +63,36 @@ def latest_tag(directory: str | os.PathLike[str]) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; it must be a file that names a checkpoint") from error
     try:
-        return check_tag(data.decode().removesuffix("\n"))
+        return _tag_in(data, tags(directory))
     except (UnicodeDecodeError, CheckpointError) as error:
         raise CheckpointError(
-            f"{path} names no checkpoint ({error}); give the tag of one: {_listed(directory)}"
+            f"{path} is damaged or names no checkpoint ({error}); load one by its tag, there are {_listed(directory)}"
         ) from error
+
+
+def latest_bytes(tag: str) -> bytes:
+    """The file ``latest``: the tag is its first line."""
+    return f"{tag}\ncrc32c {_C.crc32c(tag.encode()):08x}\n".encode()
+
+
+def _tag_in(data: bytes, present: Sequence[str]) -> str:
+    """The tag in a file ``latest``, which older versions wrote without a checksum."""
+    line, _, rest = data.partition(b"\n")
+    tag = check_tag(line.decode())
+    if rest:
+        if data != latest_bytes(tag):
+            raise CheckpointError("its checksum is not that of its content")
+        return tag
+    if tag not in present:
+        raise CheckpointError(f"there is no {tag!r}")
+    for other in present:
+        if _differ_in_one_bit(tag.encode(), other.encode()):
+            raise CheckpointError(f"it has no checksum, and one changed bit makes {tag!r} of {other!r}")
+    return tag
+
+
+def _differ_in_one_bit(one: bytes, other: bytes) -> bool:
+    return len(one) == len(other) and sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True)) == 1
 
 
 def tags(directory: str | os.PathLike[str]) -> list[str]:
@@ -120,28 +148,32 @@ class NewFolder:
 
     def __init__(self, disk: Disk, target: Path, token: str):
         self.path = target.parent / f"{_SAVING}{target.name}-{token}"
-        """Where the files are written."""
-        self._disk = disk
+        """Where the files are written; after :meth:`publish`, what had their name before."""
+        self.disk = disk
+        """The file system."""
         self._target = target
+        self._is_settled = True
 
     def make_parents(self) -> None:
         """Makes the folders above it where there are none."""
-        make_folders(self._disk, self._target.parent)
+        make_folders(self.disk, self._target.parent)
 
     def make(self) -> None:
         """Makes the folder, and removes what earlier saves left behind unfinished."""
         for left in _unfinished(self._target.parent):
             logger.warning("%s is an unfinished checkpoint: removed", left)
-            _remove(self._disk, left)
-        self._disk.make_folder(self.path)
+            _remove(self.disk, left)
+        self.disk.make_folder(self.path)
 
     def publish(self) -> None:
         """Gives the files, each of which is on the disk already, their name; see [Note: when a checkpoint is there]."""
-        self._disk.sync_folder(self.path)
+        self.disk.sync_folder(self.path)
         if self._target.is_dir():
+            self._is_settled = False
             try:
-                self._disk.exchange(self.path, self._target)
+                self.disk.exchange(self.path, self._target)
             except OSError as error:
+                self._is_settled = True
                 if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise CheckpointError(
                         f"{self._target} exists, and this file system cannot exchange two folders; save under "
@@ -149,26 +181,52 @@ class NewFolder:
                     ) from error
                 raise
         else:
-            self._disk.rename(self.path, self._target)
+            self.disk.rename(self.path, self._target)
 
     def settle(self) -> None:
         """Brings the name to the disk; only then may what had it before be discarded."""
-        self._disk.sync_folder(self._target.parent)
+        try:
+            self.disk.sync_folder(self._target.parent)
+        except OSError:
+            if not self._is_settled:
+                logger.warning("%s is what was replaced; it is kept until the next save", self.path)
+            raise
+        self._is_settled = True
 
     def point_latest(self) -> None:
         """Makes ``latest`` lead to the files."""
-        latest = self._target.parent / LATEST
-        temporary = self.path.with_name(f"{self.path.name}-{LATEST}")
-        replace_file(self._disk, latest, f"{self._target.name}\n".encode(), temporary)
+        latest, data = self._target.parent / LATEST, latest_bytes(self._target.name)
+        with contextlib.suppress(OSError):
+            if read_small_file(latest, _MAX_LATEST_BYTES) == data:
+                return  # which a full disk does not keep from being so
+        try:
+            replace_file(self.disk, latest, data, self._new_latest)
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
-        """Removes what is left under the temporary name: a failed save, or the checkpoint that was replaced."""
-        for left in (self.path, self.path.with_name(f"{self.path.name}-{LATEST}")):
-            try:
-                if left.exists():
-                    _remove(self._disk, left)
-            except OSError as error:
+        """Removes what is left under the temporary names: a failed save, or the checkpoint that was replaced, unless it
+        is not known to be replaced on the disk.
+        """
+        for left in (self.path, self._new_latest) if self._is_settled else ():
+            error = _remove_if_there(self.disk, left)
+            if error is not None and _remove_if_there(self.disk, left) is not None:  # there is more room than before
                 logger.warning("%s cannot be removed (%s); the next save tries again", left, error.strerror)
+
+    @property
+    def _new_latest(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-{LATEST}")
+
+
+def _remove_if_there(disk: Disk, path: Path) -> OSError | None:
+    """What kept it from being removed."""
+    try:
+        if path.exists():
+            _remove(disk, path)
+    except OSError as error:
+        return error
+    return None
 
 
 def _unfinished(directory: Path) -> Iterator[Path]:

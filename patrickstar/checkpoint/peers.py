@@ -14,6 +14,7 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.memory import bytes_of, tensor_of
+from patrickstar.rank_messages import reading
 
 
 class Peers(Protocol):
@@ -92,12 +93,23 @@ def phase(peers: Peers, what: str) -> Iterator[Turn]:
     except Exception as error:
         failure = error
     said = {"error": _describe(failure)} if failure is not None else {"say": turn.say}
-    replies = [json.loads(message) for message in peers.exchange(json.dumps(said).encode())]
+    messages = peers.exchange(json.dumps(said).encode())
+    with reading(f"how it went ({what})"):
+        replies = [_reply(message) for message in messages]
     errors = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
     if errors:
         who = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items()) if peers.size > 1 else errors[0]
-        raise CheckpointError(f"{what}: {who}") from failure
+        error = CheckpointError(f"{what}: {who}")
+        error.on_all_ranks = True
+        raise error from failure
     turn.heard = [reply["say"] for reply in replies]
+
+
+def _reply(message: bytes) -> dict[str, Any]:
+    reply = json.loads(message)
+    if not isinstance(reply, dict) or not (reply.keys() == {"say"} or isinstance(reply.get("error"), str)):
+        raise ValueError(f"{message[:100]!r}")
+    return reply
 
 
 def _describe(error: Exception) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ import torch
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
-from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredShard, StoredTensor
+from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
 from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.shards import ShardSink, TensorRange, flattened, is_row_major, role, row_major
 
@@ -75,9 +75,32 @@ class Checkpoint:
         """The tensor of a name and a kind's role, if there is one."""
         return self.manifest.tensors.get((name, role(kind)))
 
-    def check(self, sink: ShardSink) -> None:
-        """Raises CheckpointError unless the sink wants just the tensors that are stored."""
-        check_match(self.manifest, sink.wanted(), self.path)
+    def check(self, sink: ShardSink, rank: int = 0, num_ranks: int = 1) -> None:
+        """Whether all that a sink wants can be read, but for the tensors' own bytes. Files that no rank wants are
+        checked too, each by one of the ranks.
+
+        Raises:
+            CheckpointError: it wants other tensors than are stored, or a file is missing, or its size or header is
+                another.
+        """
+        self._check(list(sink.wanted()))
+        for file in list(self.manifest.files)[rank::num_ranks]:
+            if file not in self._files:
+                self._open(file)
+                os.close(self._files.pop(file))
+
+    def _check(self, wanted: Sequence[TensorRange]) -> None:
+        check_match(self.manifest, wanted, self.path)
+        for file in sorted({shard.file for item in wanted for shard in self._shards_of(item)}):
+            self._open(file)
+
+    def _shards_of(self, item: TensorRange) -> Iterator[StoredShard]:
+        """What is read for a range."""
+        stored = self.manifest.tensors.get(item.key)
+        if stored is not None:
+            whole = not _is_flattened_alike(stored, item)
+            begin, end = (0, stored.numel) if whole else (item.begin, item.end)
+            yield from (shard for shard in stored.shards if max(begin, shard.begin) < min(end, shard.end))
 
     def rng_states(self, rank: int) -> dict[str, torch.Tensor]:
         """The states of the random number generators of a rank, by generator. Raises CheckpointError."""
@@ -91,11 +114,10 @@ class Checkpoint:
         """Gives the sink all it wants.
 
         Raises:
-            CheckpointError: it wants other tensors than are stored (nothing was written then), or one of them is
-                damaged.
+            CheckpointError: :meth:`check` fails (nothing was written then), or one of the tensors is damaged.
         """
         wanted = list(sink.wanted())
-        check_match(self.manifest, wanted, self.path)
+        self._check(wanted)
         for item in wanted:
             stored = self.manifest.tensors.get(item.key)
             if stored is not None and (item.numel > 0 or item.is_whole):
@@ -107,10 +129,7 @@ class Checkpoint:
         Raises:
             CheckpointError: they are damaged; the message names the file and the tensor.
         """
-        same = is_row_major(stored.shape, stored.order) == is_row_major(wanted.shape, wanted.order) and (
-            is_row_major(stored.shape, stored.order) or stored.order == wanted.order
-        )
-        if same:
+        if _is_flattened_alike(stored, wanted):
             return self._read_range(stored, wanted.begin, wanted.end)
         whole = row_major(self._read_range(stored, 0, stored.numel), stored.shape, stored.order)
         with _C.HostAllocations():
@@ -170,12 +189,20 @@ class Checkpoint:
         """A descriptor of a file whose size and header are as they were saved."""
         if file in self._files:
             return self._files[file]
-        expected = self.manifest.files[file]
         try:
             fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._folder)
         except OSError as error:
             raise CheckpointError(f"{self.path / file}: {error.strerror}; load another checkpoint") from error
         self._files[file] = fd
+        try:
+            self._check_file(file, fd, self.manifest.files[file])
+        except BaseException:
+            del self._files[file]  # or it would count as checked
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_file(self, file: str, fd: int, expected: StoredFile) -> None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != expected.num_bytes:
             raise CheckpointError(
@@ -186,7 +213,6 @@ class Checkpoint:
         self._fill(file, memoryview(header), 0)
         if _C.crc32c(header) != expected.header_crc32c:
             raise CheckpointError(f"{self.path / file}: its header is damaged; load another checkpoint")
-        return fd
 
     def verify(self, num_threads: int = 1) -> float:
         """Reads every byte and checks it; returns the seconds that took.
@@ -228,6 +254,12 @@ class Checkpoint:
 
     def _strangers(self) -> list[str]:
         return sorted(set(os.listdir(self._folder)) - set(self.manifest.files) - {MANIFEST_NAME})  # noqa: PTH208
+
+
+def _is_flattened_alike(stored: StoredTensor, wanted: TensorRange) -> bool:
+    """Whether a range of the wanted tensor is one of the stored tensor."""
+    row_major_each = [is_row_major(one.shape, one.order) for one in (stored, wanted)]
+    return all(row_major_each) or (not any(row_major_each) and stored.order == wanted.order)
 
 
 def check_match(manifest: Manifest, wanted: Iterable[TensorRange], path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,13 @@ from patrickstar.checkpoint.shards import ShardSource, TensorShard, is_row_major
 DEFAULT_MAX_FILE_BYTES = 4 * 2**30
 
 
+class Latest(enum.Enum):
+    """Where the file ``latest`` leads after a save."""
+
+    NEW = "to the new checkpoint"
+    AS_BEFORE = "where it led before"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveOptions:
     """How a checkpoint is written."""
@@ -36,6 +44,8 @@ class SaveOptions:
     """The ranks that save together; their file system is one."""
     disk: Disk = dataclasses.field(default_factory=Disk)
     """The file system."""
+    latest: Latest = Latest.NEW
+    """Where ``latest`` leads afterwards."""
 
 
 def save(
@@ -86,8 +96,9 @@ def save(
         with phase(peers, f"checkpoint {tag!r} is complete in {target.parent}, but 'latest' may not lead to it"):
             if is_first:
                 folder.settle()
-                folder.point_latest()
-                folder.discard()
+                folder.discard()  # what was replaced: on a full disk that is the room for the next file
+                if options.latest is Latest.NEW:
+                    folder.point_latest()
     return target
 
 
@@ -99,7 +110,7 @@ def begin(folder: NewFolder, target: Path, held: contextlib.ExitStack) -> None:
     """
     folder.make_parents()
     try:
-        held.enter_context(locked(target.parent))
+        held.enter_context(locked(target.parent, folder.disk))
     except BlockingIOError as error:
         raise CheckpointError(f"another process is saving in {target.parent}; one at a time") from error
     folder.make()

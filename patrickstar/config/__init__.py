@@ -6,7 +6,7 @@ type, default, meaning and what happens to it (``fates``) stand together, and do
 """
 
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
-from patrickstar.config.checks import check_adam_options, make_loss_scaler
+from patrickstar.config.checks import adam_options, check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.root import Config
@@ -24,8 +24,8 @@ from patrickstar.config.schema import (
     OptimizerType,
     OptsConfig,
     ProfileConfig,
+    RankReduction,
     Speculation,
-    Streaming,
     profile_of_environment,
 )
 from patrickstar.config.spellings import auto_keys, fill_auto
@@ -48,10 +48,11 @@ __all__ = [
     "OptimizerType",
     "OptsConfig",
     "ProfileConfig",
+    "RankReduction",
     "Speculation",
-    "Streaming",
+    "adam_options",
     "auto_keys",
-    "check_adam_options",
+    "check_loss_scaler_state",
     "fill_auto",
     "log_accepted_options",
     "make_loss_scaler",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
 from patrickstar.config.schema import Speculation
+from patrickstar.config.shown import shown
 from patrickstar.config.values import DataType
 
 if TYPE_CHECKING:
@@ -15,18 +17,31 @@ if TYPE_CHECKING:
 _NAMES = {"torch.float32": DataType.FP32, "torch.float16": DataType.FP16, "torch.bfloat16": DataType.BF16}
 
 
-def check_adam_options(options: Mapping[str, Any], name: str) -> None:
-    """Checks lr, betas, eps and weight_decay of a parameter group (the ranges of ``torch.optim.Adam``).
+def adam_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """lr, betas, eps and weight_decay of a parameter group, as plain numbers; PyTorch takes tensors of one element too.
 
     Raises:
-        ValueError: one is out of its range.
+        ValueError: one is missing, no number, or out of the range of ``torch.optim.Adam``; ``name`` says whose it is.
     """
-    for key in ("lr", "eps", "weight_decay"):
-        if not float(options[key]) >= 0:
-            raise ValueError(f"{name}.{key} is {options[key]}; it must be at least 0")
-    for index, beta in enumerate(options["betas"]):
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"{name}.betas[{index}] is {beta}; it must be at least 0 and less than 1")
+    found: dict[str, Any] = {
+        key: _number(options.get(key), f"{name}.{key}", math.inf) for key in ("lr", "eps", "weight_decay")
+    }
+    betas = options.get("betas")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{name}.betas is {shown(betas)}; give two numbers, such as (0.9, 0.999)")
+    found["betas"] = tuple(_number(beta, f"{name}.betas[{index}]", 1.0) for index, beta in enumerate(betas))
+    return found
+
+
+def _number(value: Any, name: str, below: float) -> float:
+    limit = "finite" if below == math.inf else f"less than {below:g}"
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not 0 <= number < below:
+        raise ValueError(f"{name} is {shown(value)}; it must be a number of at least 0 and {limit}")
+    return number
 
 
 def find_conflicts(config: Config) -> list[str]:
@@ -63,6 +78,17 @@ def _conflicts_of_dtypes(config: Config) -> list[str]:
             "enable bf16 or fp16 or neither"
         )
     return problems
+
+
+def check_loss_scaler_state(config: Config, state: Mapping[str, Any]) -> None:
+    """Raises ValueError when the loss scaler that ``config`` asks for cannot go on from ``state``."""
+    scaler = make_loss_scaler(config)
+    try:
+        if scaler is not None:
+            scaler.set_state(**state)
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the loss scaler's state {shown(dict(state))} cannot be set: {reason}") from error
 
 
 def make_loss_scaler(config: Config) -> _C.optim.LossScaler | None:

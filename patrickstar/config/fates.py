@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -62,10 +62,15 @@ class Fate:
         return core_schema.no_info_after_validator_function(self._check, schema) if self.otherwise else schema
 
     def _check(self, value: Any) -> Any:
-        accepted = self.accepts(value) if self.accepts is not None else value in (self.only or ())
+        accepted = self.accepts(value) if self.accepts is not None else is_one_of(value, self.only or ())
         if not accepted:
             raise unexpected(self.otherwise)
         return value
+
+
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    """Whether a user's value is one of these plain ones. Anything may be given: arrays, which are not compared so."""
+    return (value is None or isinstance(value, (bool, int, float, str, enum.Enum))) and value in choices
 
 
 HONOURED = Fate(action=Action.HONOURED)
@@ -93,13 +98,13 @@ def refused_section(why: str) -> Fate:
 
 def _asks_for_nothing(value: Any) -> bool:
     if not isinstance(value, Mapping):
-        return value in (None, False)
+        return is_one_of(value, (None, False))
     switches = list(_switches(value))
     return not value or (bool(switches) and not any(switches))
 
 
 def _switches(value: Mapping[str, Any]) -> list[bool]:
-    found = [bool(value["enabled"])] if "enabled" in value else []
+    found = [not is_one_of(value["enabled"], (None, False, 0, ""))] if "enabled" in value else []
     for inner in value.values():
         if isinstance(inner, Mapping):
             found += _switches(inner)

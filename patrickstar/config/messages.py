@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from patrickstar.config.keys import Key, all_keys
 from patrickstar.config.schedulers import SCHEDULERS, TorchSchedule
+from patrickstar.config.shown import key_text, shown
 
 _EXPECTED = {
     "bool_type": "it is a switch, give True or False",
@@ -27,7 +28,6 @@ _EXPECTED = {
 _MODELS_OF_SCHEDULES = {*SCHEDULERS, TorchSchedule.__name__}
 _FEW_KEYS = 12
 _LEAST_LIKENESS = 0.55
-_MOST_CHARACTERS = 80
 
 
 def join(problems: Sequence[str]) -> str:
@@ -39,7 +39,7 @@ def join(problems: Sequence[str]) -> str:
 
 def describe(error: ErrorDetails) -> str:
     """The line for one of pydantic's errors."""
-    path, kind, value = _path(error["loc"]), error["type"], _shown(error["input"])
+    path, kind, value = _path(error["loc"]), error["type"], shown(error["input"])
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(path)
@@ -47,20 +47,15 @@ def describe(error: ErrorDetails) -> str:
         return f"{path} is missing; it has no default, docs/config.md says what it means"
     if kind in ("enum", "literal_error"):
         return f"{path} is {value}; give " + re.sub("'([^']*)'", r'"\1"', str(context["expected"]))
-    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else str(error["msg"])
+    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else " ".join(str(error["msg"]).splitlines())
     return f"{path} is {value}; {expected}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
 def _path(loc: Sequence[int | str]) -> str:
     parts = list(loc)
     if len(parts) > 1 and parts[0] == "scheduler" and parts[1] in _MODELS_OF_SCHEDULES:
         del parts[1]  # pydantic names the model that "type" chose
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{key_text(part)}" for part in parts)
     return text.removeprefix(".")
 
 
@@ -109,5 +104,5 @@ def wrong_entry_point(key: Key, value: Mapping[str, Any] | Any) -> str:
         "gradient_accumulation_steps": "call backward() several times before step()",
         "dataloader_drop_last": "make the loader in the script",
     }.get(key.path, "leave it out")
-    shown = "given" if isinstance(value, Mapping) else _shown(value)
-    return f"{key.path} is {shown}, which patrickstar.initialize acts on; with initialize_engine, {instead}"
+    given = "given" if isinstance(value, Mapping) else shown(value)
+    return f"{key.path} is {given}, which patrickstar.initialize acts on; with initialize_engine, {instead}"

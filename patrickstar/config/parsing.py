@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from patrickstar.config.checks import find_conflicts
 from patrickstar.config.dialects import Dialect, resolve, with_defaults
-from patrickstar.config.fates import Action
+from patrickstar.config.fates import Action, is_one_of
 from patrickstar.config.keys import Key, keys_of, set_keys
 from patrickstar.config.messages import describe, join, wrong_entry_point
 from patrickstar.config.reading import read_config
@@ -78,8 +78,8 @@ def _for_the_other(values: Mapping[str, Any]) -> list[str]:
 
 def _asks_for_something(key: Key, value: Any) -> bool:
     if isinstance(value, Mapping):
-        return bool(value.get("enabled", key.name == "scheduler"))
-    return value not in (None, math.inf, key.field.default)
+        return not is_one_of(value.get("enabled", key.name == "scheduler"), (None, False, 0, ""))
+    return not is_one_of(value, (None, math.inf, key.field.default))
 
 
 def _lacks_total_steps(config: Config) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_MOST_LEVELS = 32
+
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[Any, Any]:
     """The dict; None is an empty one. A file has JSON, or Hjson or JSON5 where that is installed.
@@ -24,20 +26,37 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Ma
         raise ValueError(
             f"config is a {type(config).__name__}; give a dict, the path of a JSON file, or None for the defaults"
         )
+    _check_depth(config)
     return config
+
+
+def _check_depth(config: Mapping[Any, Any]) -> None:
+    """Everything after it may descend by recursion."""
+    at_depth: dict[int, int] = {}  # by identity, how deep it was met: what is met again is looked at only if deeper
+    rest: list[tuple[Any, int]] = [(config, 1)]
+    while rest:
+        value, depth = rest.pop()
+        if depth > _MOST_LEVELS:
+            raise ValueError(
+                f"config contains itself, or is nested in more than {_MOST_LEVELS} levels; its sections are dicts of "
+                "plain values, three deep at most"
+            )
+        if isinstance(value, (Mapping, list, tuple)) and at_depth.get(id(value), 0) < depth:
+            at_depth[id(value)] = depth
+            rest += [(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value)]
 
 
 def _read_file(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"config is {str(path)!r}, which cannot be read: {error}") from error
     try:
         return json.loads(text, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
         return _read_lenient(path, text, error)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}; give the keys of docs/config.md as JSON") from error
 
 
 def _read_lenient(path: Path, text: str, error: json.JSONDecodeError) -> Any:

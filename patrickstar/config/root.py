@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -27,6 +27,7 @@ from patrickstar.config.schema import (
     HostThreadsConfig,
     OptimizerConfig,
     ProfileConfig,
+    RankReduction,
     profile_of_environment,
 )
 from patrickstar.config.unused import (
@@ -56,6 +57,7 @@ from patrickstar.config.values import (
     Section,
     Switch,
     Text,
+    ignoring_case,
 )
 from patrickstar.config.zero import AioConfig, ZeroConfig
 
@@ -97,7 +99,7 @@ class _EngineKeys(Section):
     profile: ProfileConfig | None = Field(default_factory=profile_of_environment)
     """Which step to profile; None: what the environment variable ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or none.
     """
-    rank_timeout_seconds: Annotated[Positive, HONOURED] = 600.0
+    rank_timeout_seconds: Annotated[Positive, Field(le=1e9), HONOURED] = 600.0
     """How long a rank waits for another one before it gives up with an error (with several ranks)."""
     delays: DelaysConfig = Field(default_factory=DelaysConfig)
     """A simulated link and random delays."""
@@ -127,6 +129,10 @@ class _InitializeKeys(Section):
     """Samples of a forward on one rank."""
     gradient_accumulation_steps: Annotated[AtLeast1 | None, HONOURED, Reader.INITIALIZE] = None
     """Backwards of a step."""
+    managed_gradient_accumulation: Annotated[Switch, HONOURED, Reader.INITIALIZE] = True
+    """Whether the engine counts backwards, and updates at each ``gradient_accumulation_steps``-th ``step()``; False: at
+    each ``step()``, with the backwards since the last one. The loss is divided in either case.
+    """
     scheduler: Annotated[SchedulerConfig | None, Reader.INITIALIZE] = None
     """A learning-rate schedule, stepped with the optimizer."""
     dataloader_drop_last: Annotated[Switch, HONOURED, Reader.INITIALIZE] = False
@@ -150,19 +156,16 @@ class _FurtherKeys(Section):
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """What DeepSpeed shards and offloads."""
-    managed_gradient_accumulation: Annotated[
-        Switch, refused("give no gradient_accumulation_steps, and call step() when you want one", only=(True,))
-    ] = True
-    """Whether the engine counts backwards."""
     prescale_gradients: Annotated[Switch, _SUM] = False
     """Divide gradients before they are summed."""
     gradient_predivide_factor: Annotated[Positive, _SUM] = 1.0
     """By how much they are divided then."""
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"],
-        refused("gradients are the ranks' mean; multiply the loss by their number", only=("mean",)),
-    ] = "mean"
-    """What becomes of the ranks' gradients."""
+    gradient_allreduce_op: Annotated[RankReduction, BeforeValidator(ignoring_case(RankReduction)), HONOURED] = (
+        RankReduction.MEAN
+    )
+    """What becomes of the ranks' gradients: ``"mean"`` or ``"sum"``. The sum is made of the mean in float32, so 16-bit
+    gradients overflow no sooner.
+    """
     communication_data_type: Annotated[
         FloatType | None,
         no_effect("gradients travel in the compute dtype and are summed in float32; another 16-bit type is refused"),

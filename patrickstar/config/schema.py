@@ -20,12 +20,16 @@ from patrickstar.config.values import (
     Section,
     Share,
     Switch,
+    Text,
     ignoring_case,
     unexpected,
 )
 
 PROFILE_VARIABLE = "PATRICKSTAR_PROFILE"
 """The environment variable that asks for a profile where the configuration does not: ``<step>,<folder>``."""
+
+
+_MOST_THREADS = 4096
 
 
 class OptimizerType(enum.Enum):
@@ -35,6 +39,13 @@ class OptimizerType(enum.Enum):
     ADAMW = "AdamW"
 
 
+class RankReduction(enum.Enum):
+    """What becomes of the ranks' gradients."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 class Speculation(enum.Enum):
     """When updates on the host start."""
 
@@ -42,14 +53,6 @@ class Speculation(enum.Enum):
     ALWAYS = "always"
     NEVER = "never"
     COMMIT = "commit"
-
-
-class Streaming(enum.Enum):
-    """Who updates the states that stay on the host."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
 
 
 class HostAffinity(enum.Enum):
@@ -122,6 +125,9 @@ class AdamConfig(Section):
     """Clipping, where some scripts put it."""
 
 
+_IN_PARAMS = no_effect("as in DeepSpeed, it counts in ``optimizer.params`` alone")
+
+
 class OptimizerConfig(Section):
     """``optimizer``."""
 
@@ -143,12 +149,19 @@ class OptimizerConfig(Section):
     ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
     checkpoint.
     """
-    streaming: Annotated[Streaming, HONOURED] = Streaming.NEVER
-    """Whether optimizer states that stay on the host may be updated by the GPU, through which they pass (14 bytes per
-    parameter up and as many down), beside the host's threads: ``"auto"`` (with a GPU, where the threads are
-    behind and measured speeds say that it helps), ``"always"`` or ``"never"``. It changes no number. It pays
-    where there are few cores for a GPU; with 16 of them host memory bounds updates, and it does not.
-    """
+    streaming: Annotated[
+        Text,
+        refused(
+            "states on the host are updated by its threads: passing them through the GPU moves the same bytes of host "
+            "memory, and was slower wherever it was measured; leave it out",
+            only=("never",),
+        ),
+    ] = "never"
+    """Updates by the GPU of states that stay on the host, in version 0.6 and before."""
+    torch_adam: Annotated[Switch, _IN_PARAMS] = False
+    """Where some scripts put ``params.torch_adam``."""
+    adam_w_mode: Annotated[Switch | None, _IN_PARAMS] = None
+    """Where some scripts put ``params.adam_w_mode``."""
     legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
     """An older way to group parameters in DeepSpeed's LAMB."""
 
@@ -160,16 +173,18 @@ class Fp16Config(Section):
     """False is the same as leaving the section out."""
     loss_scale: Annotated[NonNegative, HONOURED] = 0.0
     """A static scale, or 0 for a dynamic one."""
-    initial_scale_power: Annotated[AtLeast0, HONOURED] = 16
+    initial_scale_power: Annotated[AtLeast0, Field(le=127), HONOURED] = 16
     """The dynamic scale starts at 2 to this power."""
     loss_scale_window: Annotated[AtLeast1, HONOURED] = 1000
-    """Steps without overflow after which the dynamic scale doubles."""
+    """The dynamic scale doubles in the step that follows so many without overflow."""
     hysteresis: Annotated[AtLeast1, HONOURED] = 2
-    """Overflows that are tolerated before the dynamic scale halves."""
+    """The dynamic scale halves at this many overflows, and at each one after that until the count begins anew; with 1,
+    at every overflow.
+    """
     min_loss_scale: Annotated[Positive, HONOURED] = 1.0
     """The dynamic scale never falls below this."""
     consecutive_hysteresis: Annotated[Switch, HONOURED] = False
-    """Whether a step without overflow restores the tolerated overflows; else only a doubling of the scale does."""
+    """Whether that count begins anew with each step without overflow; else only a doubling of the scale does that."""
     auto_cast: Annotated[Switch, HONOURED] = False
     """Floating point inputs are cast to float16. They are in either case."""
     fp16_master_weights_and_grads: Annotated[
@@ -271,7 +286,7 @@ class DelaysConfig(Section):
 class HostThreadsConfig(Section):
     """``host_threads``: the threads that update, copy and touch host memory. They change no number."""
 
-    num_threads: Annotated[AtLeast0, HONOURED] = 0
+    num_threads: Annotated[AtLeast0, Field(le=_MOST_THREADS), HONOURED] = 0
     """How many, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU but for
     one core, which launches kernels. A cgroup's CPU quota is not exceeded.
     """
@@ -281,7 +296,7 @@ class HostThreadsConfig(Section):
     compute on the same CPUs, and free where ``LOCAL_WORLD_SIZE`` is more than 1 and ``num_sharing_processes`` is not
     said. A CPU quota below the number of CPUs leaves them free in any case.
     """
-    num_sharing_processes: Annotated[AtLeast1 | None, HONOURED] = None
+    num_sharing_processes: Annotated[Annotated[AtLeast1, Field(le=_MOST_THREADS)] | None, HONOURED] = None
     """Processes that may use the same CPUs, this one included. They divide them, whole cores and neighbours, by
     ``LOCAL_RANK``. None: 1, all that this process may use are its own. It is for the user to say: CPUs that processes
     share look from inside like those that a launcher (numactl, Slurm) gave this process alone.

@@ -14,6 +14,7 @@ from typing import Any
 
 from patrickstar.config.keys import Key, keys_of, section_for
 from patrickstar.config.root import Config
+from patrickstar.config.shown import key_text
 from patrickstar.config.values import Section
 
 AUTO = "auto"
@@ -49,7 +50,8 @@ def one_spelling(
 
     What cannot be is appended to ``problems``; what is no known key stays as it is.
     """
-    result = {str(name): value for name, value in values.items() if not str(name).startswith(_COMMENTS)}
+    names = {name: name if isinstance(name, str) else key_text(name) for name in values}
+    result = {names[name]: value for name, value in values.items() if not names[name].startswith(_COMMENTS)}
     for key in keys_of(model, section):
         given = [name for name in (key.name, *key.spellings) if name in result]
         if not given:

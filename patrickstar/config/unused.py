@@ -4,9 +4,9 @@ on is refused; the keys beside it then have no effect.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from patrickstar.config.fates import OtherSpelling, no_effect, refused
 from patrickstar.config.values import (
@@ -27,7 +27,7 @@ _OWN_CHECKPOINTING = no_effect("``torch.utils.checkpoint`` and the model's own f
 _OFF = no_effect("it belongs to a part that is off, and refused when it is on")
 _ONE_PIPELINE_STAGE = no_effect("there are no pipeline stages")
 _OWN_FILES = no_effect("checkpoints are written in pieces, beside each other, by all ranks")
-_NO_COMPILER = no_effect("it is the compiler's, which is refused")
+_NO_COMPILER = no_effect("it belongs to deepcompile, which is refused")
 _NO_TENSOR_PARALLELISM = "a layer is not cut over ranks; leave it out: memory is what chunks save, over all ranks"
 
 
@@ -57,12 +57,7 @@ class DataTypesConfig(Section):
     """``data_types``."""
 
     grad_accum_dtype: Annotated[
-        Text | None,
-        no_effect(
-            "gradients are summed in float32",
-            only=(None, "fp32", "float32", "float", "torch.float32"),
-            otherwise='gradients are summed in float32; leave it out, or give "fp32"',
-        ),
+        FloatType | None, no_effect("gradients are summed in float32, which loses nothing that a 16-bit sum keeps")
     ] = None
     """Dtype in which gradients are accumulated."""
     param_dtype: Annotated[
@@ -119,8 +114,12 @@ class ParallelWriteConfig(Section):
 class CheckpointConfig(Section):
     """``checkpoint``."""
 
-    tag_validation: Annotated[Text, no_effect("ranks that name different checkpoints end with an error")] = "WARN"
-    """What happens when ranks give different tags: ``"Ignore"``, ``"Warn"`` or ``"Fail"``."""
+    tag_validation: Annotated[
+        Literal["WARN", "IGNORE", "FAIL"],
+        BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+        no_effect("ranks that name different checkpoints end with an error"),
+    ] = "WARN"
+    """What happens when ranks give different tags: ``"Ignore"``, ``"Warn"`` or ``"Fail"``, in any case."""
     load_universal: Annotated[Switch, no_effect("every checkpoint loads on any number of ranks")] = False
     """Load a checkpoint that was converted for other numbers of ranks."""
     use_node_local_storage: Annotated[
@@ -182,13 +181,13 @@ class CompileConfig(Section):
         Switch, refused("there are no compiler passes; leave it out: transfers are planned from the first step")
     ] = False
     """DeepSpeed's passes over compiled graphs."""
-    enabled: Annotated[Switch, no_effect("the module runs as it is")] = False
+    enabled: Annotated[Switch, no_effect("``engine.compile`` compiles, with what it is given")] = False
     """An older spelling: ``torch.compile`` of the module."""
-    disable: Annotated[Switch, no_effect("the module runs as it is")] = False
+    disable: Annotated[Switch, no_effect("``engine.compile`` compiles, with what it is given")] = False
     """An older spelling: no ``torch.compile``."""
-    backend: Annotated[Text, no_effect("the module runs as it is")] = "inductor"
+    backend: Annotated[Text, no_effect("``engine.compile`` compiles, with what it is given")] = "inductor"
     """Of ``torch.compile``."""
-    kwargs: Annotated[Anything, no_effect("the module runs as it is")] = None
+    kwargs: Annotated[Anything, no_effect("``engine.compile`` compiles, with what it is given")] = None
     """Of ``torch.compile``."""
     autoep_non_moe: Annotated[Switch, _NO_COMPILER] = False
     """Compile what surrounds expert layers."""

@@ -1,5 +1,5 @@
-"""Types of values, stricter than pydantic's: a switch is no number, a number is no text, and each error says what is
-expected. And :class:`Section`, of which all models of the configuration are made.
+"""Types of values, stricter than pydantic's: a switch is no number but 0 or 1, a number is no text, and each error says
+what is expected. And :class:`Section`, of which all models of the configuration are made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -44,15 +45,16 @@ def parse_bytes(value: int | str, name: str) -> int:
     return num_bytes
 
 
-_GIVE_BYTES = 'give bytes as a positive integer or a string such as "24GiB" or "500MB"'
+_MOST = 2**62  # what the core's 64 bits hold with room for sums
+_GIVE_BYTES = f'give bytes as a positive integer or a string such as "24GiB" or "500MB", at most {_MOST}'
 
 
 def _num_bytes(value: Any) -> int | None:
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?)\s*([a-zA-Z]*)\s*", value, re.ASCII)
         if match and match.group(2).lower() in _UNITS:
             value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 < value <= _MOST:
         return None
     return int(value)
 
@@ -65,9 +67,9 @@ def _memory(value: Any) -> int:
 
 
 def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, int) or value not in (0, 1):
         raise unexpected("it is a switch, give True or False")
-    return value
+    return bool(value)
 
 
 def _integer(value: Any) -> int:
@@ -75,13 +77,21 @@ def _integer(value: Any) -> int:
     whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole:
         raise unexpected("give an integer")
+    if not -_MOST <= value <= _MOST:
+        raise unexpected(f"give an integer of at most {_MOST}")
     return int(value)
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise unexpected("give a finite number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond what a float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise unexpected("give a finite number")
+    return number
 
 
 def _text(value: Any) -> str:
@@ -114,7 +124,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _data_type(value: Any) -> Any:
-    name = str(value).removeprefix("torch.").lower()
+    name = str(value).removeprefix("torch.").lower() if isinstance(value, (str, DataType, torch.dtype)) else None
     return next((member for member in DataType if name in _DATA_TYPE_NAMES[member]), value)
 
 

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_file_size_to_int
+from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
 from torch import nn
 
 from patrickstar import StateError
+from patrickstar.compiled.dynamo import Compiler, make_compiler, unwrapped
+from patrickstar.compiled.units import check_compiler
 from patrickstar.engine import Engine
 from patrickstar.integrations.decided_config import (
     own_config,
@@ -35,6 +37,7 @@ from patrickstar.integrations.weights import export_into, only_dtype
 from patrickstar.optim import HybridAdam
 from patrickstar.optimizer_takeover import groups_of, move_state
 from patrickstar.runtime import initialize_engine
+from patrickstar.session_start import opening
 
 CHECKPOINT_FOLDER = "patrickstar"
 """The engine's checkpoint in a folder of ``save_state``."""
@@ -94,12 +97,16 @@ class PatrickStarAccelerator(Accelerator):
                 f"Accelerate is set up for {self.distributed_type.value}, which places the model itself; start the "
                 "script by torchrun, or by accelerate launch without it"
             )
+        compiler = self._compiler()
+        if compiler is not None:
+            check_compiler(compiler, "the model")
+
+    def _compiler(self) -> Compiler | None:
+        """What models are to be compiled with, or None."""
         plugin = self.state.dynamo_plugin
-        if plugin is not None and plugin.backend.value.lower() != "no":
-            raise ValueError(
-                f"torch.compile (dynamo backend {plugin.backend.value}) does not see which parameters are used; leave "
-                "it out"
-            )
+        if plugin is None or plugin.backend == DynamoBackend.NO:
+            return None
+        return make_compiler(plugin.to_kwargs())
 
     @property
     def engine(self) -> Engine:
@@ -156,8 +163,9 @@ class PatrickStarAccelerator(Accelerator):
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in models:
             if not trained or trained & {id(param) for param in model.parameters()}:
+                opened = self._open(model, optimizer)
                 self._waiting = [other for other in self._waiting if other is not model]
-                return self._open(model, optimizer)
+                return opened
         raise ValueError(
             "prepare got an optimizer of parameters that are in no model; give the model with it: "
             "accelerator.prepare(model, optimizer)"
@@ -172,10 +180,12 @@ class PatrickStarAccelerator(Accelerator):
         self._user_dtype = only_dtype(model)
         taken = groups_of(optimizer)
         config = with_optimizer(self._config, taken)
-        self._engine, hybrid = initialize_engine(
-            lambda: model, self.local_process_index, config, lambda _: taken.groups
-        )
-        move_state(optimizer, hybrid)
+        engine, hybrid = initialize_engine(lambda: model, self.local_process_index, config, lambda _: taken.groups)
+        with opening(engine._session):
+            move_state(optimizer, hybrid)
+            if self._compiler() is not None and not engine.is_compiled:
+                engine.compile(**self.state.dynamo_plugin.to_kwargs())
+        self._engine = engine
         model._is_accelerate_prepared = True
         self._optimizer = PatrickStarOptimizer(hybrid)
         return self._optimizer
@@ -209,7 +219,12 @@ class PatrickStarAccelerator(Accelerator):
         if float(norm_type) != 2:
             raise ValueError(f"norm_type is {norm_type}; gradients in chunks have their norm of type 2 alone")
         given = {id(parameters)} if isinstance(parameters, torch.Tensor) else {id(param) for param in parameters}
-        left_out = [name for name, p in self.engine.named_parameters() if p.requires_grad and id(p) not in given]
+        trained = {id(param) for group in self._optimizer.optimizer.param_groups for param in group["params"]}
+        left_out = [
+            name
+            for name, param in self.engine.named_parameters()
+            if param.requires_grad and id(param) in trained - given
+        ]
         if left_out:
             raise ValueError(
                 f"clip_grad_norm_ got {len(given)} parameters without {left_out[0]} and {len(left_out) - 1} more that "
@@ -295,7 +310,7 @@ class PatrickStarAccelerator(Accelerator):
         if self._engine is None:
             return
         engine, self._engine, self._optimizer = self._engine, None, None
-        vars(engine.module).pop("_is_accelerate_prepared", None)
+        vars(unwrapped(engine.module)).pop("_is_accelerate_prepared", None)
         engine.discard() if discard else engine.close()
 
 

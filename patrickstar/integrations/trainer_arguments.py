@@ -55,7 +55,6 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
             "fsdp is set, and a model has one engine; leave it out, PatrickStar shards over the ranks that "
             "torchrun starts",
         ),
-        (args.torch_compile, "torch_compile hides from the engine which parameters are used; leave it out"),
         (
             args.auto_find_batch_size,
             "auto_find_batch_size goes on with a smaller batch after running out of memory; "

@@ -11,10 +11,12 @@ converted in place when training or evaluation begins, and stays in the engine u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from patrickstar.integrations.weights import adapter_state, export_into, exports
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.monitor import StallSampler
 from patrickstar.pretrained import weight_files
+from patrickstar.rank_failures import first_line
 
 _OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
 _SCHEDULER_NAME = "scheduler.pt"
@@ -262,7 +265,20 @@ class PatrickStarTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if _has_engine_checkpoint(resume_from_checkpoint):
             return  # the weights come with the optimizer
+        self._check_optimizer_file(resume_from_checkpoint)
         self._load_weights(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, model=model))
+
+    def _check_optimizer_file(self, folder: str) -> None:
+        """Raises ValueError, before any weight is loaded, where an ordinary Trainer's optimizer cannot be followed."""
+        path = Path(folder) / _OPTIMIZER_NAME
+        if not path.is_file():
+            return
+        state = _read_state(path)
+        if self._is_adapted or not weight_files(folder):
+            return  # the engine is made when the weights are loaded
+        self._ensure_engine()
+        with _naming(path):
+            self.optimizer.optimizer.checked_state(state)
 
     def _load_best_model(self) -> None:
         self._load_weights(
@@ -285,11 +301,36 @@ class PatrickStarTrainerMixin:
             with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
                 self.engine.load_checkpoint(Path(checkpoint) / CHECKPOINT_FOLDER)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
-            self.optimizer.load_state_dict(torch.load(optimizer, map_location="cpu", mmap=True, weights_only=True))
+            with _naming(optimizer):
+                self.optimizer.load_state_dict(_read_state(optimizer))
         else:
             return
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+
+def _read_state(path: Path) -> Any:
+    """An optimizer's state dict, whose tensors are the file's pages: no copy of it is made.
+
+    Raises:
+        ValueError: the file is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
+            "another checkpoint, or remove it to begin with a new optimizer"
+        ) from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """ValueErrors name the file that what they refuse came from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _has_engine_checkpoint(folder: str) -> bool:

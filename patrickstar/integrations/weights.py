@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
+from patrickstar.compiled.dynamo import unwrapped, without_wrappers
 from patrickstar.engine import Engine
-from patrickstar.pretrained import SINGLE_NAME, weight_files
+from patrickstar.pretrained import SINGLE_NAME, SafetensorsFolder
 
 _EXPORT_FOLDER = ".weights"
 
@@ -66,31 +66,32 @@ def export_into(
 
 @torch.no_grad()
 def load_into(module: nn.Module, folder: str | os.PathLike[str]) -> LoadedKeys:
-    """Reads :func:`weight_files` into the parameters and buffers of ``module``, converted or not, one at a time.
+    """Reads a folder of safetensors into the parameters and buffers of ``module``, converted or not, one at a time.
     A name whose tensor another name gave (tied weights) is not missing.
 
     Raises:
-        ValueError: a tensor has another shape than its parameter; those before it were loaded.
+        ValueError: there are none, they cannot be read, or a tensor has another shape than its parameter; nothing was
+            loaded then.
     """
-    targets = module.state_dict(keep_vars=True)
-    filled: set[int] = set()
-    unexpected = []
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                if name not in targets:
-                    unexpected.append(name)
-                    continue
-                with _C.HostAllocations():
-                    values = file.get_tensor(name)
-                    if values.shape != targets[name].shape:
-                        raise ValueError(
-                            f"{path}: {name} has shape {tuple(values.shape)}, in the model "
-                            f"{tuple(targets[name].shape)}; load weights of the same model"
-                        )
-                    targets[name].copy_(values)
-                filled.add(id(targets[name]))
-    return LoadedKeys([name for name, tensor in targets.items() if id(tensor) not in filled], unexpected)
+    targets = {
+        without_wrappers(name): held
+        for name, held in module.state_dict(keep_vars=True).items()
+        if isinstance(held, torch.Tensor)
+    }
+    values = SafetensorsFolder(folder)
+    names = [name for name in values if name in targets]
+    for name in names:
+        if values.shape(name) != tuple(targets[name].shape):
+            raise ValueError(
+                f"{os.fspath(folder)}: {name} has shape {values.shape(name)}, in the model "
+                f"{tuple(targets[name].shape)}; load weights of the same model"
+            )
+    for name in names:
+        with _C.HostAllocations():
+            targets[name].copy_(values.read(name))
+    filled = {id(targets[name]) for name in names}
+    missing = [name for name, tensor in targets.items() if id(tensor) not in filled]
+    return LoadedKeys(missing, [name for name in values if name not in targets])
 
 
 def adapter_state(engine: Engine) -> dict[str, Any]:
@@ -133,6 +134,7 @@ def exports_as_it_is(module: nn.Module) -> bool:
         return False
     if getattr(module, "_keys_to_ignore_on_save", None):
         return False
+    module = unwrapped(module)
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 

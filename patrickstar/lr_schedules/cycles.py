@@ -11,6 +11,8 @@ from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, per_grou
 
 logger = logging.getLogger("patrickstar")
 
+_BETA2 = 0.99
+
 
 class LRRangeTest(Schedule):
     """Raises the learning rate without end, to see how high it may be (Smith 2018, section 4.1).
@@ -35,17 +37,17 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ):
-        self._min_lrs = per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._step_size = count_of(lr_range_test_step_size, "lr_range_test_step_size", least=1)
-        self._step_rate = lr_range_test_step_rate
-        self._staircase = lr_range_test_staircase
+        self.min_lrs = per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = count_of(lr_range_test_step_size, "lr_range_test_step_size", least=1)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the present iteration."""
-        interval = (self.last_batch_iteration + 1) / self._step_size
-        factor = 1 + self._step_rate * (math.floor(interval) if self._staircase else interval)
-        return [lr * factor for lr in self._min_lrs]
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [lr * factor for lr in self.min_lrs]
 
 
 class OneCycle(Schedule):
@@ -58,7 +60,8 @@ class OneCycle(Schedule):
     then lr(i) = min_lr / (1 + decay_lr_rate * d) and momentum(i) = max_mom * (1 + decay_mom_rate * d) with
     d = (i - up - down + 1) / decay_step_size.
 
-    As with DeepSpeed, the first optimizer step runs with ``cycle_min_mom``, and the second beta is 0.99 throughout.
+    As with DeepSpeed, the second beta is 0.99 throughout, and the first optimizer step runs with ``cycle_min_mom``,
+    though :meth:`get_mom` says what the formula does.
 
     Args:
         optimizer: whose groups' ``lr`` and ``betas`` are set.
@@ -94,25 +97,28 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ):
-        self._up = float(cycle_first_step_size)
-        self._down = self._up if cycle_second_step_size is None else float(cycle_second_step_size)
-        if not self._up > 0:
+        self.first_step_size = float(cycle_first_step_size)
+        down = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        self.second_step_size = float(down)
+        if not self.first_step_size > 0:
             raise ValueError(f"cycle_first_step_size is {cycle_first_step_size}; give more than 0 iterations")
-        if not self._down >= 0:
+        if not self.second_step_size >= 0:
             raise ValueError(f"cycle_second_step_size is {cycle_second_step_size}; give at least 0 iterations")
-        self._up_stairs = count_of(cycle_first_stair_count, "cycle_first_stair_count", least=-1)
-        self._down_stairs = (
-            self._up_stairs
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
+        self.first_stair_count = count_of(cycle_first_stair_count, "cycle_first_stair_count", least=-1)
+        self.second_stair_count = (
+            self.first_stair_count
             if cycle_second_stair_count is None
             else count_of(cycle_second_stair_count, "cycle_second_stair_count", least=-1)
         )
-        self._min_lrs = per_group(optimizer, cycle_min_lr, "cycle_min_lr")
-        self._max_lrs = per_group(optimizer, cycle_max_lr, "cycle_max_lr")
-        self._min_moms = per_group(optimizer, cycle_min_mom, "cycle_min_mom")
-        self._max_moms = per_group(optimizer, cycle_max_mom, "cycle_max_mom")
-        self._decay_step_size = decay_step_size
-        self._decay_lr_rate = decay_lr_rate
-        self._decay_mom_rate = decay_mom_rate
+        self.min_lrs = per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_moms = [(mom, _BETA2) for mom in per_group(optimizer, cycle_min_mom, "cycle_min_mom")]
+        self.max_moms = [(mom, _BETA2) for mom in per_group(optimizer, cycle_max_mom, "cycle_max_mom")]
+        self.decay_step_size = decay_step_size
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
         self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self._cycles_momentum:
             logger.warning(
@@ -123,49 +129,62 @@ class OneCycle(Schedule):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the present iteration."""
-        if self.last_batch_iteration < self._up + self._down:
+        if self.last_batch_iteration < self.total_size:
             height = self._height()
-            return [low + (high - low) * height for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
-        return [low / (1 + self._decay_lr_rate * self._decay_intervals()) for low in self._min_lrs]
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / (1 + self.decay_lr_rate * self._decay_intervals()) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at the present iteration; None where momentum is left alone.
+        """The betas of each group at the present iteration, by the formula; None where momentum is left alone.
 
         Raises:
             ValueError: ``decay_mom_rate`` has raised a momentum to 1, with which Adam divides by zero.
         """
         if not self._cycles_momentum:
             return None
-        if self.last_batch_iteration == -1:
-            moms = self._min_moms
-        elif self.last_batch_iteration < self._up + self._down:
+        if self.last_batch_iteration < self.total_size:
             height = self._height()
-            moms = [high - (high - low) * height for low, high in zip(self._min_moms, self._max_moms, strict=True)]
+            moms = [high - (high - low) * height for low, high in zip(self._lowest(), self._highest(), strict=True)]
         else:
-            moms = [high * (1 + self._decay_mom_rate * self._decay_intervals()) for high in self._max_moms]
+            moms = [high * (1 + self.decay_mom_rate * self._decay_intervals()) for high in self._highest()]
+        self._check_moms(moms)
+        return [(mom, _BETA2) for mom in moms]
+
+    def _lowest(self) -> list[float]:
+        return [beta1 for beta1, _ in self.min_moms]
+
+    def _highest(self) -> list[float]:
+        return [beta1 for beta1, _ in self.max_moms]
+
+    def _check_moms(self, moms: list[float]) -> None:
         if max(moms) >= 1:
             raise ValueError(
                 f"OneCycle's momentum is {max(moms):g} at iteration {self.last_batch_iteration} and must stay below 1; "
-                f"lower cycle_max_mom or decay_mom_rate ({self._decay_mom_rate:g})"
+                f"lower cycle_max_mom or decay_mom_rate ({self.decay_mom_rate:g})"
             )
-        return [(mom, 0.99) for mom in moms]
 
     def _set_options(self) -> None:
-        moms = self.get_mom()
+        betas = self._betas_of_groups()
         super()._set_options()
-        if moms is not None:
-            for group, betas in zip(self.optimizer.param_groups, moms, strict=True):
-                group["betas"] = betas
+        if betas is not None:
+            for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+                group["betas"] = pair
+
+    def _betas_of_groups(self) -> list[tuple[float, float]] | None:
+        if self.last_batch_iteration >= 0 or not self._cycles_momentum:
+            return self.get_mom()
+        self._check_moms(self._lowest())
+        return self.min_moms
 
     def _height(self) -> float:
-        t = (self.last_batch_iteration + 1) % (self._up + self._down)
-        if t <= self._up:
-            length, left, stairs = self._up, t, self._up_stairs
+        t = (self.last_batch_iteration + 1) % self.total_size
+        if t <= self.first_step_size:
+            length, left, stairs = self.first_step_size, t, self.first_stair_count
         else:
-            length, left, stairs = self._down, self._up + self._down - t, self._down_stairs
+            length, left, stairs = self.second_step_size, self.total_size - t, self.second_stair_count
         return math.floor(left * stairs / length) / stairs if stairs > 0 else left / length
 
     def _decay_intervals(self) -> float:
-        if self._decay_step_size == 0:
+        if self.decay_step_size == 0:
             return 0.0
-        return (self.last_batch_iteration - self._up - self._down + 1) / self._decay_step_size
+        return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size

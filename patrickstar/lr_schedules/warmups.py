@@ -14,7 +14,7 @@ from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, nearest,
 logger = logging.getLogger("patrickstar")
 
 
-class WarmupType(enum.Enum):
+class WarmupType(str, enum.Enum):
     """How a warm-up rises from 0 at iteration 0 to 1 at iteration n."""
 
     LOG = "log"
@@ -47,21 +47,21 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        self._warmup_type = _warmup_type(warmup_type)
-        self._num_warmup = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
-        self._min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_num_steps = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
+        self.min_lrs = per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         own = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
-        self._max_lrs = per_group(optimizer, own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
+        self.max_lrs = per_group(optimizer, own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the present iteration."""
         gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self._num_warmup:
-            return _warmup(self.last_batch_iteration, self._num_warmup, self._warmup_type)
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return _warmup(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
         return 1.0
 
 
@@ -91,13 +91,16 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        self._num_total = _total(total_num_steps, warmup_num_steps)
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self._num_warmup:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return super()._gamma()
-        return max(0.0, (self._num_total - self.last_batch_iteration) / max(1, self._num_total - self._num_warmup))
+        return max(
+            0.0,
+            (self.total_num_steps - self.last_batch_iteration) / max(1, self.total_num_steps - self.warmup_num_steps),
+        )
 
 
 class WarmupCosineLR(Schedule):
@@ -128,11 +131,11 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        self._warmup_type = _warmup_type(warmup_type)
-        self._num_warmup = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
-        self._num_total = _total(total_num_steps, warmup_num_steps)
-        self._warmup_min_ratio = warmup_min_ratio
-        self._cos_min_ratio = cos_min_ratio
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_num_steps = max(2, count_of(warmup_num_steps, "warmup_num_steps"))
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
@@ -140,11 +143,13 @@ class WarmupCosineLR(Schedule):
         iteration = self.last_batch_iteration
         if iteration < 0:
             return 0.0
-        if iteration < self._num_warmup:
-            rise = _warmup(iteration, self._num_warmup, self._warmup_type)
-            return self._warmup_min_ratio + (1 - self._warmup_min_ratio) * rise
-        progress = min(1.0, (iteration - self._num_warmup + 1) / max(1, self._num_total - self._num_warmup))
-        return max(0.0, self._cos_min_ratio + (1 - self._cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+        if iteration < self.warmup_num_steps:
+            rise = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * rise
+        progress = min(
+            1.0, (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
+        )
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at the present iteration."""
@@ -153,9 +158,9 @@ class WarmupCosineLR(Schedule):
 
 
 def _total(total_num_steps: Any, warmup_num_steps: Any) -> int:
-    total = count_of(total_num_steps, "total_num_steps")
-    if total < warmup_num_steps:
-        logger.warning("total_num_steps (%d) is less than warmup_num_steps (%d)", total, warmup_num_steps)
+    total, warmup = count_of(total_num_steps, "total_num_steps"), count_of(warmup_num_steps, "warmup_num_steps")
+    if total < warmup:
+        logger.warning("total_num_steps (%d) is less than warmup_num_steps (%d)", total, warmup)
     return total
 
 

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import ChunkedParameter, ParamHandle, folded_gradient
+from patrickstar.chunked_parameter import ParamHandle, become_chunked, folded_gradient
 from patrickstar.hooks import ModuleHooks
 from patrickstar.managed import ManagedParams
 from patrickstar.observer import Observer
 from patrickstar.planning.machines import Gpu
-from patrickstar.preprocess import ParamPlan
+from patrickstar.preprocess import ChunkedSpec, ParamPlan
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
 _aten = torch.ops.aten
@@ -244,8 +244,8 @@ def trace_uses(
     managed = ManagedParams(module, plan.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()
     for index, spec in enumerate(plan.chunked):
-        _adopt(spec.param, index, spec.name, spec.compute_dtype, observer)
-        if spec.param.requires_grad:
+        _adopt(spec, index, observer)
+        if spec.trained:
             spec.param.register_post_accumulate_grad_hook(functools.partial(_fold, recorder, got_gradient))
         else:
             got_gradient.add(index)
@@ -281,27 +281,26 @@ def _to_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
 
 
-def _adopt(param: nn.Parameter, index: int, name: str, dtype: torch.dtype, observer: Observer) -> None:
+def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
+    param = spec.param
     shape, stride = param.shape, param.stride()
     original = param.dtype
-    with torch.no_grad():
-        param.data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    view = torch.empty_strided(shape, stride, dtype=spec.compute_dtype, device="meta")
     handle = ParamHandle(
         id=index,
-        name=name,
+        name=spec.name,
         chunk=-1,
-        storage=param.untyped_storage()._cdata,
+        storage=view.untyped_storage()._cdata,
         shape=shape,
         stride=stride,
         offset=0,
-        trainable=param.requires_grad,
+        trainable=spec.trained,
         original_dtype=original,
         original_device=param.device,
         observer=observer,
         uses=observer.uses,
     )
-    param.__class__ = ChunkedParameter
-    param._patrickstar = handle
+    become_chunked(param, view, handle)
 
 
 def _fold(recorder: UseRecorder, got_gradient: set[int], param: nn.Parameter) -> None:

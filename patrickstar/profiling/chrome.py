@@ -1,7 +1,8 @@
 """A traced step in the trace event format, which chrome://tracing and https://ui.perfetto.dev open.
 
-The format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-Complete events ("X") for spans, counters ("C") for memory, metadata ("M") for names; times in microseconds.
+The format: "Trace Event Format", Google,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Complete events ("X") for spans,
+counters ("C") for memory, metadata ("M") for names; times in microseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from patrickstar import _C
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
-_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM, _STREAMED_ADAM = range(1, 9)
+_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM = range(1, 8)
 _ROWS = {
     _COMPUTE: "compute",
     _UPLOAD: "upload stream",
@@ -21,7 +22,6 @@ _ROWS = {
     _SCATTER: "scatter stream",
     _HOST_ADAM: "host Adam",
     _DEVICE_ADAM: "device Adam",
-    _STREAMED_ADAM: "streamed Adam",
 }
 _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
@@ -31,7 +31,6 @@ _ROW_OF = {
     _C.Track.SCATTER: _SCATTER,
     _C.Track.HOST_ADAM: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
-    _C.Track.STREAMED_ADAM: _STREAMED_ADAM,
 }
 
 Event = dict[str, Any]

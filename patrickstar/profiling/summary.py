@@ -60,8 +60,6 @@ class Summary:
     """Updates on the host that this step started, also those whose result was not used."""
     device_adam: Work
     """Updates on the device; part of ``compute_seconds``."""
-    streamed_adam: Work
-    """Updates on the device of states that stay on the host, which passed through."""
     late_seconds: float
     """How much of ``host_adam`` came after the step's end."""
     dropped_seconds: float
@@ -82,7 +80,6 @@ class Summary:
             "gather": self.gather.seconds,
             "scatter": self.scatter.seconds,
             "host Adam": self.host_adam.seconds,
-            "streamed Adam": self.streamed_adam.seconds,
         }
 
     @property
@@ -112,8 +109,6 @@ class Summary:
             f"  host Adam    {adam}",
             f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
-            f"  streamed     {self.streamed_adam.amount / 1e9:.3f} Gparam in {_seconds(self.streamed_adam.seconds)}, "
-            f"{self.streamed_adam.rate:.2f} Gparam/s",
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
         return "\n".join(lines) + "\n"
@@ -146,7 +141,6 @@ def summarize(trace: dict[str, Any]) -> Summary:
         scatter=_work(on_track[_C.Track.SCATTER], "num_bytes"),
         host_adam=_work(host_adam, "numel"),
         device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
-        streamed_adam=_work(on_track[_C.Track.STREAMED_ADAM], "numel"),
         late_seconds=sum(max(seconds, 0.0) for seconds in late),
         dropped_seconds=sum(span["seconds"] for span in host_adam if span["dropped"]),
     )

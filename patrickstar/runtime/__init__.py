@@ -12,7 +12,7 @@ from patrickstar.config import Config, log_accepted_options, parse_config
 from patrickstar.engine import Engine
 from patrickstar.groups import ModelParameters
 from patrickstar.optim import HybridAdam
-from patrickstar.session_start import start_session
+from patrickstar.session_start import opening, start_session
 
 __all__ = ["initialize_engine"]
 
@@ -43,4 +43,6 @@ def initialize_engine(
     parsed = parse_config(config)
     log_accepted_options(parsed)
     session, groups = start_session(model_func, local_rank, parsed, model_parameters)
-    return Engine(session), HybridAdam(session, groups, parsed)
+    with opening(session):
+        engine, optimizer = Engine(session), HybridAdam(session, groups, parsed)
+    return engine, optimizer

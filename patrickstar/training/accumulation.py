@@ -17,7 +17,7 @@ class Accumulation:
         self.num_done = 0
         """Micro-batches since the beginning of the training."""
         self._index = 0  # of the present one in its step
-        self._has_backward = False
+        self._num_backwards = 0  # of the present one
         self._said: bool | None = None
 
     @property
@@ -26,9 +26,19 @@ class Accumulation:
         return self._index + 1 >= self.num_micro_batches if self._said is None else self._said
 
     @property
+    def step_updates(self) -> bool:
+        """Whether a step that is called now updates."""
+        return self.is_boundary
+
+    @property
+    def num_in_step(self) -> int:
+        """Micro-batches of the step that ends now."""
+        return self.num_micro_batches
+
+    @property
     def is_between_steps(self) -> bool:
         """Whether no micro-batch of the next step was done yet."""
-        return self._index == 0 and not self._has_backward
+        return self._index == 0 and self._num_backwards == 0
 
     def say_boundary(self, is_boundary: bool) -> None:
         """The caller decides from now on."""
@@ -36,11 +46,11 @@ class Accumulation:
 
     def note_backward(self) -> None:
         """A backward of the present micro-batch is over."""
-        self._has_backward = True
+        self._num_backwards += 1
 
     def check_backward(self) -> None:
         """Raises StateError when there was none."""
-        if not self._has_backward:
+        if self._num_backwards == 0:
             raise _C.StateError(
                 "step() before backward(): call loss = engine(batch), engine.backward(loss), then engine.step(), for "
                 "every micro-batch"
@@ -50,9 +60,42 @@ class Accumulation:
         """The present micro-batch is over, and with it the step at a boundary."""
         self._index = 0 if self.is_boundary else self._index + 1
         self.num_done += 1
-        self._has_backward = False
+        self._num_backwards = 0
 
     def forget_step(self) -> None:
         """The gradients of the present step are dropped: it begins anew."""
         self._index = 0
-        self._has_backward = False
+        self._num_backwards = 0
+
+
+class CallersAccumulation(Accumulation):
+    """The caller counts (``managed_gradient_accumulation`` False): each backward is a micro-batch, and each step takes
+    those since the last one.
+    """
+
+    @property
+    def is_boundary(self) -> bool:
+        """Not before the caller's step is there."""
+        return False
+
+    @property
+    def step_updates(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def num_in_step(self) -> int:
+        """Backwards since the last step."""
+        return self._num_backwards
+
+    def say_boundary(self, is_boundary: bool) -> None:
+        """Raises StateError: there is nothing to say."""
+        raise _C.StateError(
+            "set_gradient_accumulation_boundary with managed_gradient_accumulation False: every step() updates; call "
+            "step() where the boundary is"
+        )
+
+    def end_micro_batch(self) -> None:
+        """The step is over."""
+        self.num_done += self._num_backwards
+        self._num_backwards = 0

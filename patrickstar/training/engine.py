@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
+import gc
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from patrickstar import _C
-from patrickstar.checkpoint import latest_tag
-from patrickstar.checkpoint.engine_state import Scheduler
+from patrickstar.compiled.dynamo import outside_of_graphs
 from patrickstar.config import BatchSizes
-from patrickstar.engine import Engine
+from patrickstar.interrupts import deferred_signals
 from patrickstar.monitor import MonitorOptions, Phase
 from patrickstar.optim import HybridAdam
 from patrickstar.session import Session
-from patrickstar.training.accumulation import Accumulation
-from patrickstar.training.weights_file import save_16bit_weights
-
-logger = logging.getLogger("patrickstar")
-
-_OWN_STATE = "patrickstar.training"  # beside the user's, in a checkpoint's client_state
+from patrickstar.training.accumulation import Accumulation, CallersAccumulation
+from patrickstar.training.config_answers import ConfigAnswers
+from patrickstar.training.param_attributes import put_attributes, take_attributes
+from patrickstar.training.saving import SavingEngine
 
 
-class TrainingEngine(Engine):
+class TrainingEngine(ConfigAnswers, SavingEngine):
     """Trains a module step by step, with micro-batches, a schedule and logs:
 
         for batch in loader:
@@ -42,16 +37,8 @@ class TrainingEngine(Engine):
 
     optimizer: HybridAdam
     """The optimizer; its ``step`` is called by :meth:`step`."""
-    lr_scheduler: Any
-    """The learning-rate schedule, or None; it is stepped with every update that was applied."""
     training_dataloader: DataLoader[Any] | None
     """The loader of ``training_data``."""
-    global_steps: int
-    """Optimizer steps, skipped ones too."""
-    global_samples: int
-    """Samples of all ranks that were trained on."""
-    skipped_steps: int
-    """Steps whose gradients were not finite."""
 
     def __init__(
         self,
@@ -68,20 +55,14 @@ class TrainingEngine(Engine):
         self.training_dataloader = training_dataloader
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self._micro_batch_size = batch_sizes.micro_batch_size
-        self._accumulation = Accumulation(batch_sizes.accumulation_steps)
+        counts = Accumulation if session.config.managed_gradient_accumulation else CallersAccumulation
+        self._accumulation = counts(batch_sizes.accumulation_steps)
         self._monitor = self.make_monitor(monitor_options)
         self._inputs: Any = None
         self._is_syncing = True
         self._step_applied = False
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
-                raise
-            return getattr(module, name)
+        if self.zero_optimization_partition_weights():
+            put_attributes(session)
 
     # A step.
 
@@ -89,10 +70,12 @@ class TrainingEngine(Engine):
         """The module's forward; see :meth:`patrickstar.engine.Engine.forward`."""
         if not (self.training and torch.is_grad_enabled() and self._monitor.is_active):
             return super().forward(*args, **kwargs)
-        self._inputs = (args, kwargs)
-        with self._monitor.phase(Phase.FORWARD):
-            return super().forward(*args, **kwargs)
+        with deferred_signals():
+            self._inputs = (args, kwargs)
+            with self._monitor.phase(Phase.FORWARD):
+                return super().forward(*args, **kwargs)
 
+    @outside_of_graphs
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
     ) -> torch.Tensor:
@@ -112,13 +95,15 @@ class TrainingEngine(Engine):
         """
         steps = self._accumulation.num_micro_batches
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
-        with self._monitor.phase(Phase.BACKWARD):
-            super().backward(scaled, retain_graph=retain_graph, **kwargs)
-        self._monitor.add_micro_batch(self._inputs, loss.detach() if scale_wrt_gas else loss.detach() * steps)
-        self._inputs = None
-        self._accumulation.note_backward()
+        with deferred_signals():
+            with self._monitor.phase(Phase.BACKWARD):
+                super().backward(scaled, retain_graph=retain_graph, **kwargs)
+            self._monitor.add_micro_batch(self._inputs, loss.detach() if scale_wrt_gas else loss.detach() * steps)
+            self._inputs = None
+            self._accumulation.note_backward()
         return scaled
 
+    @outside_of_graphs
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the boundary of accumulation also clips, updates, and steps the schedule where the
         update was applied.
@@ -132,10 +117,11 @@ class TrainingEngine(Engine):
         if not self._is_syncing:
             raise _C.StateError("step() within no_sync(): leave the with statement before the step")
         self._accumulation.check_backward()
-        self._step_applied = False
-        if self._accumulation.is_boundary:
-            self._update(lr_kwargs or {})
-        self._accumulation.end_micro_batch()
+        with deferred_signals():  # the update, its counts and the schedule change together
+            self._step_applied = False
+            if self._accumulation.step_updates:
+                self._update(lr_kwargs or {})
+            self._accumulation.end_micro_batch()
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         lr = self.get_lr()[0]
@@ -143,7 +129,7 @@ class TrainingEngine(Engine):
             self.optimizer.step()
         self._step_applied = self._session.outcome.applied
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._micro_batch_size * self._accumulation.num_in_step * self.world_size
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -153,13 +139,25 @@ class TrainingEngine(Engine):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches inside accumulate only; :meth:`step` is refused there. Gradients of ranks are summed in shards
-        as they come, in any case: a rank keeps no more of them than its share.
+        as they come, in any case: a rank keeps no more of them than its share. It may stand within another one.
         """
-        self._is_syncing = False
+        before, self._is_syncing = self._is_syncing, False
         try:
             yield
         finally:
-            self._is_syncing = True
+            self._is_syncing = before
+
+    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """The same as :meth:`no_sync`: for several backwards of one step, which comes after it."""
+        return self.no_sync()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Refused: it is for ``loss.backward()``.
+
+        Raises:
+            StateError: always.
+        """
+        raise _C.StateError("scale(loss) is for loss.backward(), which cannot be called; call engine.backward(loss)")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the :meth:`step` of the present micro-batch updates."""
@@ -179,10 +177,12 @@ class TrainingEngine(Engine):
         """
         return self._session.outcome.grad_norm if self._session.num_steps > 0 else None
 
+    @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last update: the step begins anew."""
-        super().zero_grad(set_to_none)
-        self._accumulation.forget_step()
+        with deferred_signals():
+            super().zero_grad(set_to_none)
+            self._accumulation.forget_step()
 
     # Options and counts.
 
@@ -210,14 +210,14 @@ class TrainingEngine(Engine):
         return self._session.ranks.context.local_rank
 
     @property
+    def dp_world_size(self) -> int:
+        """The same as :attr:`world_size`: all ranks are data-parallel."""
+        return self.world_size
+
+    @property
     def world_size(self) -> int:
         """How many ranks train together."""
         return len(self._session.ranks.members)
-
-    @property
-    def loss_scale(self) -> float:
-        """The present loss scale; 1 without float16."""
-        return self._session.loss_scale
 
     def train_batch_size(self) -> int:
         """Samples of a step on all ranks."""
@@ -247,129 +247,25 @@ class TrainingEngine(Engine):
             )
         self._accumulation.num_micro_batches = train_batch_size // samples
 
-    # Checkpoints.
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        **accepted: Any,
-    ) -> bool:
-        """Saves the run between two steps, with the schedule and the counts (docs/checkpoints.md).
-
-        Args:
-            save_dir: made if there is none.
-            tag: ``global_step<n>`` for None.
-            client_state: the user's, of numbers, strings, bools, None, lists, tuples, dicts.
-            **accepted: ``save_latest`` and ``exclude_frozen_parameters`` of DeepSpeed, at their defaults.
-
-        Raises:
-            CheckpointError: it was not saved; what was saved before is as it was.
-            StateError: there are gradients that no step has used.
-            ValueError: an option that is not supported.
+    def empty_partition_cache(self) -> None:
+        """Gives memory that PyTorch holds unused back to the device. That of chunks stays as it is, within
+        ``device_memory``.
         """
-        _refuse(accepted, {"save_latest": True, "exclude_frozen_parameters": False}, "save_checkpoint")
-        state = {**(client_state or {}), _OWN_STATE: self._own_state()}
-        super().save_checkpoint(
-            save_dir, None if tag is None else str(tag), state, lr_scheduler=self._saved_scheduler()
-        )
-        return True
-
-    def load_checkpoint(  # type: ignore[override]
-        self, load_dir: str | os.PathLike[str], tag: str | None = None, **accepted: Any
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Goes on from a checkpoint, saved with any number of ranks and any budget.
-
-        Args:
-            load_dir: as given to :meth:`save_checkpoint`.
-            tag: the latest for None.
-            **accepted: DeepSpeed's options, at their defaults; ``load_lr_scheduler_states=False`` leaves the schedule.
-
-        Returns:
-            The checkpoint's folder and the ``client_state``; (None, {}) where ``load_dir`` has no checkpoint.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model, or there is none of that tag.
-        """
-        with_schedule = accepted.pop("load_lr_scheduler_states", True)
-        _refuse(
-            accepted,
-            {
-                "load_module_strict": True,
-                "load_optimizer_states": True,
-                "load_module_only": False,
-                "custom_load_fn": None,
-            },
-            "load_checkpoint",
-        )
-        if tag is None and latest_tag(load_dir) is None:
-            logger.warning("%s has no checkpoint: nothing was loaded", os.fspath(load_dir))
-            return None, {}
-        scheduler = self._saved_scheduler() if with_schedule else None
-        self._accumulation.forget_step()
-        path, client_state = super().load_checkpoint(
-            load_dir, None if tag is None else str(tag), lr_scheduler=scheduler
-        )
-        self._set_own_state(client_state.pop(_OWN_STATE, {}))
-        return str(path), client_state
-
-    def _saved_scheduler(self) -> Scheduler | None:
-        return self.lr_scheduler if callable(getattr(self.lr_scheduler, "state_dict", None)) else None
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "skipped_steps": self.skipped_steps,
-            "micro_steps": self.micro_steps,
-            "monitor": self._monitor.state_dict(),
-        }
-
-    def _set_own_state(self, state: Mapping[str, Any]) -> None:
-        if not state:  # saved by an engine of initialize_engine
-            return
-        self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
-        self.skipped_steps = state["skipped_steps"]
-        self._accumulation.num_done = state["micro_steps"]
-        self._monitor.load_state_dict(state["monitor"])
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Writes the module's ``state_dict`` in the compute dtype (bfloat16 in float32 training) into one file: of
-        PyTorch, or of safetensors when its name ends so. All ranks call it, the first writes.
-
-        ``export_weights`` writes Hugging Face's sharded files without a copy of the model in memory.
-        """
-        path = Path(save_dir) / save_filename
-        save_16bit_weights(self._session, path, with_frozen=not exclude_frozen_parameters)
-        return True
-
-    def module_state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """``module.state_dict()``."""
-        return self.module.state_dict(**kwargs)
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """``module.load_state_dict``."""
-        return self.load_state_dict(state_dict, strict)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """As :meth:`patrickstar.engine.Engine.close`; logs are written out."""
         self._monitor.close()
+        take_attributes(self._session)
         super().close()
+
+    def discard(self) -> None:
+        """As :meth:`patrickstar.engine.Engine.discard`."""
+        take_attributes(self._session)
+        super().discard()
 
     def destroy(self) -> None:
         """The same as :meth:`close`."""
         self.close()
-
-
-def _refuse(given: Mapping[str, Any], supported: Mapping[str, Any], call: str) -> None:
-    for name, value in given.items():
-        if name not in supported:
-            raise ValueError(f"{call} has no option {name}; its options are {', '.join(supported)}")
-        if value != supported[name]:
-            raise ValueError(f"{call}({name}={value!r}) is not supported; leave it at {supported[name]!r}")

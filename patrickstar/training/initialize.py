@@ -16,7 +16,6 @@ from patrickstar.config import (
     Config,
     Dialect,
     OptimizerConfig,
-    check_adam_options,
     log_accepted_options,
     parse_config,
     resolve_batch_sizes,
@@ -26,7 +25,7 @@ from patrickstar.groups import ModelParameters
 from patrickstar.monitor import MonitorOptions
 from patrickstar.optim import HybridAdam
 from patrickstar.optimizer_takeover import groups_of, move_state
-from patrickstar.session_start import start_session
+from patrickstar.session_start import opening, start_session
 from patrickstar.training.arguments import choose_config
 from patrickstar.training.data import make_loader
 from patrickstar.training.engine import TrainingEngine
@@ -59,9 +58,10 @@ def initialize(
         args: of the command line, with ``deepspeed_config`` (:func:`add_config_arguments`) and ``local_rank``.
         model: the module, or a function without arguments that returns it (as ``model_func``): a model built on the
             meta device is then never whole in memory.
-        optimizer: the user's ``torch.optim.Adam`` or ``AdamW``, whose groups and state are taken over, or a function
-            that makes one of ``model_parameters``. None: the configuration's.
+        optimizer: the user's ``torch.optim.Adam`` or ``AdamW``, whose groups and state are taken over, or a class or
+            function that makes one of ``model_parameters``. None: the configuration's.
         model_parameters: parameters, groups (dicts with ``params``), or what ``initialize_engine`` takes. None: all.
+            Others of the model are not trained.
         training_data: a dataset; a loader of micro-batches is made of it.
         lr_scheduler: a schedule of the user's optimizer, or a function that makes one of an optimizer. None: the
             configuration's.
@@ -85,6 +85,8 @@ def initialize(
     parsed = parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED)
     log_accepted_options(parsed)
     sizes = resolve_batch_sizes(parsed, num_ranks_to_come())
+    if isinstance(model_parameters, Iterable):
+        model_parameters = list(model_parameters)  # a generator is read twice below
     groups: ModelParameters = _groups(model_parameters)
     theirs = _their_optimizer(optimizer, model, model_parameters)
     if theirs is not None:
@@ -93,10 +95,8 @@ def initialize(
         groups = _returning(taken.groups)
     local_rank = getattr(args, "local_rank", None)
     session, made_groups = start_session(build, max(local_rank or 0, 0), parsed, groups)
-    try:
+    with opening(session):
         own = HybridAdam(session, made_groups, parsed)
-        if theirs is not None:
-            move_state(theirs, own)
         schedule = choose_scheduler(parsed, lr_scheduler, own)
         loader = None
         if training_data is not None:
@@ -108,9 +108,8 @@ def initialize(
                 collate_fn=collate_fn,
             )
         engine = TrainingEngine(session, own, sizes, _monitor_options(parsed), schedule, loader)
-    except BaseException as error:
-        session.leave(error)
-        raise
+        if theirs is not None:
+            move_state(theirs, own)
     return engine, own, loader, schedule
 
 
@@ -136,8 +135,7 @@ def _groups(model_parameters: Any) -> ModelParameters:
     """``model_parameters`` as ``initialize_engine`` takes it: DeepSpeed's scripts give parameters or groups."""
     if model_parameters is None or callable(model_parameters):
         return model_parameters
-    items = list(model_parameters)
-    return items if _are_patterns(items) else _returning(items)
+    return model_parameters if _are_patterns(model_parameters) else _returning(model_parameters)
 
 
 def _are_patterns(items: list[Any]) -> bool:
@@ -156,9 +154,9 @@ def _returning(groups: Iterable[Any]) -> Callable[[nn.Module], Iterable[Any]]:
 def _their_optimizer(optimizer: Any, model: Any, model_parameters: Any) -> torch.optim.Optimizer | None:
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         theirs = optimizer
-    elif callable(optimizer) and not inspect.isclass(optimizer):
+    elif callable(optimizer) and (not inspect.isclass(optimizer) or issubclass(optimizer, torch.optim.Optimizer)):
         if model_parameters is None and not isinstance(model, nn.Module):
-            raise ValueError("optimizer is a function of parameters: pass model_parameters, or the model as a module")
+            raise ValueError("optimizer is to be made of parameters: pass model_parameters, or the model as a module")
         theirs = optimizer(model.parameters() if model_parameters is None else model_parameters)
     else:
         raise ValueError(
@@ -176,8 +174,7 @@ def _with_optimizer(config: Config, kind: Any, options: Mapping[str, Any]) -> Co
     """The configuration with a user's optimizer in the place of its own."""
     if "optimizer" in config.model_fields_set:
         logger.info("an optimizer was given to initialize: the configuration's is not used")
-    params = config.optimizer.params.model_copy(update=dict(options))
-    check_adam_options(options, "optimizer")
+    params = config.optimizer.params.model_copy(update={"bias_correction": True, **options})
     chosen: OptimizerConfig = config.optimizer.model_copy(update={"type": kind, "params": params})
     return config.model_copy(update={"optimizer": chosen})
 

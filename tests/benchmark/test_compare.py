@@ -25,7 +25,6 @@ JOB = Job(
     batch=2,
     clipping=0.0,
     speculation="auto",
-    streaming="never",
     gpu_bytes=None,
     host_bytes=None,
     warmup=1,

@@ -36,7 +36,7 @@ print("this is rank", rank, flush=True)
 
 def job(ranks, **values):
     common = {"system": "fsdp2", "model": "tiny", "length": 64, "batch": 2, "clipping": 0.0, "speculation": "auto"}
-    limits = {"streaming": "never", "gpu_bytes": None, "host_bytes": None, "warmup": 1, "steps": 2}
+    limits = {"gpu_bytes": None, "host_bytes": None, "warmup": 1, "steps": 2}
     return Job(ranks=ranks, **{**common, **limits, **values})
 
 

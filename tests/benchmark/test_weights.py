@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmark.common import SHAPES
 from benchmark.systems.weights import build_meta_gpt, fill_parameters
 from patrickstar.materialize import DeferredInit
+from tests.bits import assert_same_bits
 
 SHAPE = SHAPES["tiny"]
 
@@ -38,7 +39,7 @@ def test_a_deferred_initialisation_gives_the_same(whole, max_bytes):
         pass
     params = dict(model.named_parameters())
     assert params.keys() == whole.keys()
-    assert all(torch.equal(params[name], whole[name]) for name in whole)
+    assert_same_bits(params, whole)
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -54,6 +55,6 @@ def test_a_rank_gets_its_rows(whole, rank):
         params = dict(model.named_parameters())
         assert params.keys() == whole.keys()
         for name, param in params.items():
-            assert torch.equal(param.to_local(), whole[name].chunk(3)[rank]), name
+            assert_same_bits(param.to_local(), whole[name].chunk(3)[rank], name)
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from patrickstar.checkpoint import TensorRange, TensorShard
+from tests.bits import assert_same_bits
 
 TIMEOUT_SECONDS = 60
 
@@ -98,12 +99,4 @@ class HeldSink:
             fields = held.range_of(self._rank)
             if fields["begin"] < fields["end"] or held.values.numel() == 0:
                 expected[(held.name, held.kind)] = held.flat()[fields["begin"] : fields["end"]]
-        assert self.got.keys() == expected.keys()
-        for key, values in expected.items():
-            assert self.got[key].dtype == values.dtype
-            assert torch.equal(as_bytes(self.got[key]), as_bytes(values)), key
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """For comparing bits, NaN included."""
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        assert_same_bits(self.got, expected)

@@ -13,7 +13,7 @@ from torch import nn
 from patrickstar import CheckpointError, StateError, torch_scope
 from patrickstar.checkpoint import Checkpoint, latest_tag
 from patrickstar.runtime import initialize_engine
-from tests.checkpoint.ranks import as_bytes
+from tests.bits import assert_same_bits
 from tests.models import MODELS, VOCAB, Case, ConvNet, Mlp, gpt2, image_batch, token_batch
 from tests.training import make_config
 
@@ -66,17 +66,6 @@ def steps(case, engine, optimizer, count, seed):
     return losses
 
 
-def same(one, other):
-    """Bitwise, of nested dicts and lists."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(as_bytes(one), as_bytes(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return one == other
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_comes_back(tmp_path, name, precision):
@@ -93,9 +82,9 @@ def test_every_bit_comes_back(tmp_path, name, precision):
     with engine:
         steps(case, engine, optimizer, 1, seed=3)
         assert engine.load_checkpoint(tmp_path) == (path, {})
-        assert same((engine.state_dict(), optimizer.state_dict()), states)
+        assert_same_bits((engine.state_dict(), optimizer.state_dict()), states)
         assert steps(case, engine, optimizer, 2, seed=2) == losses
-        assert same((engine.state_dict(), optimizer.state_dict()), after)
+        assert_same_bits((engine.state_dict(), optimizer.state_dict()), after)
 
 
 def test_files_hold_what_the_state_dicts_say(tmp_path):
@@ -108,11 +97,11 @@ def test_files_hold_what_the_state_dicts_say(tmp_path):
         names = [name for name, _ in engine.module.named_parameters()]
         state = engine.state_dict()
         for name in names:
-            assert same(stored[f"master/{name}"], state[name])
+            assert_same_bits(stored[f"master/{name}"], state[name])
         for name, moments in zip(names, optimizer.state_dict()["state"].values(), strict=True):
-            assert same(stored[f"exp_avg/{name}"], moments["exp_avg"])
-            assert same(stored[f"exp_avg_sq/{name}"], moments["exp_avg_sq"])
-        assert same(stored["rng/rank0.torch"], torch.get_rng_state())
+            assert_same_bits(stored[f"exp_avg/{name}"], moments["exp_avg"])
+            assert_same_bits(stored[f"exp_avg_sq/{name}"], moments["exp_avg_sq"])
+        assert_same_bits(stored["rng/rank0.torch"], torch.get_rng_state())
         with Checkpoint.find(tmp_path, "mine") as checkpoint:
             assert checkpoint.manifest.state["step_counts"] == dict.fromkeys(names, 2)
 
@@ -128,7 +117,7 @@ def test_other_budgets_and_precisions_load(tmp_path):
     engine, optimizer = start(case, "bf16", seed=1, device_memory=400_000)
     with engine:
         engine.load_checkpoint(tmp_path)
-        assert same(engine.state_dict(), saved)
+        assert_same_bits(engine.state_dict(), saved)
         assert len(steps(case, engine, optimizer, 1, seed=2)) == 1
 
 
@@ -150,7 +139,7 @@ def test_a_layer_frozen_later(tmp_path):
         engine, optimizer = start(second, "fp32", seed=1)
         with engine:
             engine.load_checkpoint(tmp_path)
-            assert same(engine.state_dict(), saved)
+            assert_same_bits(engine.state_dict(), saved)
             steps(second, engine, optimizer, 1, seed=2)
 
 
@@ -178,7 +167,7 @@ def test_what_is_refused_changes_nothing(tmp_path):
             engine.load_checkpoint(tmp_path / "a")
         with pytest.raises(CheckpointError, match="has no file 'latest'"):
             engine.load_checkpoint(tmp_path / "b")
-        assert same((engine.state_dict(), optimizer.state_dict(), torch.get_rng_state()), before)
+        assert_same_bits((engine.state_dict(), optimizer.state_dict(), torch.get_rng_state()), before)
     engine, optimizer = initialize_engine(
         case.build, 0, make_config("bf16"), model_parameters=[{"params": "*bias"}, {"params": "*"}]
     )
@@ -210,7 +199,7 @@ def test_a_damaged_tensor_says_that_the_state_is_mixed(tmp_path):
         with pytest.raises(CheckpointError, match=rf"mixed; load another one: .*master of {name} .* is damaged"):
             engine.load_checkpoint(tmp_path)
         assert engine.load_checkpoint(tmp_path, "good") == (good, {})
-        assert same(engine.state_dict(), saved)
+        assert_same_bits(engine.state_dict(), saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,7 +225,7 @@ def test_export_for_hugging_face(tmp_path, dtype):
     model = GPT2LMHeadModel.from_pretrained(path, dtype="auto")
     assert model.dtype == dtype
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert same(dict(model.state_dict()), {name: value.to(dtype) for name, value in state.items()})
+    assert_same_bits(dict(model.state_dict()), {name: value.to(dtype) for name, value in state.items()})
     assert sorted(left.name for left in tmp_path.iterdir()) == ["model"]
 
 
@@ -260,5 +249,5 @@ def test_export_keeps_the_name_that_hugging_face_keeps(tmp_path):
     with engine:
         path = engine.export_weights(tmp_path / "model")
         assert [file.name for file in path.iterdir()] == ["model.safetensors"]
-        assert same(load_file(path / "model.safetensors"), {"embed.weight": engine.state_dict()["embed.weight"]})
+        assert_same_bits(load_file(path / "model.safetensors"), {"embed.weight": engine.state_dict()["embed.weight"]})
     assert gpt2().state_dict().keys() >= {"lm_head.weight"}

@@ -136,14 +136,15 @@ def write_after_a_cut(node, path, generator):
         path.write_bytes(node.after_a_cut(generator))
 
 
-def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk):
+def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk, others=()):
     """The versions that load after power cuts in the course of a save; those of all tags are checked."""
     path = tmp_path / "saved"
-    save_version(path, 1, "old")
+    for present in ("old", *others):
+        save_version(path, 1, present)
     disk = make_disk(path)
     save(path, tag, HeldSource(tensors(2, 1), 0), {"version": 2}, SaveOptions(disk=disk))
     generator = random.Random(0)
-    expected = {"old": {1} if tag == "new" else {1, 2}, "new": {2}}
+    expected = {"old": {1} if tag == "new" else {1, 2}, "new": {2}, "other": {1}}
     versions = []
     for tree in disk.states:
         for _ in range(STATES_PER_PREFIX):
@@ -156,10 +157,10 @@ def cut_at_every_call(tmp_path, tag, make_disk=ModelledDisk):
     return versions
 
 
-@pytest.mark.parametrize("tag", ["new", "old"])
-def test_after_a_power_cut(tmp_path, tag):
+@pytest.mark.parametrize(("tag", "others"), [("new", []), ("old", []), ("old", ["other"])])
+def test_after_a_power_cut(tmp_path, tag, others):
     """At every call of a save, in random states of the disk; a save that returned stays."""
-    versions = cut_at_every_call(tmp_path, tag)
+    versions = cut_at_every_call(tmp_path, tag, others=others)
     print(f"{tag}: {len(versions)} states of the disk, the old checkpoint in {versions.count(1)}")
     assert set(versions) == {1, 2}
     assert set(versions[-STATES_PER_PREFIX:]) == {2}

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, SaveOptions, save
 from patrickstar.checkpoint.export import INDEX_NAME, ExportOptions, export
-from tests.checkpoint.ranks import Held, HeldSink, HeldSource, as_bytes, on_ranks
+from tests.bits import assert_same_bits
+from tests.checkpoint.ranks import Held, HeldSink, HeldSource, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = [(), (1,), (7,), (0, 3), (5, 6), (3, 1, 4), (2, 3, 2, 2)]
@@ -91,9 +92,7 @@ def test_export_needs_no_gathering(tmp_path_factory, data, size, max_bytes):
     for held in tensors:
         keeps = held.kind == "buffer" or not held.values.dtype.is_floating_point
         expected = held.values if keeps else held.values.float()
-        assert got[held.name].dtype == expected.dtype
-        assert got[held.name].shape == expected.shape
-        assert torch.equal(as_bytes(got[held.name]), as_bytes(expected))
+        assert_same_bits(got[held.name], expected, held.name)
 
 
 def matrix(name="w", edges=(0, 12), kind="master"):
@@ -106,8 +105,8 @@ def test_the_library_reads_the_files(tmp_path):
     first, second = (load_file(file) for file in sorted((tmp_path / "t").glob("*.safetensors")))
     assert first.keys() == {"master/a[0:5]", "master/b"}
     assert second.keys() == {"master/a[5:12]", "exp_avg/b"}
-    assert torch.equal(first["master/b"], tensors[1].values)
-    assert torch.equal(torch.cat([first["master/a[0:5]"], second["master/a[5:12]"]]), tensors[0].values.flatten())
+    assert_same_bits(first["master/b"], tensors[1].values)
+    assert_same_bits(torch.cat([first["master/a[0:5]"], second["master/a[5:12]"]]), tensors[0].values.flatten())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import torch
 
 from patrickstar import _C
 from patrickstar.distributed import open_ranks
+from tests.bits import assert_same_bits
 from tests.collective.test_rank_mean import reference
 from tests.distributed import run_ranks
-from tests.optim.kernel_calls import DTYPES, assert_same_bits, random_values
+from tests.optim.kernel_calls import DTYPES, random_values
 
 
 def values_of(rank, num_ranks, shard_numel, dtype, seed=0):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from patrickstar import _C
-from tests.optim.kernel_calls import CANONICAL_NAN, DTYPES, assert_same_bits, bits, random_values
+from tests.bits import assert_same_bits, bits
+from tests.optim.kernel_calls import CANONICAL_NAN, DTYPES, random_values
 
 
 def mean_of_ranks(shards, num_ranks, out=None):

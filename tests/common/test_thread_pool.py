@@ -1,15 +1,18 @@
-"""Workers run where they are told to, callers where they were."""
+"""Workers run where they are told to, callers where they were; loops share the workers and wait for none."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 import torch
 
 from patrickstar import _C
+from tests.bits import assert_same_bits
 from tests.common.pool_threads import worker_masks
-from tests.optim.kernel_calls import adam_scalars, assert_same_bits, make_arrays, run_adam
+from tests.optim.kernel_calls import adam_scalars, make_arrays, run_adam
 
 
 def test_each_worker_is_pinned_and_the_caller_is_not():
@@ -50,3 +53,104 @@ def test_pinned_workers_compute_the_same():
     for name in ("master", "momentum", "variance", "grad"):
         assert_same_bits(getattr(arrays, name), getattr(expected, name), name)
     assert not torch.equal(arrays.master, before)
+
+
+class Blocked:
+    """A loop whose pieces wait, one at a time, until they are let go."""
+
+    def __init__(self, pool, num_pieces, priority):
+        self._arrived = threading.Semaphore(0)
+        self._callers_gate, self._workers_gate = threading.Semaphore(0), threading.Semaphore(0)
+        self.num_done = 0
+        self._thread = threading.Thread(
+            target=pool.parallel_for, args=(num_pieces, 1, self._wait, priority), daemon=True
+        )
+        self._thread.start()
+
+    def _wait(self, _begin, _end):
+        self._arrived.release()
+        is_caller = threading.current_thread() is self._thread
+        assert (self._callers_gate if is_caller else self._workers_gate).acquire(timeout=60)
+        self.num_done += 1
+
+    def await_threads(self, count):
+        """Returns when so many threads wait in pieces of it."""
+        for _ in range(count):
+            assert self._arrived.acquire(timeout=60)
+
+    def let_go(self, count):
+        """The caller of the loop has so many pieces more, and its workers together as many."""
+        self._callers_gate.release(count)
+        self._workers_gate.release(count)
+
+    def join(self):
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.mark.parametrize("priority", [_C.Priority.URGENT, _C.Priority.BACKGROUND])
+def test_a_loop_waits_for_no_worker_that_is_busy_elsewhere(priority):
+    """Neither for one that the system has not woken yet: the caller does all pieces itself then."""
+    pool = _C.ThreadPool(2)
+    other = Blocked(pool, 2, priority)
+    other.await_threads(2)  # its caller, and the only worker
+    ranges = []
+    pool.parallel_for(10, 3, lambda begin, end: ranges.append((begin, end)))
+    assert ranges == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert other.num_done == 0
+    other.let_go(1)
+    other.join()
+
+
+def test_a_worker_leaves_a_background_loop_for_an_urgent_one():
+    pool = _C.ThreadPool(2)
+    background = Blocked(pool, 50, _C.Priority.BACKGROUND)
+    background.await_threads(2)
+    together = threading.Barrier(2)
+    urgent = threading.Thread(target=pool.parallel_for, args=(2, 1, lambda *_: together.wait(60)), daemon=True)
+    urgent.start()  # its caller waits in the first piece until the worker is in the second
+    while pool.num_urgent == 0:
+        time.sleep(0.001)
+    background.let_go(1)  # the piece of the worker and that of the caller, which goes on with the next
+    urgent.join(60)
+    assert not urgent.is_alive() and not together.broken
+    background.await_threads(2)  # in their next pieces
+    assert background.num_done == 2
+    background.let_go(48)  # to each, whoever takes them
+    background.join()
+
+
+def test_what_a_piece_throws_is_rethrown_and_the_pool_goes_on():
+    pool = _C.ThreadPool(2)
+    done = []
+
+    def fail(begin, _end):
+        done.append(begin)
+        raise ValueError(f"piece {begin}")
+
+    with pytest.raises(_C.StateError, match="ValueError: piece"):
+        pool.parallel_for(1000, 1, fail)
+    assert len(done) <= 2  # the caller's first piece, perhaps the worker's: nobody takes the rest
+    total = []
+    pool.parallel_for(100, 1, lambda begin, end: total.append(end - begin))
+    assert sum(total) == 100
+
+
+def test_many_callers_at_once():
+    pool = _C.ThreadPool(3)
+    counts = [[0] * 1000 for _ in range(6)]
+
+    def call(index):
+        def count(begin, end):
+            for i in range(begin, end):
+                counts[index][i] += 1
+
+        for _ in range(20):
+            pool.parallel_for(1000, 7, count, _C.Priority.BACKGROUND if index % 2 else _C.Priority.URGENT)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert counts == [[20] * 1000] * 6

@@ -40,15 +40,27 @@ def figure(output: str, pattern: str) -> float:
 
 
 def check_report(output: str, baseline: str) -> None:
-    """Held-out loss and accuracy beat the baseline printed beside them; speed and peaks are there."""
+    """Of the last task in ``output``: the held-out loss falls from evaluation to evaluation, loss and accuracy beat the
+    baseline printed beside them, there is a speed, and the peaks hold the model's data and keep the budget.
+    """
     number = r"([0-9.]+)"
+    headers = list(re.finditer(rf".*: [0-9]+ steps.* {number} MiB of model data\n", output))
+    trained = output[headers[-2].end() if len(headers) > 1 else 0 : headers[-1].start()]
+    losses = [float(loss) for loss in re.findall(rf"step [0-9]+: held-out loss {number}", trained)]
+    assert len(losses) >= 4
+    assert losses == sorted(losses, reverse=True), f"the held-out loss rises: {losses}"
+    assert losses[-1] < 0.95 * losses[0], f"the held-out loss hardly falls: {losses}"
+    assert figure(output, rf"held-out loss +{number} \(") == losses[-1]
     for name, sign in (("loss", 1), ("accuracy", -1)):
         value = figure(output, rf"held-out {name} +{number}%? \({baseline}")
         trivial = figure(output, rf"held-out {name} .*{baseline}: {number}")
         assert sign * value < sign * trivial, f"held-out {name} {value}, {baseline} {trivial}"
     assert figure(output, rf"speed +{number} tokens/s") > 0
-    assert figure(output, rf"device peak +{number} [MG]iB") > 0
-    assert figure(output, rf"host peak +{number} [MG]iB") >= 0
+    device, host = (figure(output, rf"{side} peak +{number} MiB") for side in ("device", "host"))
+    data = float(headers[-1].group(1))
+    assert data > 0 and device + host >= data - 0.1, f"{data} MiB were held in {device} and {host} MiB"
+    if "(no budget)" not in output:
+        assert 0 < device <= figure(output, rf"of a budget of {number} MiB")
 
 
 def is_png(path: Path) -> bool:

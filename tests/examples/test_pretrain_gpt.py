@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from benchmark.common import SHAPES
 from patrickstar.plan import Plan
+from tests.bits import assert_same_bits
 
 MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--length", "16", "--vocab", "300"]
 TINY = [*MODEL, "--precision", "fp32", "--json"]
@@ -78,8 +79,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(model, script, tex
         tmp_path / "resumed" / "tokenizer.json"
     ).read_text()
     expected, resumed = weights(tmp_path / "straight"), weights(tmp_path / "resumed")
-    assert expected.keys() == resumed.keys()
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert_same_bits(resumed, expected)
 
 
 def test_two_ranks_go_on_bit_for_bit(tmp_path):
@@ -96,7 +96,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
     for file in files[0]:
         if file.endswith(".safetensors"):
             first, second = (load_file(tmp_path / name / "global_step4" / file) for name in ("run", "copy"))
-            assert all(torch.equal(first[name], second[name]) for name in first)
+            assert_same_bits(second, first, file)
 
 
 def test_two_ranks_train_as_one_with_their_batches_together(script, text, tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
     )
     (tmp_path / "plan.json").write_text("{}")
     flags = "--gpu-mem 3MiB --host-mem 1GiB --chunk-numel 2048 --margin-use-ratio 0.5 --static-partition --lr 0.1 "
-    flags += "--states-on-host --cpu-embedding --speculation always --streaming auto --host-threads 2 --clipping 0.25 "
+    flags += "--states-on-host --cpu-embedding --speculation always --host-threads 2 --clipping 0.25 "
     flags += f"--rank-timeout 9 --precision fp16 --config {further} --plan {tmp_path / 'plan.json'} --profile p"
     config = arguments.parse_arguments(flags.split(), None).training.engine_config()
     assert config["optimizer"]["params"] == {
@@ -139,7 +139,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
     }
     del config["optimizer"]["params"]
     assert config == {
-        "optimizer": {"type": "AdamW", "speculation": "always", "streaming": "auto"},
+        "optimizer": {"type": "AdamW", "speculation": "always"},
         "fp16": {"enabled": True, "loss_scale": 8},
         "gradient_clipping": 0.25,
         "device_memory": "3MiB",
@@ -275,9 +275,9 @@ def test_models_are_initialised_as_on_the_cpu(model, script):
         assert state[name].shape == value.shape
         assert float(state[name].std()) == pytest.approx(float(value.std()), rel=0.3, abs=1e-8), name
         if value.dim() == 1:
-            assert torch.equal(state[name], value), name
+            assert_same_bits(state[name], value, name)
     for name, value in reference.named_buffers():
-        assert torch.equal(buffers[name], value), name
+        assert_same_bits(buffers[name], value, name)
 
 
 def test_sizes_are_the_benchmarks(script):

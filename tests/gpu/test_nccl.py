@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from patrickstar import _C
-from tests.optim.kernel_calls import DTYPES, assert_same_bits, random_values
+from tests.bits import assert_same_bits
+from tests.optim.kernel_calls import DTYPES, random_values
 
 pytestmark = pytest.mark.gpu
 

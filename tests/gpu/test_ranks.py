@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from patrickstar.distributed import open_ranks
+from tests.bits import assert_same_bits
 from tests.collective.test_communicator import values_of
 from tests.collective.test_rank_mean import reference
 from tests.distributed import rank_outcomes, run_ranks
-from tests.optim.kernel_calls import DTYPES, assert_same_bits
+from tests.optim.kernel_calls import DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import patrickstar as deepspeed
 from patrickstar import _C, StateError
 from patrickstar.config import fill_auto
+from tests.bits import assert_same_bits
 from tests.config.test_public_configs import TRAINER
 
 SMALL = {"device_memory": 60_000, "default_chunk_size": 1024}
@@ -195,7 +196,7 @@ def test_resume(tmp_path, scheduler):
             model=net(), config=config(**more, device_memory=80_000 if resumed else 60_000)
         )
         with engine:
-            assert engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+            assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
             if resumed:
                 path, client_state = engine.load_checkpoint(tmp_path)
                 assert path == str(tmp_path / "global_step2")
@@ -209,7 +210,7 @@ def test_resume(tmp_path, scheduler):
             states.append(engine.state_dict())
             rates.append(engine.get_lr())
     assert rates[0] == rates[1]
-    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    assert_same_bits(*states)
 
 
 def test_the_bounds_of_a_step():
@@ -241,6 +242,22 @@ def test_the_bounds_of_a_step():
     assert optimizer._session.outcome.grad_norm == pytest.approx(
         float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0)), rel=1e-6
     )
+
+
+def test_a_refused_load_leaves_the_step_as_it_is(tmp_path):
+    """Within an accumulation: the step goes on, and updates at its boundary."""
+    engine, *_ = deepspeed.initialize(model=net(), config=config())
+    batches = [batch for batch in DataLoader(data(), batch_size=4)]
+    with engine:
+        engine.save_checkpoint(tmp_path)
+        engine.backward(engine(*batches[0]))
+        with pytest.raises(StateError, match="between backward and step"):
+            engine.load_checkpoint(tmp_path)
+        engine.step()
+        assert not engine.was_step_applied()
+        engine.backward(engine(*batches[1]))
+        engine.step()
+        assert engine.was_step_applied()
 
 
 def test_whole_values():
@@ -290,13 +307,13 @@ def test_gathered_parameters():
             assert param.data_ptr() != 0
             with torch.no_grad():
                 param.fill_(7.0)
-        assert torch.equal(engine.state_dict()["layers.0.weight"], before)
+        assert_same_bits(engine.state_dict()["layers.0.weight"], before)
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
             param[3, 5] = 2.5
         after = engine.state_dict()["layers.0.weight"]
         assert after[3, 5] == 2.5
         after[3, 5] = before[3, 5]
-        assert torch.equal(after, before)
+        assert_same_bits(after, before)
         engine.backward(engine(*next(iter(DataLoader(data(), batch_size=4)))))
         engine.step()
 
@@ -313,8 +330,7 @@ def test_save_16bit_model(tmp_path, name):
         from safetensors.torch import load_file
 
         saved = load_file(tmp_path / name)
-    assert saved.keys() == full.keys()
-    assert all(torch.equal(saved[key], value.bfloat16()) for key, value in full.items())
+    assert_same_bits(saved, {key: value.bfloat16() for key, value in full.items()})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Lightning's Trainer with our strategy, against the same Trainer with Lightning's own strategies and plain AdamW."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +11,12 @@ from patrickstar.checkpoint import tags
 from patrickstar.integrations.lightning import PatrickStarPrecision, PatrickStarStrategy
 from patrickstar.integrations.lightning.package import pl
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.integrations.lightning_runs import (
     CONFIG,
     NUM_PARAMETERS,
+    WIDTH,
     Regression,
     SaveAfter,
     fit,
@@ -61,7 +65,32 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
     assert relative_error(from_plain.losses, resumed.losses) <= TOLERANCE
     loaded = Regression.load_from_checkpoint(tmp_path / "ours.ckpt", map_location="cpu")
     saved = torch.load(tmp_path / "ours.ckpt")["state_dict"]
-    assert all(torch.equal(value, saved[name]) for name, value in loaded.state_dict().items())
+    assert_same_bits(loaded.state_dict(), saved)
+
+
+class Thaw(pl.callbacks.BaseFinetuning):
+    """The last layer is trained alone in the first epoch."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.body[:-2])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body[2:-2], optimizer, lr=2e-3)
+
+
+class Thawed(Regression):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-3)
+
+
+def test_layers_are_unfrozen():
+    plain = fit("auto", kind=Thawed, callbacks=[Thaw()])
+    ours = fit(PatrickStarStrategy(CONFIG), kind=Thawed, callbacks=[Thaw()])
+    assert relative_error(ours.losses, plain.losses) <= TOLERANCE
+    assert relative_error(ours.evaluated, plain.evaluated) <= TOLERANCE
+    assert all(param.requires_grad for param in ours.body[2:].parameters())
+    assert not any(param.requires_grad for param in ours.body[0].parameters())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +109,7 @@ def test_resumed_is_uninterrupted(precision, checkpoint_format, tmp_path):
     resumed = run(ckpt_path=tmp_path / "last.ckpt")
     assert len(resumed.losses) == 4 and resumed.losses == whole.losses[8:]
     assert len(resumed.norms) == 2 and resumed.norms == whole.norms[4:]
-    assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+    assert_same_bits(resumed.state_dict(), whole.state_dict())
     assert (whole.reports[0]["loss_scale"] > 1) == (precision == "16-mixed")
     if checkpoint_format == "folder":
         assert tags(tmp_path / "last.ckpt") == ["global_step4"]  # the older one is gone
@@ -98,8 +127,32 @@ class Failing(Regression):
         return super().training_step(batch, index)
 
 
+class Shifted(Regression):
+    """With buffers, which ranks have of their own at first, as they have all of their model."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("running", torch.randn(WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, inputs):
+        if self.training:
+            self.running.mul_(0.5).add_(inputs.detach().mean(0).bfloat16())
+        return super().forward(inputs + self.shift + self.running.float())
+
+
+def fit_shifted(seed):
+    """Its losses and values."""
+    torch.manual_seed(seed)
+    module = Shifted()
+    make_trainer(PatrickStarStrategy(CONFIG), devices=2, max_epochs=1).fit(module, loader())
+    return module.losses, dict(module.state_dict())
+
+
 def rank_runs(folder):
     """On one of two ranks."""
+    # Rank 0's model is everybody's.
+    assert_same_bits(fit_shifted(5 * int(os.environ["RANK"])), fit_shifted(0))
     plain = fit("ddp", devices=2)
     for checkpoint_format in ("file", "folder"):
         path = f"{folder}/{checkpoint_format}"
@@ -139,7 +192,7 @@ def test_evaluation_holds_parameters_alone():
             options = {} if name == "predict" else {"verbose": False}
             results.append(getattr(make_trainer(strategy), name)(module, loader(), **options))
         if name == "predict":
-            assert all(map(torch.equal, *results))
+            assert_same_bits(*results)
             assert module.reports[0]["host_peak_bytes"] < 8 * NUM_PARAMETERS  # of 16 in training
         else:
             assert results[0] == results[1]
@@ -293,7 +346,7 @@ def test_an_unmodified_trainer_raises():
     while causes[-1].__context__ is not None:
         causes.append(causes[-1].__context__)
     assert any("loss.backward() was called; call model.backward(loss) instead" in str(cause) for cause in causes)
-    assert all(map(torch.equal, module.parameters(), make_module().parameters()))  # nothing was updated
+    assert_same_bits(list(module.parameters()), list(make_module().parameters()))  # nothing was updated
 
 
 class TwoOptimizers(Manual):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from patrickstar import _C
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.integrations.compatibility import MORE, PAGE, ROWS, batches, build, page, train_in_engine, train_plain
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.models import llama
@@ -33,7 +34,7 @@ def test_row(tmp_path, row):
     folder = tmp_path / trained if trained != "default" else tmp_path
     loaded = dict(PeftModel.from_pretrained(fresh_base(), folder, adapter_name=trained).named_parameters())
     for name, value in run.adapters.items():
-        assert torch.equal(loaded[name], value), name
+        assert_same_bits(loaded[name], value, name)
         if row.precision == "fp32":
             torch.testing.assert_close(value, plain.adapters[name], rtol=1e-4, atol=2e-5)
 
@@ -62,7 +63,8 @@ def test_the_base_is_only_read(tmp_path):
         assert set(optimizer.state_dict()["state"]) == set(range(len(optimizer.param_groups[0]["params"])))
         base = fresh_base().state_dict()
         now = {name.replace(".base_layer", ""): p for name, p in engine.named_parameters() if not p.requires_grad}
-        assert all(torch.equal(engine.full_value(now[f"base_model.model.{name}"]), base[name]) for name in base)
+        for name, value in base.items():
+            assert_same_bits(engine.full_value(now[f"base_model.model.{name}"]), value, name)
 
 
 def test_generation_between_steps():
@@ -120,7 +122,7 @@ def test_the_best_adapter_under_the_trainer(tmp_path):
         folder = trainer.state.best_model_checkpoint or tmp_path / name / "checkpoint-8"
         saved = load_file(Path(folder) / "adapter_model.safetensors")
         assert set(saved) == {f"base_model.model.{_bare(key)}" for key in values}
-        assert all(torch.equal(saved[f"base_model.model.{_bare(key)}"], value) for key, value in values.items())
+        assert_same_bits(saved, {f"base_model.model.{_bare(key)}": value for key, value in values.items()})
 
 
 def _bare(name):
@@ -133,11 +135,11 @@ def test_two_ranks(two_ranks):
     for rank in two_ranks:
         run, resumed = rank["lora"]["runs"]
         assert resumed.losses == run.losses
-        assert all(torch.equal(resumed.state[name], value) for name, value in run.state.items())
+        assert_same_bits(resumed.state, run.state)
         assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt"} <= set(rank["lora"]["files"])
         assert not {"model.safetensors", "patrickstar"} & set(rank["lora"]["files"])
         for name, value in rank["lora"]["loaded"].items():
-            assert torch.equal(value, run.state[name]), name
+            assert_same_bits(value, run.state[name], name)
 
 
 def test_the_page_says_what_these_tests_show():

@@ -11,6 +11,7 @@ from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 from patrickstar import StateError, from_pretrained
 from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.integrations.trainer_runs import (
     MODEL_DATA_BYTES,
     PatrickStarSftLikeTrainer,
@@ -38,9 +39,9 @@ def assert_equal_runs(run, plain):
         assert run.report["device_peak_bytes"] <= MODEL_DATA_BYTES // 4
 
 
-def assert_same_bits(run, expected):
-    assert run.losses == expected.losses[-len(run.losses) :]
-    assert all(torch.equal(run.state[name], value) for name, value in expected.state.items())
+def assert_same_run(run, expected):
+    assert_same_bits(run.losses, expected.losses[-len(run.losses) :])
+    assert_same_bits(run.state, expected.state)
 
 
 def test_training_saving_and_resuming(tmp_path):
@@ -66,16 +67,76 @@ def test_training_saving_and_resuming(tmp_path):
     saved = json.loads((checkpoint / "config.json").read_text())
     assert saved == json.loads((tmp_path / "plain" / "checkpoint-6" / "config.json").read_text())
     final = GPT2LMHeadModel.from_pretrained(tmp_path / "own" / "checkpoint-10").state_dict()
-    assert all(torch.equal(final[name], value) for name, value in run.state.items())
+    assert_same_bits(final, run.state)
 
     resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=str(checkpoint))
-    assert_same_bits(resumed, run)
+    assert_same_run(resumed, run)
 
     from_plain = str(tmp_path / "plain" / "checkpoint-6")
     gpt2(0.1).save_pretrained(tmp_path / "initial")
     options |= {"save_strategy": "no", "model": from_pretrained(tmp_path / "initial")}  # on the meta device
     resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "more", **options), resume=from_plain)
     assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def overwrite(path):
+    path.write_bytes(b"no state of an optimizer" * 100)
+
+
+def forget_a_moment(path):
+    state = torch.load(path, weights_only=True)
+    del state["state"][3]["exp_avg_sq"]
+    torch.save(state, path)
+
+
+def swap_groups(path):
+    state = torch.load(path, weights_only=True)
+    state["param_groups"].reverse()
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_an_ordinary_trainers_checkpoint_is_resumed(tmp_path, optimizer):
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "optim": optimizer}
+    plain = train(make_trainer(Trainer, tmp_path / "plain", **options))
+    checkpoint = str(tmp_path / "plain" / "checkpoint-4")
+    resumed = train(make_trainer(PatrickStarTrainer, tmp_path / "own", **options), resume=checkpoint)
+    assert resumed.losses[-4:] == pytest.approx(plain.losses[-4:], rel=1e-6)
+    assert resumed.norms[-4:] == pytest.approx(plain.norms[-4:], rel=1e-5)
+    assert relative_error(resumed, plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (truncate, "cannot be read"),
+        (overwrite, "cannot be read"),
+        (forget_a_moment, "has no exp_avg_sq"),
+        (swap_groups, "groups of"),
+        ("sgd", "has momentum, which neither Adam nor AdamW has"),
+        ("adafactor", "neither Adam nor AdamW"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_optimizer_that_cannot_be_taken_over_changes_nothing(tmp_path, spoil, message):
+    is_other = isinstance(spoil, str)
+    more = {"optim": spoil} if is_other else {}
+    train(make_trainer(Trainer, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, **more))
+    checkpoint = tmp_path / "checkpoint-1"
+    if not is_other:
+        spoil(checkpoint / "optimizer.pt")
+    trainer = make_trainer(PatrickStarTrainer, tmp_path / "own", max_steps=2)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert str(checkpoint / "optimizer.pt") in str(caught.value)
+    trainer.close()
+    assert_same_bits(trainer.model.state_dict(), before)
 
 
 def test_a_subclass_that_overrides_what_trl_overrides(tmp_path):
@@ -128,7 +189,7 @@ def test_the_best_model_without_optimizer_states(tmp_path):
     best = trainer.state.best_model_checkpoint
     assert best is not None
     weights = GPT2LMHeadModel.from_pretrained(best).state_dict()
-    assert all(torch.equal(run.state[name], value) for name, value in weights.items())
+    assert_same_bits(run.state, weights)
 
 
 def test_a_model_of_model_init_is_made_anew(tmp_path):
@@ -162,7 +223,7 @@ def test_sixteen_bit(tmp_path, precision):
     report = trainer.engine.report()
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "own" / "checkpoint-4", dtype="auto")
     assert saved.dtype == torch.float32
-    assert all(torch.equal(saved.state_dict()[k], v) for k, v in trainer.engine.state_dict().items())
+    assert_same_bits(saved.state_dict(), trainer.engine.state_dict())
     trainer.close()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] == pytest.approx(plain.losses[0], rel=0.01)
@@ -215,14 +276,13 @@ def test_an_unmodified_trainer_does_not_train_our_model(tmp_path):
         before = engine.state_dict()
         with pytest.raises((StateError, RuntimeError), match=r"backward\(loss\)|PatrickStar"):
             trainer.train()
-        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        assert_same_bits(engine.state_dict(), before)
 
 
 @pytest.mark.parametrize(
     ("args", "config", "message"),
     [
         ({"bf16_full_eval": True}, {}, "bf16_full_eval and fp16_full_eval cast"),
-        ({"torch_compile": True}, {}, "torch_compile hides"),
         ({"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
         ({"save_on_each_node": True}, {}, "save_on_each_node is set"),
         ({"optim": "adafactor"}, {}, "optim is 'adafactor'; .* set optim to 'adamw_torch'"),
@@ -320,7 +380,7 @@ def test_two_ranks(two_ranks):
         runs = rank["trainer"]
         assert_equal_runs(runs["own"], runs["plain"])
         assert_equal_runs(runs["sft"], runs["sft_plain"])
-        assert_same_bits(runs["resumed"], runs["own"])
+        assert_same_run(runs["resumed"], runs["own"])
 
 
 def test_two_ranks_generate(two_ranks):

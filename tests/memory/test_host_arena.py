@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,3 +72,26 @@ def test_huge_blocks_start_on_huge_pages():
     arena = _C.HostArena(64 * 2**20)
     arena.reserve([8 * 2**20])
     assert arena.allocate(8 * 2**20) % (2 * 2**20) == 0
+
+
+def mapped_here():
+    """Bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_region_that_cannot_be_prepared_leaves_nothing_mapped(ahead):
+    size = 64 * 2**20
+    arena = _C.HostArena(20 * size, prepares=True, num_failures=4)
+    before = mapped_here()
+    if ahead:  # on the arena's own thread, then once more by whoever takes it
+        arena.reserve([size])
+        arena.prepare_ahead()
+    for _ in range(3 if ahead else 4):
+        with pytest.raises(_C.SystemError, match="67108864 bytes cannot be pinned"):
+            arena.allocate(size)
+    assert arena.mapped_bytes == 0 and arena.used_bytes == 0
+    assert mapped_here() - before < size  # a thread's stack at most
+    assert arena.unreserved_bytes == 20 * size
+    arena.allocate(size)
+    assert arena.mapped_bytes == size

@@ -31,22 +31,6 @@ def adam_scalars(step, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.
     }
 
 
-def bits(tensor):
-    """The tensor's bit patterns, so that -0.0 differs from 0.0 and NaN equals itself."""
-    return tensor.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()])
-
-
-def assert_same_bits(actual, expected, what):
-    differing = (bits(actual) != bits(expected)).nonzero().flatten()
-    if differing.numel():
-        i = int(differing[0])
-        raise AssertionError(
-            f"{what}: {differing.numel()} of {actual.numel()} elements differ, first [{i}]: "
-            f"{actual[i].item()!r} ({bits(actual)[i].item():#x}), expected {expected[i].item()!r} "
-            f"({bits(expected)[i].item():#x})"
-        )
-
-
 def random_values(numel, dtype, generator, wild):
     """Ordinary values or, when wild, any bit pattern and all special values."""
     if not wild:

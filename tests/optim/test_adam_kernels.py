@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import _C
+from tests.bits import assert_same_bits, bits
 from tests.optim.kernel_calls import (
     CANONICAL_NAN,
     DTYPES,
@@ -20,8 +21,6 @@ from tests.optim.kernel_calls import (
     ISAS,
     adam_scalars,
     address,
-    assert_same_bits,
-    bits,
     cast_from_float,
     cast_to_float,
     make_arrays,

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import _C
+from tests.bits import assert_same_bits
 from tests.optim.kernel_calls import (
     DTYPES,
     HALVES,
     adam_scalars,
     address,
-    assert_same_bits,
     cast_from_float,
     cast_to_float,
     make_arrays,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import _C
-from tests.optim.kernel_calls import DTYPES, ISAS, assert_same_bits, random_values, sum_squares
+from tests.bits import assert_same_bits
+from tests.optim.kernel_calls import DTYPES, ISAS, random_values, sum_squares
 
 BLOCK = _C.optim.SQUARES_BLOCK
 LANES = 64
@@ -17,7 +18,8 @@ LANES = 64
 def squares_in_order(values):
     """[Note: one order of summation], with torch's float64 operations; squares of float32 are exact in it."""
     partials = []
-    for block in values.double().square().split(BLOCK):
+    for begin in range(0, values.numel(), BLOCK):
+        block = values[begin : begin + BLOCK].double().square()
         lanes = torch.zeros(LANES, dtype=torch.float64)
         for row in block.split(LANES):
             lanes[: row.numel()] += row

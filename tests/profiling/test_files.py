@@ -48,7 +48,6 @@ def test_the_format(result):
         "download stream",
         "host Adam",
         "device Adam",
-        "streamed Adam",
     ]
     for row in names:
         spans = sorted(
@@ -98,7 +97,7 @@ def test_the_figures(result):
     assert summary.bound == max(summary.roofline, key=summary.roofline.get)
     text = summary.text(5)
     print(text)
-    words = ["step 5", "compute", "stalled", "upload", "download", "host Adam", "device Adam", "streamed", "roofline"]
+    words = ["step 5", "compute", "stalled", "upload", "download", "host Adam", "device Adam", "roofline"]
     assert [line.strip().split("  ")[0].split(":")[0] for line in text.splitlines()] == words
 
 

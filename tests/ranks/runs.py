@@ -256,6 +256,53 @@ def train_managed_plain(size: int) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+BUFFERS = ("mean", "largest", "count", "seen", "nothing")
+CHANGES = 4
+
+
+class Statistics(nn.Module):
+    """Of its inputs, in buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 1)
+        self.register_buffer("mean", torch.randn(16).bfloat16())
+        self.register_buffer("largest", torch.zeros(4, 4, dtype=torch.float16).t())
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(16, dtype=torch.bool))
+        self.register_buffer("nothing", torch.zeros(0, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.7).add_(x.mean(0).to(self.mean.dtype))
+            self.largest.copy_(torch.maximum(self.largest, x.amax(0).view(4, 4).to(self.largest.dtype)))
+            self.count.add_(len(x))
+            self.seen.logical_or_(x.amax(0) > 1.5)
+            self.nothing.add_(1)
+        return self.layer(x).square().mean()
+
+
+def changing_batches() -> list[tuple[torch.Tensor, ...]]:
+    """By step and rank."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 16, generator=generator).chunk(2) for _ in range(CHANGES)]
+
+
+def change_buffers() -> dict[str, Any]:
+    rank, _ = rank_and_size()
+    engine, optimizer = initialize_engine(Statistics, 0, make_config("fp32"))
+    with engine:
+        for step in range(CHANGES):
+            engine.backward(engine(changing_batches()[step][rank]))
+            optimizer.step()
+            engine.eval()
+            with torch.no_grad():
+                engine(changing_batches()[step][rank])
+            engine.train()
+        return engine.state_dict()
+
+
 def overflow_on_one_rank() -> dict[str, Any]:
     """A gradient that is not finite on rank 1 alone: all ranks skip the step."""
     rank, _ = rank_and_size()

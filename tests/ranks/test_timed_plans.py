@@ -14,6 +14,7 @@ from patrickstar.distributed import open_ranks
 from patrickstar.profiling import chrome_trace, summarize
 from patrickstar.profiling.picture import memory_bands
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.plan.test_timed_planner import linked
@@ -70,7 +71,7 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 
 def assert_same_training(one, other):
     assert one["losses"] == other["losses"]
-    assert all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
+    assert_same_bits(one["state"], other["state"])
 
 
 def test_all_ranks_choose_the_same_plan_and_no_number_depends_on_it():

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, TensorRange, latest_tag, tags
+from patrickstar.compiled.dynamo import without_wrappers
 from patrickstar.engine import Engine
 
 _KEY = "patrickstar_checkpoint"
@@ -94,7 +95,8 @@ def load_values(module: nn.Module, path: Path, tag: str) -> None:
         for name, tensor in tensors.items():
             if name not in persistent:
                 continue
-            stored = next(filter(None, (checkpoint.tensor(name, kind) for kind in _VALUES)), None)
+            saved_name = without_wrappers(name)
+            stored = next(filter(None, (checkpoint.tensor(saved_name, kind) for kind in _VALUES)), None)
             if stored is None or tuple(stored.shape) != tuple(tensor.shape):
                 what = "missing" if stored is None else f"of shape {tuple(stored.shape)}"
                 raise CheckpointError(
@@ -102,6 +104,11 @@ def load_values(module: nn.Module, path: Path, tag: str) -> None:
                     "was saved"
                 )
             whole = TensorRange(
-                name=name, kind="master", shape=tuple(stored.shape), dtype=stored.dtype, begin=0, end=stored.numel
+                name=saved_name,
+                kind="master",
+                shape=tuple(stored.shape),
+                dtype=stored.dtype,
+                begin=0,
+                end=stored.numel,
             )
             tensor.copy_(checkpoint.read(stored, whole).view(tensor.shape))

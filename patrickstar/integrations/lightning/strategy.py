@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from patrickstar import _C
+from patrickstar.compiled.units import check_compiler
 from patrickstar.config import parse_config
 from patrickstar.engine import Engine
 from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.lightning import folders
+from patrickstar.integrations.lightning.compiled import CompiledSteps
 from patrickstar.integrations.lightning.modules import frozen, move_metrics
 from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
 from patrickstar.integrations.lightning.package import pl
@@ -101,6 +103,7 @@ class PatrickStarStrategy(RankedStrategy):
         self._configured: ConfiguredOptimizer | None = None
         self._unfreeze = contextlib.ExitStack()
         self._error: BaseException | None = None
+        self._compiled_steps: CompiledSteps | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -119,6 +122,18 @@ class PatrickStarStrategy(RankedStrategy):
         if self._engine is None:
             raise _C.StateError("there is no engine: it lives from a run's setup (before on_fit_start) to its teardown")
         return self._engine
+
+    @property  # type: ignore[override]
+    def _lightning_module(self) -> Any:
+        return self.__dict__.get("_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        # The Trainer sets it, and then refuses a module with compiled steps under strategies it does not know.
+        steps = CompiledSteps.of(module)
+        if steps is not None:
+            self._compiled_steps = steps
+        self.__dict__["_module"] = module
 
     @property
     def precision_plugin(self) -> PatrickStarPrecision:
@@ -175,8 +190,8 @@ class PatrickStarStrategy(RankedStrategy):
             )
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm replaces layers by ones that wait for each other in forward; leave it out")
-        if getattr(self.lightning_module, "_compiler_ctx", None) is not None:
-            raise ValueError("the module is compiled by torch.compile; give the module itself to the Trainer")
+        if self._compiled_steps is not None:
+            check_compiler(self._compiled_steps.compiler, "the module")
         if trainer.gradient_clip_val:
             check_clip_algorithm(trainer.gradient_clip_algorithm)
 
@@ -195,6 +210,8 @@ class PatrickStarStrategy(RankedStrategy):
             (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine
+        if self._compiled_steps is not None:
+            engine.compile_parts(self._compiled_steps.compiler)
         precision.attach(engine)
         if configured is not None:
             configured.hand_over(optimizer)
@@ -214,6 +231,9 @@ class PatrickStarStrategy(RankedStrategy):
                 self._close(engine)
         finally:
             self._unfreeze.close()
+            if self._compiled_steps is not None:
+                self._compiled_steps.put_back()
+                self._compiled_steps = None
             super().teardown()
 
     def _close(self, engine: Engine) -> None:

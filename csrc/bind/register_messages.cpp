@@ -1,0 +1,46 @@
+#include <pybind11/stl.h>
+
+#include <map>
+
+#include "bind/bind.h"
+#include "common/check.h"
+#include "runtime/collectives.h"
+#include "runtime/plan_vote.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+std::map<std::string, py::bytes> example_messages(int num_chunks) {
+  const std::vector<UpdateAt> updates(static_cast<size_t>(num_chunks), UpdateAt::kHostAtRetire);
+  const StepTimes times{Rates{}, {{0.5, 0.25, 0.0}, {}, {}}};
+  return {{"request", packed(ChunkRequest{0, {num_chunks - 1}})},
+          {"summary", packed(StepSummary{7, {0, 1 << 20, 3}, "note"})},
+          {"vote", packed(PlanVote{true, false, updates, times})}};
+}
+
+void read_message(const std::string& kind, const py::bytes& message, int num_chunks) {
+  const std::string bytes = message;
+  if (kind == "request") {
+    unpacked_request(bytes, num_chunks);
+  } else if (kind == "summary") {
+    unpacked_summary(bytes);
+  } else if (kind == "vote") {
+    unpacked_vote(bytes, static_cast<size_t>(num_chunks));
+  } else {
+    PS_CHECK(false, ArgumentError, "there are no messages of kind ", kind);
+  }
+}
+
+}  // namespace
+
+// For tests: what ranks say to each other in a step (runtime/collectives.h, runtime/plan_vote.h).
+void register_messages(py::module_& module) {
+  module.def("example_messages", &example_messages, py::arg("num_chunks"), "One message of each kind, by kind.");
+  module.def("read_message", &read_message, py::arg("kind"), py::arg("message"), py::arg("num_chunks"),
+             "Reads it as a rank does. Raises StateError for what is no message of that kind.");
+}
+
+}  // namespace patrickstar::bind

@@ -1,0 +1,132 @@
+"""What may be said to be an optimizer's groups and states: all of it is checked before any of it is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from patrickstar.config import adam_options
+
+REFUSED_OPTIONS = {
+    "amsgrad": "keeps the largest second moment, which chunks have no room for",
+    "maximize": "goes up the gradient; negate the loss instead",
+    "differentiable": "runs the step through autograd, and chunks are updated outside of it",
+}
+"""Keys of torch's groups that an engine cannot follow, and why."""
+_OTHERS_OPTIONS = (
+    *("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "lambd", "momentum_decay", "lr_decay", "etas"),
+    *("scale_parameter", "relative_step", "warmup_init"),
+)
+"""Keys of groups of optimizers that are neither Adam nor AdamW."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_STEPS = 2**53  # a float64 counts them
+
+
+class CheckedState(NamedTuple):
+    """What a state dict says of an optimizer's parameters."""
+
+    entries: list[tuple[nn.Parameter, dict[str, Any]]]
+    """Of each parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, or nothing."""
+    groups: list[dict[str, Any]]
+    """The groups' options, all but ``params``."""
+
+
+def check_no_refused_option(group: Mapping[str, Any], what: str) -> None:
+    """Raises ValueError when a group of torch's asks for something that an engine cannot follow."""
+    for key, why in REFUSED_OPTIONS.items():
+        if group.get(key):
+            raise ValueError(f"{what} has {key}={group[key]!r}, which {why}; leave {key} out")
+
+
+def checked_group(group: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A group's options, of which Adam's are plain numbers.
+
+    Raises:
+        ValueError: one of them is impossible, or asks for something that an engine cannot follow.
+    """
+    check_no_refused_option(group, what)
+    return {**{key: value for key, value in group.items() if key != "params"}, **adam_options(group, what)}
+
+
+def checked_state(state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) -> CheckedState:
+    """What ``state_dict``, in torch's format, says of the parameters in ``param_groups``.
+
+    Raises:
+        ValueError: it is no such dict, of other groups or parameters, or says something impossible.
+    """
+    saved_groups = _saved_groups(state_dict)
+    saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"the optimizer has groups of {sizes} parameters, the state dict of {saved_sizes}; "
+            "build the engine with the same model_parameters"
+        )
+    for index, saved in enumerate(saved_groups):
+        others = [key for key in _OTHERS_OPTIONS if key in saved]
+        if others:
+            raise ValueError(
+                f"group {index} of the state dict has {others[0]}, which neither Adam nor AdamW has; give the state of "
+                "one of these"
+            )
+    groups = []
+    for index, (saved, own) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        groups.append(checked_group({**own, **saved}, f"group {index} of the state dict"))
+    entries = [
+        (param, _checked_entry(state_dict["state"].get(key), param, f"state {key} of the state dict"))
+        for group, saved in zip(param_groups, saved_groups, strict=True)
+        for param, key in zip(group["params"], saved["params"], strict=True)
+    ]
+    return CheckedState(entries, groups)
+
+
+def _saved_groups(state_dict: Any) -> list[Mapping[str, Any]]:
+    kinds = {"state": Mapping, "param_groups": (list, tuple)}
+    for key, kind in kinds.items():
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"the optimizer's state dict has no {key}; give what torch.optim.Adam(W).state_dict() gave"
+            )
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(
+                f"group {index} of the state dict has no list params; give what torch.optim.Adam(W).state_dict() gave"
+            )
+    return list(state_dict["param_groups"])
+
+
+def _checked_entry(entry: Any, param: nn.Parameter, what: str) -> dict[str, Any]:
+    if entry is None or (isinstance(entry, Mapping) and not entry):
+        return {}
+    missing = [key for key in ("step", *_MOMENTS) if not isinstance(entry, Mapping) or key not in entry]
+    if missing:
+        raise ValueError(f"{what} has no {missing[0]}; give the state of torch.optim.Adam or AdamW")
+    for key in _MOMENTS:
+        value = entry[key]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
+            raise ValueError(f"{what}: {key} is {_described(value)}; give a dense tensor of floating point numbers")
+        if value.is_meta:
+            raise ValueError(f"{what}: {key} is on the meta device and has no values; load the file that holds them")
+        if tuple(value.shape) != tuple(param.shape):
+            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
+    _check_step(entry["step"], what)
+    step = entry["step"] if isinstance(entry["step"], torch.Tensor) else torch.tensor(float(entry["step"]))
+    return {"step": step, **{key: entry[key] for key in _MOMENTS}}
+
+
+def _check_step(step: Any, what: str) -> None:
+    try:
+        number = float(step) if not isinstance(step, (str, bytes)) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not (number.is_integer() and 0 <= number <= _MOST_STEPS):
+        raise ValueError(f"{what}: step is {_described(step)}; give a whole number of steps, from 0 to {_MOST_STEPS}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_meta):
+        return f"a tensor of {value.dtype} of shape {tuple(value.shape)}"
+    return f"{value!r:.100}"

@@ -1,0 +1,56 @@
+"""Messages of other ranks that Python reads. What is not as it should be (sent by another version, or meant for another
+call) is refused with a StateError that names it, before anything is done with it. Those that the core reads:
+csrc/collective/message.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from patrickstar import _C
+
+_WRONG = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    pickle.UnpicklingError,
+)
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around what reads a message, ``what`` it is of.
+
+    Raises:
+        StateError: in the place of what goes wrong inside.
+    """
+    try:
+        yield
+    except _WRONG as error:
+        raise _C.StateError(
+            f"another rank's message of {what} is not what it should be ({type(error).__name__}: {error}); run the "
+            "same version of PatrickStar on all ranks, and report this"
+        ) from error
+
+
+def read_list(message: bytes, what: str, is_item: Callable[[Any], bool], length: int | None = None) -> list[Any]:
+    """A JSON list of ``length`` items (None: any number), for each of which ``is_item`` holds.
+
+    Raises:
+        StateError: it is something else.
+    """
+    with reading(what):
+        items = json.loads(message)
+        if not isinstance(items, list) or length not in (None, len(items)) or not all(map(is_item, items)):
+            raise ValueError(f"{message[:100]!r}")
+    return items

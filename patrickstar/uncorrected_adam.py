@@ -1,0 +1,58 @@
+"""Adam without the correction of its moments' bias, which PyTorch's own always makes: for parameters that stay with
+PyTorch, and for scripts that build their optimizer themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _WithoutCorrection(torch.optim.Optimizer):
+    """Before a class of PyTorch's in the order of bases: another ``step`` with the same states."""
+
+    def __init__(self, params: Any, **options: Any):
+        super().__init__(params, **options)
+        self.defaults["bias_correction"] = False  # as DeepSpeed's optimizers say it
+        for group in self.param_groups:
+            group["bias_correction"] = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Updates the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        if isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        else:
+            grad = grad.add(param, alpha=group["weight_decay"])
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        param.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+class UncorrectedAdam(_WithoutCorrection, torch.optim.Adam):
+    """Adam (Kingma & Ba, 2015, algorithm 1) with the moments m and v in place of m / (1 - beta1^t) and
+    v / (1 - beta2^t).
+    """
+
+
+class UncorrectedAdamW(_WithoutCorrection, torch.optim.AdamW):
+    """The same of AdamW (Loshchilov & Hutter, 2019, algorithm 2)."""

@@ -1,0 +1,36 @@
+"""Compiled by inductor to kernels of the GPU: ``make test-gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.test_equality import MIB, WIDE
+from tests.models import Case
+from tests.training import assert_same, make_config, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+
+@pytest.fixture(scope="module")
+def inductor():
+    """Its processes have started."""
+    torch.compile(lambda x: torch.tanh(x).sum())(torch.ones(64, device="cuda", requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_budgets(inductor, precision):
+    """Everything resident = a quarter of model data, and near what it is uncompiled."""
+    torch.compiler.reset()
+    case = Case(lambda: torch.compile(WIDE.build()), WIDE.batch)
+    unlimited = train(case, make_config(precision, default_chunk_size=4 * MIB), steps=6)
+    model_data = unlimited.report["num_parameters"] * (16 if precision == "fp32" else 14)
+    torch.cuda.empty_cache()
+    run = train(case, make_config(precision, device_memory=model_data // 4), steps=6)
+    print(f"{precision}: peak {run.report['device_peak_bytes'] / MIB:.0f} of {model_data / 4 / MIB:.0f} MiB")
+    assert run.report["device_peak_bytes"] <= model_data // 4
+    assert run.report["uploaded_bytes"] > 0
+    assert_same(run, unlimited)
+    eager = train(WIDE, make_config(precision, default_chunk_size=4 * MIB), steps=6)
+    assert run.losses == pytest.approx(eager.losses, rel=1e-4 if precision == "fp32" else 5e-2)
+    torch.compiler.reset()

@@ -1,0 +1,91 @@
+"""What a process holds, and engines that come and go in it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from patrickstar.runtime import initialize_engine
+from tests.training import make_config
+
+WIDTH = 64
+
+
+class Tower(nn.Module):
+    """Some layers, and a statistic that forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.layers(x).square().mean()
+
+
+def footprint():
+    """{"threads", "descriptors", "regions": mapped files and memory, "device_bytes": of the GPU, if there is one}."""
+    held = {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "regions": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        held["device_bytes"] = total - free
+    return held
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def train_and_close(seed, collect=lambda: None, **config):
+    """One engine, two steps; its loss."""
+    torch.manual_seed(seed)
+    collect()
+    options = make_config("bf16", default_chunk_size=8192, rank_timeout_seconds=60, **config)
+    engine, optimizer = initialize_engine(Tower, 0, options)
+    for _ in range(2):
+        loss = engine(torch.randn(4, WIDTH))
+        collect()
+        engine.backward(loss)
+        collect()
+        optimizer.step()
+    value = loss.item()
+    collect()
+    engine.close()
+    return value
+
+
+def come_and_go(num_engines, config, collecting_rank=None):
+    """Engines one after the other, the garbage collector off; what is held after the second and after the last one,
+    and how much more memory is resident.
+
+    On `collecting_rank` it is run at random points instead.
+    """
+    rank = int(os.environ.get("RANK") or 0)
+    choose = random.Random(7)
+
+    def collect():
+        if rank == collecting_rank and choose.random() < 0.3:
+            gc.collect()
+
+    gc.disable()
+    try:
+        losses = [train_and_close(0, collect, **config) for _ in range(2)]
+        before, resident = footprint(), resident_bytes()
+        losses += [train_and_close(0, collect, **config) for _ in range(num_engines - 2)]
+        after, more = footprint(), resident_bytes() - resident
+    finally:
+        gc.enable()
+    assert len(set(losses)) == 1
+    return before, after, more

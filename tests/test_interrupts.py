@@ -1,0 +1,405 @@
+"""Ctrl-C at any instant of a run: whoever redoes the step that was not applied, the save or the load, loses nothing,
+and has the bits of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import _C, torch_scope
+from patrickstar.interrupts import deferred_signals
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+
+NUM_INTERRUPTS = 1000
+STEPS_PER_SAVE = 16
+WARM_UP_STEPS = 20
+MICRO_BATCHES = 2
+PACKAGE = str(Path(patrickstar.__file__).parent)
+
+
+class Net(nn.Module):
+    """Chunked parameters, and some that stay with PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+        with torch_scope():
+            self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(x)).float().square().mean()
+
+
+def config(**options):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 30}},
+        "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 5},
+        "gradient_clipping": 0.5,
+        **options,
+    }
+
+
+class Run:
+    """A training run that may be interrupted, and does again what was not done."""
+
+    def __init__(self, folder, **options):
+        torch.manual_seed(0)
+        self.engine, *_ = patrickstar.initialize(model=Net(), config=config(**options))
+        self.folder = folder
+
+    def batch(self, step, micro_batch):
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * step + micro_batch))
+
+    def step(self, step):
+        """The step of this number, from its first micro-batch on."""
+        engine = self.engine
+        for micro_batch in range(MICRO_BATCHES):
+            engine.backward(engine(self.batch(step, micro_batch)))
+            engine.step()
+
+    def redo(self, step, interrupts):
+        """The same, again and again until it is done."""
+        while self.engine.global_steps == step:
+            try:
+                with interrupts:
+                    self.step(step)
+            except KeyboardInterrupt:
+                interrupts.count += 1
+                if self.engine.global_steps == step:
+                    self.engine.zero_grad()
+        if step % STEPS_PER_SAVE == STEPS_PER_SAVE - 1:
+            self._until_done(interrupts, lambda: self.engine.save_checkpoint(self.folder, tag="last"))
+            self._until_done(interrupts, lambda: self.engine.load_checkpoint(self.folder))
+
+    def _until_done(self, interrupts, call):
+        done = False
+        while not done:
+            try:
+                with interrupts:
+                    call()
+                done = True
+            except KeyboardInterrupt:
+                interrupts.count += 1
+
+    def finish(self):
+        engine = self.engine
+        state = {
+            "parameters": dict(engine.state_dict()),
+            "optimizer": engine.optimizer.state_dict()["state"],
+            "loss_scale": engine.optimizer.loss_scale,
+            "lr": engine.get_lr(),
+            "counts": [engine.global_steps, engine.global_samples, engine.skipped_steps],
+        }
+        engine.close()
+        return state
+
+
+class Never:
+    count = 0
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+class AtRandomInstants:
+    """An alarm whose handler raises KeyboardInterrupt as Ctrl-C's does, within a time that grows until a call ends."""
+
+    def __init__(self, seconds):
+        self.count = 0
+        self._seconds = seconds
+        self._attempts = 1
+        self._random = random.Random(5)
+        signal.signal(signal.SIGALRM, self._interrupt)
+
+    @staticmethod
+    def _interrupt(_signum, _frame):
+        raise KeyboardInterrupt
+
+    def __enter__(self):
+        signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-5, self._attempts * self._seconds))
+
+    def __exit__(self, kind, *error):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._attempts = 1 if kind is None else self._attempts + 1
+
+
+class AtInstructions:
+    """One SIGINT at an instruction of the package's own code, counted from the beginning of each block."""
+
+    def __init__(self, instants):
+        self.count = 0
+        self._instants = iter(instants)
+        self._left = 0
+
+    def __enter__(self):
+        self._left = next(self._instants, 0)
+        if self._left:
+            sys.settrace(self._enter_frame)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _enter_frame(self, frame, _event, _argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE) or "interrupts.py" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return self._count
+
+    def _count(self, _frame, event, _argument):
+        if event == "opcode" and self._left > 0:
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self._count
+
+
+@pytest.fixture
+def alarm():
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check(run, num_steps, folder, **options):
+    actual = run.finish()
+    expected = Run(folder, **options)
+    for step in range(num_steps):
+        expected.redo(step, Never())
+    assert_same_bits(actual, expected.finish(), "the interrupted run")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"device_memory": "40KiB", "default_chunk_size": 1024}], ids=["roomy", "scarce"]
+)
+def test_a_thousand_interrupts_at_random_instants(tmp_path, alarm, options):
+    run = Run(tmp_path / "run", **options)
+    seconds = []
+    for step in range(WARM_UP_STEPS):
+        begun = time.perf_counter()
+        run.redo(step, Never())
+        seconds.append(time.perf_counter() - begun)
+    interrupts = AtRandomInstants(sorted(seconds)[WARM_UP_STEPS // 2])
+    step = WARM_UP_STEPS
+    while interrupts.count < NUM_INTERRUPTS // 2:
+        run.redo(step, interrupts)
+        step += 1
+    print(f"{interrupts.count} interrupts in {step} steps")
+    check(run, step, tmp_path / "expected", **options)
+
+
+def test_interrupts_at_every_part_of_the_engines_code(tmp_path):
+    interrupts = AtInstructions(range(3, 6000, 23))
+    run = Run(tmp_path / "run")
+    for step in range(40):
+        run.redo(step, interrupts)
+    print(f"{interrupts.count} interrupts")
+    assert interrupts.count >= 100
+    check(run, 40, tmp_path / "expected")
+
+
+def test_a_step_is_whole_when_its_interrupt_comes():
+    """Ctrl-C within ``step`` is raised when it is over: everything that changes with it has changed."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(Net, 0, {"fp16": {"initial_scale_power": 30, "hysteresis": 1}})
+    with engine:
+        while engine._session.num_steps == 0 or optimizer.step_was_skipped:
+            engine.backward(engine(torch.randn(4, 16)))
+            steps, scale = engine._session.num_steps, engine.report()["loss_scale"]
+            engine._session.runtime = Interrupting(engine._session.runtime)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            engine._session.runtime = engine._session.runtime.runtime
+            assert engine._session.num_steps == steps + 1
+            assert optimizer.step_was_skipped == (engine.report()["loss_scale"] < scale)
+
+
+class Interrupting:
+    """The core, with a Ctrl-C in the middle of each step."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+
+    def __getattr__(self, name):
+        if name in ("apply_step", "skip_step"):
+            signal.raise_signal(signal.SIGINT)
+        return getattr(self.runtime, name)
+
+
+# The deferral itself.
+
+
+class NoListener(_C.UseListener):
+    def open_scope(self, params, until):
+        return 0
+
+
+OBSERVER = _C.UseObserver(NoListener(), lambda result: None)
+
+
+def come(signum=signal.SIGINT):
+    signal.raise_signal(signum)
+
+
+def test_signals_wait_until_the_block_ends():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals():
+        come()
+        come()
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def hook():
+    """What hooks of modules and gradients do."""
+    _C.ModuleHook(OBSERVER).before_forward(None, None)
+
+
+def test_allowed_signals_come_at_hooks_and_what_cleans_up_is_not_interrupted():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
+        hook()
+        try:
+            with signals.allowed():
+                hook()
+                come()
+                done.append("until the next hook")
+                hook()
+                done.append("never")
+        except KeyboardInterrupt:
+            come()
+            hook()
+            done.append("cleaned up")
+            raise
+    assert done == ["until the next hook", "cleaned up"]
+    hook()
+
+
+def test_a_second_signal_comes_at_once():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
+        try:
+            with signals.allowed():
+                come()
+                done.append("waiting")
+                come()
+                done.append("never")
+        except KeyboardInterrupt:
+            done.append("cleaned up")
+            raise
+    assert done == ["waiting", "cleaned up"]
+
+
+def test_without_a_hook_the_call_ends_and_then_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
+        with signals.allowed():
+            come()
+        done.append("ended")
+    assert done == ["ended"]
+
+
+def test_what_came_before_an_allowed_block_comes_at_its_beginning():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
+        come()
+        with signals.allowed():
+            done.append("never")
+    assert done == []
+
+
+def test_blocks_nest():
+    order = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as outer:
+        try:
+            with outer.allowed():
+                with deferred_signals():
+                    come()
+                    hook()
+                    order.append("inner")
+                order.append("outer")
+                hook()
+                order.append("never")
+        except KeyboardInterrupt:
+            order.append("at the first hook after the inner block")
+            raise
+    assert order == ["inner", "outer", "at the first hook after the inner block"]
+    with pytest.raises(KeyboardInterrupt):
+        come()
+
+
+def test_a_handler_that_does_not_raise_is_called_at_each_hook():
+    calls = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(len(calls)))
+    try:
+        with deferred_signals() as signals:
+            come(signal.SIGUSR1)
+            assert calls == []
+            with signals.allowed():
+                assert calls == [0]
+                for _ in range(2):
+                    come(signal.SIGUSR1)
+                    hook()
+                assert calls == [0, 1, 2]
+                come(signal.SIGUSR1)
+            assert calls == [0, 1, 2]
+        assert calls == [0, 1, 2, 3]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_hooks_on_other_threads_deliver_nothing():
+    """As autograd's, on a GPU: the backward goes on to its end."""
+    with pytest.raises(KeyboardInterrupt), deferred_signals() as signals:
+        with signals.allowed():
+            come()
+            thread = threading.Thread(target=hook)
+            thread.start()
+            thread.join()
+        done = True
+    assert done
+
+
+def test_a_handler_that_is_set_meanwhile_stays():
+    def mine(*_):
+        raise NotImplementedError
+
+    with deferred_signals() as signals, signals.allowed():
+        signal.signal(signal.SIGINT, mine)
+    try:
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_are_left_alone():
+    found = []
+
+    def use():
+        with deferred_signals() as signals, signals.allowed():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
