@@ -17,6 +17,7 @@ from patrickstar.config import Config
 from patrickstar.distributed import RankGroups
 from patrickstar.first_rank_values import bytes_of_tensor, copy_bytes
 from patrickstar.memory import Budgets
+from patrickstar.observed_buffers import buffer_places
 from patrickstar.rank_failures import first_line
 from patrickstar.rank_messages import reading
 
@@ -149,26 +150,26 @@ class BufferSync:
 
     def __init__(self, ranks: RankGroups, module: nn.Module):
         self._ranks = ranks
-        self._buffers = list(module.buffers()) if len(ranks.members) > 1 else []
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._places = buffer_places(module) if len(ranks.members) > 1 else []
+        self._observed = [place.observe() for place in self._places]
 
     def run(self) -> None:
         """To be called by all ranks, before a training forward."""
-        if not self._buffers:
+        if not self._places:
             return
         message = io.BytesIO()
         if self._ranks.context.rank == self._ranks.members[0]:
-            for index, buffer in enumerate(self._buffers):
-                if buffer._version != self._versions[index]:
-                    values = bytes_of_tensor(buffer)
+            for index, observed in enumerate(self._observed):
+                if observed is not None and observed.has_changed():
+                    values = bytes_of_tensor(observed.tensor)
                     message.write(_BUFFER_HEAD.pack(index, len(values)))
                     message.write(values)
         received = self._ranks.control.exchange(message.getvalue(), "buffers")[0]
         with reading("buffers"):
             values = self._unpacked(received)
         for index, value in values.items():
-            copy_bytes(self._buffers[index], value)
-        self._versions = [buffer._version for buffer in self._buffers]
+            copy_bytes(self._observed[index].tensor, value)
+        self._observed = [place.observe() for place in self._places]
 
     def _unpacked(self, message: bytes) -> dict[int, bytes]:
         """Values by the index of their buffer."""
@@ -179,7 +180,7 @@ class BufferSync:
             at += _BUFFER_HEAD.size
             values[index] = message[at : at + num_bytes]
             at += num_bytes
-            if not num_bytes == len(values[index]) == self._buffers[index].nbytes:
+            if not num_bytes == len(values[index]) == self._observed[index].tensor.nbytes:
                 raise ValueError(f"{num_bytes} bytes of buffer {index}")
         return values
 

@@ -27,7 +27,7 @@ from patrickstar.core_setup import build_core, check_no_open_engine, current_pla
 from patrickstar.distributed import RankGroups
 from patrickstar.error_texts import explain_failed_backward, first_sentence
 from patrickstar.first_rank_values import share_rest
-from patrickstar.forward_attempt import ForwardAttempt
+from patrickstar.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.hooks import ModuleHooks
 from patrickstar.interrupts import deferred_signals
 from patrickstar.managed import ManagedParams
@@ -173,7 +173,7 @@ class Session:
         rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
         self._teardown.callback(rest.restore)
         share_rest(self.ranks, module, plan)
-        self._buffers = list(module.buffers())
+        self._forwards = RepeatableForwards(module, self.device)
         self._buffer_sync = BufferSync(self.ranks, module)
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
@@ -254,7 +254,10 @@ class Session:
             with self.guard(kind):
                 if training:
                     self._buffer_sync.run()
-                return self._attempt(call, signals)
+                attempt = self._forwards.begin()
+                result = self._repeat(call, signals, attempt)
+                self._forwards.end(attempt)
+                return result
 
     def train_unfrozen(self) -> None:
         """Trains parameters that require grad and are in a group by now, which the next training forward would do
@@ -268,8 +271,7 @@ class Session:
         with deferred_signals():
             self._trained.follow(lambda: self.guard("unfreezing"))
 
-    def _attempt(self, call: Callable[[], Any], signals: deferred_signals) -> Any:
-        attempt = ForwardAttempt(self._buffers, self.device)
+    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, attempt: ForwardAttempt) -> Any:
         for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
             try:
                 return self._forward(call, signals, _C.Attempt.REPEATABLE)

@@ -256,7 +256,7 @@ def train_managed_plain(size: int) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-BUFFERS = ("mean", "largest", "count", "seen", "nothing")
+BUFFERS = ("mean", "largest", "count", "seen", "nothing", "norm.running_mean", "norm.running_var")
 CHANGES = 4
 
 
@@ -267,6 +267,7 @@ class Statistics(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(16, 1)
+        self.norm = nn.BatchNorm1d(16, affine=False)
         self.register_buffer("mean", torch.randn(16).bfloat16())
         self.register_buffer("largest", torch.zeros(4, 4, dtype=torch.float16).t())
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
@@ -280,6 +281,7 @@ class Statistics(nn.Module):
             self.count.add_(len(x))
             self.seen.logical_or_(x.amax(0) > 1.5)
             self.nothing.add_(1)
+            self.norm(x)
         return self.layer(x).square().mean()
 
 
