@@ -30,11 +30,12 @@ sanitize:  ## the core's tests under ASan and UBSan, then under TSan (tools/sani
 
 CXX_FILES = $(shell find csrc tools -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu')
 
-lint:  ## ruff, clang-format, and the layers of csrc
+lint:  ## ruff, clang-format, and the layers of csrc and patrickstar
 	$(RUN) --extras lint -- -m ruff check .
 	$(RUN) --extras lint -- -m ruff format --check .
 	$(RUN) --extras lint -- -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(CXX_FILES)
 	$(PYTHON) tools/check_layers.py
+	$(PYTHON) tools/check_imports.py
 
 format:  ## let ruff and clang-format format the files
 	$(RUN) --extras lint -- -m ruff format .

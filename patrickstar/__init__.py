@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from patrickstar._C import MemoryBudgetError, RankFailure, StateError
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
-    from patrickstar.open_session import close_open_engine
-    from patrickstar.preprocess import torch_scope
-    from patrickstar.pretrained import from_pretrained
+    from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
+    from patrickstar.engine.open_session import close_open_engine
+    from patrickstar.module.preprocess import torch_scope
+    from patrickstar.module.pretrained import from_pretrained
     from patrickstar.runtime import initialize_engine
-    from patrickstar.training import TrainingEngine, add_config_arguments, initialize
 
 __version__ = "0.6.0"
 __all__ = [
@@ -50,14 +50,14 @@ _HOMES = {
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
     "StateError": "patrickstar._C",
-    "TrainingEngine": "patrickstar.training",
-    "add_config_arguments": "patrickstar.training",
-    "close_open_engine": "patrickstar.open_session",
-    "from_pretrained": "patrickstar.pretrained",
+    "TrainingEngine": "patrickstar.deepspeed",
+    "add_config_arguments": "patrickstar.deepspeed",
+    "close_open_engine": "patrickstar.engine.open_session",
+    "from_pretrained": "patrickstar.module.pretrained",
     "init_distributed": "patrickstar.comm",
-    "initialize": "patrickstar.training",
+    "initialize": "patrickstar.deepspeed",
     "initialize_engine": "patrickstar.runtime",
-    "torch_scope": "patrickstar.preprocess",
+    "torch_scope": "patrickstar.module.preprocess",
 }
 _MODULES = ("_C", "checkpointing", "comm", "ops", "utils", "zero")
 

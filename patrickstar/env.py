@@ -23,9 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from patrickstar import __version__, host_memory
-from patrickstar.env_findings import Finding, Section, diagnose
-from patrickstar.used_packages import PACKAGES
+from patrickstar import __version__
+from patrickstar.diagnostics.env_findings import Finding, Section, diagnose
+from patrickstar.diagnostics.used_packages import PACKAGES
+from patrickstar.machine import host_memory
 
 _HOST_SHARE = 0.8  # client.mem_tracer.overall_cpu_mem_ratio
 _COMMAND_TIMEOUT_S = 20

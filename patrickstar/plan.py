@@ -26,13 +26,13 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Speculation, parse_bytes
+from patrickstar.module.preprocess import ParamPlan, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.machines import MACHINES, Machine, measured
 from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.prediction import Case, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
 from patrickstar.planning.uses import StepUses, trace_uses
-from patrickstar.preprocess import ParamPlan, choose_chunk_size, make_layout, plan_params
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 

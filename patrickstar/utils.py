@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar.full_values import (
+from patrickstar.deepspeed.full_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -17,7 +17,7 @@ from patrickstar.full_values import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from patrickstar.local_values import (
+from patrickstar.deepspeed.local_values import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 from typing import Any
 
-from patrickstar.gathered_parameters import GatheredParameters
+from patrickstar.deepspeed.gathered_parameters import GatheredParameters
+from patrickstar.deepspeed.param_attributes import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",
@@ -18,14 +18,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("patrickstar")
-
-
-class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are; of ``param.ds_status``, which is always AVAILABLE here."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class Init(contextlib.AbstractContextManager["Init"]):

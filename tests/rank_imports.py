@@ -4,8 +4,8 @@ import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.t5.modeling_t5
 
+import patrickstar.deepspeed
 import patrickstar.runtime
-import patrickstar.training
 import tests.models
 
 __all__ = ["patrickstar", "tests", "torch", "transformers"]

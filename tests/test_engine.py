@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C, torch_scope
-from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import MODELS, VOCAB, Mlp, token_batch

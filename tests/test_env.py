@@ -20,8 +20,10 @@ except ImportError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 import patrickstar
-from patrickstar import _C, env, env_findings, host_memory
-from patrickstar.used_packages import PACKAGES, REQUIRED, UsedPackage
+from patrickstar import _C, env
+from patrickstar.diagnostics import env_findings
+from patrickstar.diagnostics.used_packages import PACKAGES, REQUIRED, UsedPackage
+from patrickstar.machine import host_memory
 
 PACKAGE = Path(patrickstar.__file__).parent
 ROOT = PACKAGE.parent

@@ -17,7 +17,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import _C, torch_scope
-from patrickstar.interrupts import deferred_signals
+from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 

@@ -1,4 +1,4 @@
-"""csrc keeps to the layers of the design; and the check finds what breaks them."""
+"""csrc and patrickstar keep to the layers of the design; and the checks find what breaks them."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import check_imports  # noqa: E402
 import check_layers  # noqa: E402
 
 
@@ -78,3 +79,37 @@ def test_what_is_not(tmp_path, files, complaint):
     (violation,) = plant(tmp_path, files)
     assert complaint in violation
     assert violation.startswith("csrc/") and ":" in violation
+
+
+def test_patrickstar_keeps_to_its_rooms():
+    assert check_imports.check(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({"module/hooks.py": "from patrickstar.engine.session import Session\n"}, "module is layer 2 and engine is 4"),
+        ({"module/hooks.py": "def late():\n    import patrickstar.engine\n"}, "module is layer 2 and engine is 4"),
+        (
+            {"module/hooks.py": "if TYPE_CHECKING:\n    from patrickstar import engine\n"},
+            "module/hooks.py:2: imports engine",
+        ),
+        ({"config/root.py": "from patrickstar.ranks import messages\n"}, "config and ranks are siblings in layer 0"),
+        ({"engine/session.py": "from patrickstar import zero\n"}, "zero is a name of users"),
+        ({"loose.py": ""}, "loose is no room"),
+        ({"zero.py": "from patrickstar.engine import engine\n", "engine/a.py": "from patrickstar import _C\n"}, None),
+        (
+            {"engine/a.py": "from patrickstar.config import Config\nfrom patrickstar.engine import b\nimport torch\n"},
+            None,
+        ),
+    ],
+)
+def test_imports_between_rooms(tmp_path, files, complaint):
+    for name, text in files.items():
+        path = tmp_path / "patrickstar" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    violations = check_imports.check(tmp_path)
+    assert len(violations) == (complaint is not None)
+    if complaint is not None:
+        assert complaint in violations[0]

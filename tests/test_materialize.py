@@ -77,7 +77,7 @@ class Everything(nn.Module):
 
 @pytest.mark.parametrize("unit_bytes", [1, 2**30])
 def test_modules_of_pytorch(unit_bytes, monkeypatch):
-    monkeypatch.setattr("patrickstar.adoption._UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr("patrickstar.module.adoption._UNIT_BYTES", unit_bytes)
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(on_meta(Everything), 0, make_config("fp32", default_chunk_size=1024))
     with engine:

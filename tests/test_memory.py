@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patrickstar import MemoryBudgetError
-from patrickstar.host_memory import usable_bytes
+from patrickstar.machine.host_memory import usable_bytes
 from patrickstar.runtime import initialize_engine
 from tests.models import Mlp, token_batch
 from tests.training import make_config

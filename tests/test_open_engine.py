@@ -12,7 +12,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import StateError
-from patrickstar.open_session import find_open_session
+from patrickstar.engine.open_session import find_open_session
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import MODELS

@@ -7,7 +7,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import OptimizerType
-from patrickstar.optimizer_takeover import groups_of, move_state
+from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, token_batch
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import patrickstar
 from patrickstar.checkpoint.export import INDEX_NAME
 from patrickstar.integrations.weights import load_into
-from patrickstar.pretrained import SafetensorsFolder, weight_files
+from patrickstar.module.pretrained import SafetensorsFolder, weight_files
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import MODELS, token_batch

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from patrickstar import MemoryBudgetError, initialize, torch_scope
-from patrickstar.rank_failures import DisagreementError
+from patrickstar.ranks.failures import DisagreementError
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks

@@ -1,5 +1,5 @@
 // Interrupts at points that one can name: a signal that comes while the user's forward or backward runs is delivered by
-// the next hook of ours that the main thread gets to (patrickstar/interrupts.py), where nothing of PyTorch's is half done.
+// the next hook of ours that the main thread gets to (engine/interrupts.py), where nothing of PyTorch's is half done.
 //
 // Called with the GIL.
 #pragma once

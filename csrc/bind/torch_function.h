@@ -1,7 +1,7 @@
 // __torch_function__ of chunked parameters and of views of them: every operation that gets one passes through here.
 //
 // Which parameters an operation gets is found here, and the observer told (bind/use_observer.h). What is rare is
-// Python's (patrickstar/chunked_parameter.py): which way a function goes (asked once per function), writing, and views.
+// Python's (module/chunked_parameter.py): which way a function goes (asked once per function), writing, and views.
 // Called with the GIL.
 //
 // [Note: writes that nobody announced] Functions that write a parameter are known by their names and schemas, and carried

@@ -2,7 +2,7 @@
 // order in which they need each other. Closing the engine is destroying this, after shut_down().
 //
 // What it was given of ranks (`collectives`) it uses and does not own: their communicators live until all ranks have
-// closed (patrickstar/distributed.py). Guarded by the runtime's lock.
+// closed (patrickstar/ranks/distributed.py). Guarded by the runtime's lock.
 #pragma once
 
 #include <memory>

@@ -1,7 +1,7 @@
 // The running calls of modules, and what was seen of each.
 //
 // A *scope* is a running call of a module that has parameters below it. Which parameters it used is told by torch
-// functions (patrickstar/chunked_parameter.py); a parameter that it holds and no torch function showed is *uncovered*:
+// functions (module/chunked_parameter.py); a parameter that it holds and no torch function showed is *uncovered*:
 // the call may have used it in a way that cannot be seen, so the backward of the call's outputs acquires it.
 //
 //   scopes.open({&caller, begin, GradMode::is_enabled(), params});

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from patrickstar.groups import ModelParameters
+from patrickstar.optimizer.groups import ModelParameters
 from patrickstar.runtime import initialize_engine
 
 from .options import TrainingOptions

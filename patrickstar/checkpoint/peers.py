@@ -14,7 +14,7 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.memory import bytes_of, tensor_of
-from patrickstar.rank_messages import reading
+from patrickstar.ranks.messages import reading
 
 
 class Peers(Protocol):

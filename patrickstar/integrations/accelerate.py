@@ -22,10 +22,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
 from torch import nn
 
-from patrickstar import StateError
-from patrickstar.compiled.dynamo import Compiler, make_compiler, unwrapped
-from patrickstar.compiled.units import check_compiler
-from patrickstar.engine import Engine
+from patrickstar._C import StateError
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optimizer_takeover import groups_of, move_state
+from patrickstar.engine.start import opening
 from patrickstar.integrations.decided_config import (
     own_config,
     precision_decisions,
@@ -34,10 +35,9 @@ from patrickstar.integrations.decided_config import (
     without_decided,
 )
 from patrickstar.integrations.weights import export_into, only_dtype
-from patrickstar.optim import HybridAdam
-from patrickstar.optimizer_takeover import groups_of, move_state
+from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrapped
+from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
-from patrickstar.session_start import opening
 
 CHECKPOINT_FOLDER = "patrickstar"
 """The engine's checkpoint in a folder of ``save_state``."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from patrickstar.config.reading import read_config
 from patrickstar.config.spellings import AUTO
-from patrickstar.optimizer_takeover import TakenOver
+from patrickstar.engine.optimizer_takeover import TakenOver
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

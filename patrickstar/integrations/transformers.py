@@ -26,7 +26,7 @@ from transformers import IntervalStrategy, Seq2SeqTrainer, Trainer, TrainerCallb
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
-from patrickstar.engine import Engine
+from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
 from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.trainer_arguments import (
@@ -39,9 +39,9 @@ from patrickstar.integrations.trainer_arguments import (
 )
 from patrickstar.integrations.weights import adapter_state, export_into, exports_as_it_is, load_into
 from patrickstar.lr_schedules import make_scheduler
+from patrickstar.module.pretrained import weight_files
 from patrickstar.monitor import StallSampler
-from patrickstar.pretrained import weight_files
-from patrickstar.rank_failures import first_line
+from patrickstar.ranks.failures import first_line
 
 _OPTIMIZER_NAME = "optimizer.pt"  # as the Trainer names them
 _SCHEDULER_NAME = "scheduler.pt"

@@ -16,9 +16,9 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, INDEX_NAME
-from patrickstar.compiled.dynamo import unwrapped, without_wrappers
-from patrickstar.engine import Engine
-from patrickstar.pretrained import SINGLE_NAME, SafetensorsFolder
+from patrickstar.engine.engine import Engine
+from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+from patrickstar.module.pretrained import SINGLE_NAME, SafetensorsFolder
 
 _EXPORT_FOLDER = ".weights"
 

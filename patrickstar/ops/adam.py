@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
+from patrickstar.optimizer.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from patrickstar import _C
-from patrickstar.chunked_parameter import ParamHandle, become_chunked, folded_gradient
-from patrickstar.hooks import ModuleHooks
-from patrickstar.managed import ManagedParams
-from patrickstar.observer import Observer
+from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, folded_gradient
+from patrickstar.module.hooks import ModuleHooks
+from patrickstar.module.managed import ManagedParams
+from patrickstar.module.observer import Observer
+from patrickstar.module.preprocess import ChunkedSpec, ParamPlan
 from patrickstar.planning.machines import Gpu
-from patrickstar.preprocess import ChunkedSpec, ParamPlan
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
 _aten = torch.ops.aten

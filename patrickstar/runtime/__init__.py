@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from patrickstar.config import Config, log_accepted_options, parse_config
-from patrickstar.engine import Engine
-from patrickstar.groups import ModelParameters
-from patrickstar.optim import HybridAdam
-from patrickstar.session_start import opening, start_session
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.start import opening, start_session
+from patrickstar.optimizer.groups import ModelParameters
 
 __all__ = ["initialize_engine"]
 

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmark.common import SHAPES
 from benchmark.systems.weights import build_meta_gpt, fill_parameters
-from patrickstar.materialize import DeferredInit
+from patrickstar.module.materialize import DeferredInit
 from tests.bits import assert_same_bits
 
 SHAPE = SHAPES["tiny"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.distributed import open_ranks
+from patrickstar.ranks.distributed import open_ranks
 from tests.bits import assert_same_bits
 from tests.collective.test_rank_mean import reference
 from tests.distributed import run_ranks

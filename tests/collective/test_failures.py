@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from patrickstar import _C
-from patrickstar.distributed import describe_disagreement, format_ranks, open_ranks
-from patrickstar.rank_failures import DisagreementError
+from patrickstar.ranks.distributed import describe_disagreement, format_ranks, open_ranks
+from patrickstar.ranks.failures import DisagreementError
 from tests.distributed import rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar import _C, rank_sync
+from patrickstar import _C
 from patrickstar.checkpoint.peers import phase
-from patrickstar.distributed import DistributedContext, RankGroups
-from patrickstar.first_rank_values import FirstRankValues, digest, share_rest
-from patrickstar.gathered_parameters import _Gathered, _of_rank
-from patrickstar.memory import Budgets
+from patrickstar.deepspeed.gathered_parameters import _Gathered, _of_rank
+from patrickstar.engine import rank_sync
+from patrickstar.machine.budgets import Budgets
+from patrickstar.module.first_rank_values import FirstRankValues, digest, share_rest
+from patrickstar.ranks.distributed import DistributedContext, RankGroups
 
 FLIPS = 400  # of one message: all of a shorter one
 SLACK_BYTES = 16 * 2**20

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.distributed import DistributedContext, open_ranks
+from patrickstar.ranks.distributed import DistributedContext, open_ranks
 from tests.distributed import ROOT, free_port, run_ranks
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -118,7 +118,7 @@ def test_a_group_need_not_be_the_world():
 
 SCRIPT = """
 import dataclasses, json, sys
-from patrickstar.distributed import open_ranks
+from patrickstar.ranks.distributed import open_ranks
 with open_ranks(timeout_seconds=60) as ranks:
     values = [value.decode() for value in ranks.control.exchange(str(ranks.context.rank).encode())]
     context = ranks.context

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.compiled.dynamo import make_compiler, without_wrappers
-from patrickstar.compiled.regions import cut_compiled, cut_for
+from patrickstar.module.compiled.dynamo import make_compiler, without_wrappers
+from patrickstar.module.compiled.regions import cut_compiled, cut_for
 from tests.compiled.forms import BACKEND, Tower
 from tests.models import MODELS
 

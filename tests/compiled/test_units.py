@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from patrickstar import _C, StateError, torch_scope
-from patrickstar.chunked_parameter import ChunkedParameter
+from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.runtime import initialize_engine
 from tests.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
 from tests.models import MODELS, Case, token_batch

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from patrickstar.config import Dialect, make_loss_scaler, parse_config, resolve_batch_sizes
 from patrickstar.config.keys import all_keys
-from patrickstar.memory import make_budgets
-from patrickstar.runtime_options import make_runtime_options
+from patrickstar.machine.budgets import make_budgets
+from patrickstar.machine.runtime_options import make_runtime_options
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from patrickstar.distributed import open_ranks
+from patrickstar.ranks.distributed import open_ranks
 from tests.bits import assert_same_bits
 from tests.collective.test_communicator import values_of
 from tests.collective.test_rank_mean import reference

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import patrickstar
-from patrickstar import rank_failures, torch_scope
-from patrickstar.open_session import find_open_session
+from patrickstar import torch_scope
+from patrickstar.engine.open_session import find_open_session
+from patrickstar.ranks import failures as rank_failures
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
@@ -31,23 +32,23 @@ CONFIG = {
 OWN_CONFIG = {key: value for key, value in CONFIG.items() if not key.startswith("train_")}
 # Places where an exception is thrown: a function, and which of its calls.
 BEFORE_CHUNKS = {
-    "groups": ("patrickstar.session_start.make_groups", 0),
-    "budgets": ("patrickstar.session_start.make_budgets", 0),
-    "core": ("patrickstar.session.build_core", 0),
+    "groups": ("patrickstar.engine.start.make_groups", 0),
+    "budgets": ("patrickstar.engine.start.make_budgets", 0),
+    "core": ("patrickstar.engine.session.build_core", 0),
 }
 INTO_CHUNKS = {
-    "first parameter": ("patrickstar.adoption.become_chunked", 0),
-    "fourth parameter": ("patrickstar.adoption.become_chunked", 3),
-    "check of models": ("patrickstar.session_start.check_same_model", 0),
-    "rest": ("patrickstar.session.MovedRest", 0),
-    "buffers": ("patrickstar.session.share_rest", 0),
-    "managed": ("patrickstar.session.ManagedParams", 0),
-    "hooks": ("patrickstar.session.ModuleHooks", 0),
-    "compiled": ("patrickstar.session.CompiledUnits", 0),
-    "module": ("patrickstar.session.ConvertedModule", 0),
-    "third gradient hook": ("patrickstar.trained_params.make_gradient_hook", 2),
-    "trained": ("patrickstar.session.TrainedParams", 0),
-    "profiler": ("patrickstar.session.make_profiler", 0),
+    "first parameter": ("patrickstar.module.adoption.become_chunked", 0),
+    "fourth parameter": ("patrickstar.module.adoption.become_chunked", 3),
+    "check of models": ("patrickstar.engine.start.check_same_model", 0),
+    "rest": ("patrickstar.engine.session.MovedRest", 0),
+    "buffers": ("patrickstar.engine.session.share_rest", 0),
+    "managed": ("patrickstar.engine.session.ManagedParams", 0),
+    "hooks": ("patrickstar.engine.session.ModuleHooks", 0),
+    "compiled": ("patrickstar.engine.session.CompiledUnits", 0),
+    "module": ("patrickstar.engine.session.ConvertedModule", 0),
+    "third gradient hook": ("patrickstar.engine.trained_params.make_gradient_hook", 2),
+    "trained": ("patrickstar.engine.session.TrainedParams", 0),
+    "profiler": ("patrickstar.engine.session.make_profiler", 0),
 }
 WHEN_OPEN = {
     "optimizer": ("patrickstar.{}.HybridAdam", 0),

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 import patrickstar as deepspeed
 from patrickstar import StateError
+from patrickstar.engine.optim import HybridAdam
 from patrickstar.lr_schedules import WarmupLR
 from patrickstar.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from patrickstar.optim import HybridAdam
 from patrickstar.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from patrickstar.zero import ZeroParamStatus
 from tests.initialize.test_initialize import config, data, net

@@ -15,7 +15,7 @@ from torch import nn
 import patrickstar as deepspeed
 from patrickstar import CheckpointError, torch_scope
 from patrickstar.checkpoint.disk import Disk
-from patrickstar.training.weights_file import save_16bit_weights
+from patrickstar.deepspeed.weights_file import save_16bit_weights
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.initialize.test_initialize import config

@@ -10,9 +10,9 @@ from torch import nn
 
 import patrickstar as deepspeed
 from patrickstar.config import parse_config
+from patrickstar.engine.optimizer_takeover import groups_of
 from patrickstar.integrations.decided_config import with_optimizer
 from patrickstar.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from patrickstar.optimizer_takeover import groups_of
 from tests.bits import assert_same_bits
 from tests.models import MODELS
 from tests.training import ADAM, Run, make_config, relative_error, train

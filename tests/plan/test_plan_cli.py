@@ -12,13 +12,13 @@ import torch
 from benchmark.systems.patrickstar import MARGIN_USE_RATIO
 from patrickstar import _C
 from patrickstar.config import Speculation
+from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import Plan, Setting, main, predict_case
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import H200, MACHINES, measured
 from patrickstar.planning.models import build_model
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
-from patrickstar.preprocess import make_layout, plan_params
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
 SMALL = ["--model", "gpt:128x4", "--batch", "2", "--length", "64", "--cpu-mem", "4GiB"]

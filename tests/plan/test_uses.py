@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.planning.machines import H200
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
-from patrickstar.preprocess import make_layout, plan_params
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS
 from tests.training import make_config

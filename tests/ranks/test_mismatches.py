@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from patrickstar import rank_failures
+from patrickstar.ranks import failures as rank_failures
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.training import make_config

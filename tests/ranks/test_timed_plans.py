@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.distributed import open_ranks
 from patrickstar.profiling import chrome_trace, summarize
 from patrickstar.profiling.picture import memory_bands
+from patrickstar.ranks.distributed import open_ranks
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from patrickstar import runtime, session_start
+from patrickstar import runtime
+from patrickstar.engine import start as session_start
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.runs import (

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar.compiled.dynamo import Compiler, compiler_of_context
+from patrickstar.module.compiled.dynamo import Compiler, compiler_of_context
 
 _CONTEXT = "_compiler_ctx"
 _ORIGINAL = "original_"

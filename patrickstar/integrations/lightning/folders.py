@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from patrickstar.checkpoint import Checkpoint, CheckpointError, TensorRange, latest_tag, tags
-from patrickstar.compiled.dynamo import without_wrappers
-from patrickstar.engine import Engine
+from patrickstar.engine.engine import Engine
+from patrickstar.module.compiled.dynamo import without_wrappers
 
 _KEY = "patrickstar_checkpoint"
 _VALUES = ("master", "frozen", "managed", "buffer")

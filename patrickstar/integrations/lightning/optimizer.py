@@ -1,7 +1,7 @@
 """The optimizer and schedulers that ``configure_optimizers`` returned, in the hands of the engine and back.
 
 A scheduler, however it is nested or written, goes on writing into the groups of the ``torch.optim`` object that it was
-made with, which are the engine's too ([Note: the user's optimizer], ``patrickstar/optimizer_takeover.py``).
+made with, which are the engine's too ([Note: the user's optimizer], ``patrickstar/engine/optimizer_takeover.py``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from patrickstar import _C
+from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.integrations.lightning.package import pl
-from patrickstar.optim import HybridAdam
-from patrickstar.optimizer_takeover import groups_of, move_state
 
 
 class ConfiguredOptimizer:

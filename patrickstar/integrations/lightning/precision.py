@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from patrickstar.engine import Engine
+from patrickstar.engine.engine import Engine
 from patrickstar.integrations.lightning.package import pl
 
 _DTYPES = {

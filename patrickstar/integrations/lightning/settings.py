@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from patrickstar.config import Config, parse_config
+from patrickstar.engine.optimizer_takeover import TakenOver
 from patrickstar.integrations.decided_config import (
     Decision,
     precision_decisions,
@@ -16,7 +17,6 @@ from patrickstar.integrations.decided_config import (
     with_precision,
     without_decided,
 )
-from patrickstar.optimizer_takeover import TakenOver
 
 _PRECISION_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.compiled.units import check_compiler
 from patrickstar.config import parse_config
-from patrickstar.engine import Engine
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.optim import HybridAdam
 from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.lightning import folders
 from patrickstar.integrations.lightning.compiled import CompiledSteps
@@ -30,7 +30,7 @@ from patrickstar.integrations.lightning.package import pl
 from patrickstar.integrations.lightning.precision import PatrickStarPrecision, check_clip_algorithm
 from patrickstar.integrations.lightning.ranks import RankedStrategy
 from patrickstar.integrations.lightning.settings import HostSettings, merge
-from patrickstar.optim import HybridAdam
+from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
 
 logger = logging.getLogger("patrickstar")

@@ -1,0 +1,45 @@
+"""The loader of ``training_data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from patrickstar.ranks.distributed import RankGroups
+
+
+def make_loader(
+    dataset: Any,
+    ranks: RankGroups,
+    *,
+    batch_size: int,
+    drop_last: bool,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """Micro-batches of this rank, in a random order that all ranks share; ``loader.sampler.set_epoch(n)`` changes it.
+
+    Args:
+        dataset: of ``torch.utils.data``; an ``IterableDataset`` gives each rank what it gives.
+        ranks: those that share the samples.
+        batch_size: samples of a micro-batch.
+        drop_last: whether a last batch that is not full is left out.
+        collate_fn: makes a batch of samples; None: PyTorch's.
+
+    Raises:
+        ValueError: ``dataset`` is no dataset.
+    """
+    options: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate_fn}
+    options["pin_memory"] = torch.cuda.is_available()
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, **options)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ValueError(
+            f"training_data is a {type(dataset).__name__}; give a dataset of torch.utils.data (with __getitem__ and "
+            "__len__, or an IterableDataset)"
+        )
+    rank = ranks.members.index(ranks.context.rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=len(ranks.members), rank=rank)
+    return DataLoader(dataset, sampler=sampler, **options)

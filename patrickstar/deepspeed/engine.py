@@ -1,0 +1,271 @@
+"""The engine of ``patrickstar.initialize``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from patrickstar import _C
+from patrickstar.config import BatchSizes
+from patrickstar.deepspeed.accumulation import Accumulation, CallersAccumulation
+from patrickstar.deepspeed.config_answers import ConfigAnswers
+from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
+from patrickstar.deepspeed.saving import SavingEngine
+from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.session import Session
+from patrickstar.module.compiled.dynamo import outside_of_graphs
+from patrickstar.monitor import MonitorOptions, Phase
+
+
+class TrainingEngine(ConfigAnswers, SavingEngine):
+    """Trains a module step by step, with micro-batches, a schedule and logs:
+
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    ``step`` is called for every micro-batch and updates at the boundary of accumulation. Methods have the names and
+    meaning of DeepSpeed's engine; attributes that are not the engine's are the module's.
+    """
+
+    optimizer: HybridAdam
+    """The optimizer; its ``step`` is called by :meth:`step`."""
+    training_dataloader: DataLoader[Any] | None
+    """The loader of ``training_data``."""
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: HybridAdam,
+        batch_sizes: BatchSizes,
+        monitor_options: MonitorOptions,
+        lr_scheduler: Any = None,
+        training_dataloader: DataLoader[Any] | None = None,
+    ):
+        super().__init__(session)
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._micro_batch_size = batch_sizes.micro_batch_size
+        counts = Accumulation if session.config.managed_gradient_accumulation else CallersAccumulation
+        self._accumulation = counts(batch_sizes.accumulation_steps)
+        self._monitor = self.make_monitor(monitor_options)
+        self._inputs: Any = None
+        self._is_syncing = True
+        self._step_applied = False
+        if self.zero_optimization_partition_weights():
+            put_attributes(session)
+
+    # A step.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; see :meth:`patrickstar.engine.engine.Engine.forward`."""
+        if not (self.training and torch.is_grad_enabled() and self._monitor.is_active):
+            return super().forward(*args, **kwargs)
+        with deferred_signals():
+            self._inputs = (args, kwargs)
+            with self._monitor.phase(Phase.FORWARD):
+                return super().forward(*args, **kwargs)
+
+    @outside_of_graphs
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        """Backward of one micro-batch.
+
+        Args:
+            loss: of one element.
+            retain_graph: as in ``Tensor.backward``.
+            scale_wrt_gas: whether the loss is divided by the micro-batches of a step, so that gradients are their mean.
+            **kwargs: passed to ``Tensor.backward``.
+
+        Returns:
+            The loss as it was divided.
+
+        Raises:
+            ValueError, StateError, MemoryBudgetError: as :meth:`patrickstar.engine.engine.Engine.backward`.
+        """
+        steps = self._accumulation.num_micro_batches
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        with deferred_signals():
+            with self._monitor.phase(Phase.BACKWARD):
+                super().backward(scaled, retain_graph=retain_graph, **kwargs)
+            self._monitor.add_micro_batch(self._inputs, loss.detach() if scale_wrt_gas else loss.detach() * steps)
+            self._inputs = None
+            self._accumulation.note_backward()
+        return scaled
+
+    @outside_of_graphs
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Ends a micro-batch; at the boundary of accumulation also clips, updates, and steps the schedule where the
+        update was applied.
+
+        Args:
+            lr_kwargs: passed to the schedule's ``step``.
+
+        Raises:
+            StateError: no backward came before, or it is called within :meth:`no_sync`.
+        """
+        if not self._is_syncing:
+            raise _C.StateError("step() within no_sync(): leave the with statement before the step")
+        self._accumulation.check_backward()
+        with deferred_signals():  # the update, its counts and the schedule change together
+            self._step_applied = False
+            if self._accumulation.step_updates:
+                self._update(lr_kwargs or {})
+            self._accumulation.end_micro_batch()
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        lr = self.get_lr()[0]
+        with self._monitor.phase(Phase.STEP):
+            self.optimizer.step()
+        self._step_applied = self._session.outcome.applied
+        self.global_steps += 1
+        self.global_samples += self._micro_batch_size * self._accumulation.num_in_step * self.world_size
+        if not self._step_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._monitor.end_step(lr)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches inside accumulate only; :meth:`step` is refused there. Gradients of ranks are summed in shards
+        as they come, in any case: a rank keeps no more of them than its share. It may stand within another one.
+        """
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """The same as :meth:`no_sync`: for several backwards of one step, which comes after it."""
+        return self.no_sync()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Refused: it is for ``loss.backward()``.
+
+        Raises:
+            StateError: always.
+        """
+        raise _C.StateError("scale(loss) is for loss.backward(), which cannot be called; call engine.backward(loss)")
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the :meth:`step` of the present micro-batch updates."""
+        return self._accumulation.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the caller says which :meth:`step` updates."""
+        self._accumulation.say_boundary(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last :meth:`step` updated parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm of the last step's gradients before clipping; not a number when it was skipped, None before
+        the first step.
+        """
+        return self._session.outcome.grad_norm if self._session.num_steps > 0 else None
+
+    @outside_of_graphs
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients since the last update: the step begins anew."""
+        with deferred_signals():
+            super().zero_grad(set_to_none)
+            self._accumulation.forget_step()
+
+    # Options and counts.
+
+    def get_lr(self) -> list[float]:
+        """The groups' learning rates."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """The groups' betas."""
+        return [group["betas"] for group in self.optimizer.param_groups]
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self._accumulation.num_done
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self._session.ranks.context.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self._session.ranks.context.local_rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """The same as :attr:`world_size`: all ranks are data-parallel."""
+        return self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train together."""
+        return len(self._session.ranks.members)
+
+    def train_batch_size(self) -> int:
+        """Samples of a step on all ranks."""
+        return self._micro_batch_size * self._accumulation.num_micro_batches * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch."""
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._accumulation.num_micro_batches
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes how many micro-batches make a step. Between two steps.
+
+        Raises:
+            ValueError: it is no multiple of micro-batch x ranks.
+            StateError: a step has begun.
+        """
+        if not self._accumulation.is_between_steps:
+            raise _C.StateError("set_train_batch_size within a step; call it after the step's last micro-batch")
+        samples = self._micro_batch_size * self.world_size
+        if train_batch_size <= 0 or train_batch_size % samples != 0:
+            raise ValueError(
+                f"train_batch_size is {train_batch_size}; give a multiple of micro-batch x ranks, {samples}"
+            )
+        self._accumulation.num_micro_batches = train_batch_size // samples
+
+    def empty_partition_cache(self) -> None:
+        """Gives memory that PyTorch holds unused back to the device. That of chunks stays as it is, within
+        ``device_memory``.
+        """
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """As :meth:`patrickstar.engine.engine.Engine.close`; logs are written out."""
+        self._monitor.close()
+        take_attributes(self._session)
+        super().close()
+
+    def discard(self) -> None:
+        """As :meth:`patrickstar.engine.engine.Engine.discard`."""
+        take_attributes(self._session)
+        super().discard()
+
+    def destroy(self) -> None:
+        """The same as :meth:`close`."""
+        self.close()

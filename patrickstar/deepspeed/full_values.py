@@ -1,0 +1,119 @@
+"""Whole values of one parameter of the open engine: float32 value, gradient, optimizer state; read and set.
+
+Names are DeepSpeed's (``deepspeed.utils.safe_get_full_fp32_param`` and so on). With several ranks all call each, in the
+same order, and set the same tensor. All work on whole tensors of the parameter's shape; what is read is float32 and on
+the CPU, and None for a parameter that the optimizer does not have (frozen, or in no group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from patrickstar.engine.open_session import open_session
+from patrickstar.module.param_states import MOMENTS
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The float32 value."""
+    states = open_session().states
+    return states.value(param).float() if states.is_trained(param) else None
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the float32 value, and with it the compute value. Not within a forward or a backward.
+
+    Raises:
+        ValueError: ``value`` has another shape.
+    """
+    _check_shape(param, value)
+    open_session().states.set_value(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that the coming step will use: the ranks' mean (or sum, by ``gradient_allreduce_op``) and the sum of
+    micro-batches, without the loss scale, before clipping. None where there is none. Between the last backward and the
+    step.
+
+    Raises:
+        StateError: there are no gradients.
+    """
+    session = open_session()
+    session.grad_norm()
+    return session.states.gradient(param, session.loss_scale) if session.states.is_trained(param) else None
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets that gradient.
+
+    Raises:
+        StateError: the parameter has none.
+        ValueError: ``value`` has another shape.
+    """
+    _check_shape(param, value)
+    session = open_session()
+    session.grad_norm()
+    session.states.set_gradient(param, value, session.loss_scale)
+    session.gradients.note_change()
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Sets the gradients of those of ``param_list`` that have one to ``update_func(gradient, param)``.
+
+    Raises:
+        StateError: there are no gradients.
+        ValueError: ``update_func`` returned a tensor of another shape.
+    """
+    session = open_session()
+    session.grad_norm()
+    for param in param_list:
+        gradient = session.states.gradient(param, session.loss_scale) if session.states.is_trained(param) else None
+        if gradient is not None:
+            value = update_func(gradient, param)
+            _check_shape(param, value)
+            session.states.set_gradient(param, value, session.loss_scale)
+    session.gradients.note_change()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """``exp_avg`` or ``exp_avg_sq``; zeros before the first update.
+
+    Raises:
+        ValueError: there is no such state.
+    """
+    check_state(optim_state_key)
+    states = open_session().states
+    return states.moment(param, optim_state_key) if states.is_trained(param) else None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets it, between two steps; the count of updates stays.
+
+    Raises:
+        ValueError: there is no such state, the optimizer does not have the parameter, or ``value`` has another shape.
+    """
+    check_state(optim_state_key)
+    _check_shape(param, value)
+    states = open_session().states
+    if not states.is_trained(param):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is frozen or in no group: it has no {optim_state_key}"
+        )
+    states.set_moment(param, optim_state_key, value)
+
+
+def check_state(key: str) -> None:
+    """Raises ValueError where Adam has no state of that name."""
+    if key not in MOMENTS:
+        raise ValueError(f"optim_state_key is {key!r}; Adam has {' and '.join(MOMENTS)}")
+
+
+def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:
+    if tuple(value.shape) != tuple(param.shape):
+        raise ValueError(
+            f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}; they must agree"
+        )

@@ -1,0 +1,159 @@
+"""Parameters as ordinary ones for a while, to be looked at or changed by code that knows nothing of chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.engine.open_session import find_open_session
+from patrickstar.engine.session import Session
+from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle, become_chunked, become_ordinary
+from patrickstar.ranks.messages import reading
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside, ``params`` are ordinary parameters of the compute dtype on the engine's device, whole on every rank.
+
+    Args:
+        params: one parameter, or several. Those that are not in chunks stay as they are.
+        modifier_rank: the rank whose changes count; they go to all ranks when the block ends, into the float32 values,
+            where elements changed. None: changes are dropped.
+        fwd_module: accepted.
+        enabled: False: nothing happens.
+
+    With several ranks all enter and leave, with the same parameters. A parameter can be read without it, too: any torch
+    function brings it in.
+
+    Raises:
+        ValueError: ``modifier_rank`` is no rank of the engine; or, when the block ends, a parameter has another shape
+            or dtype than before, or a module has another one in its place. Parameters are in their places and chunks
+            again then, with the values that they had.
+    """
+    session = find_open_session()
+    params = [params] if isinstance(params, nn.Parameter) else list(params)
+    chunked = [param for param in dict.fromkeys(params) if isinstance(param, ChunkedParameter)]
+    if not enabled or session is None or not chunked:
+        yield
+        return
+    if modifier_rank is not None and modifier_rank not in session.ranks.members:
+        raise ValueError(f"modifier_rank is {modifier_rank}; give one of ranks {list(session.ranks.members)}")
+    places = _places(session.module)
+    gathered: list[_Gathered] = []
+    changes: list[_Change | None] = []
+    with contextlib.ExitStack() as held:
+        for param in chunked:
+            gathered.append(_Gathered(session, param, places.get(param, [])))
+            held.callback(gathered[-1].give_back)
+        yield
+        for item in gathered:
+            item.check_places()
+        if modifier_rank is not None and modifier_rank == session.ranks.context.rank:
+            changes = [item.change() for item in gathered]
+    if modifier_rank is not None:
+        for item, change in zip(gathered, _of_rank(session, gathered, changes, modifier_rank), strict=True):
+            if change is not None:
+                item.apply(change)
+
+
+_Change = tuple[torch.Tensor, torch.Tensor]
+"""Which elements changed, and their values."""
+
+
+_Place = tuple[nn.Module, str]
+
+
+def _places(root: nn.Module) -> dict[nn.Parameter, list[_Place]]:
+    """Where each parameter is: in which modules, under which names."""
+    places: dict[nn.Parameter, list[_Place]] = {}
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(param, []).append((module, name))
+    return places
+
+
+class _Gathered:
+    """One parameter that is an ordinary one now."""
+
+    def __init__(self, session: Session, param: ChunkedParameter, places: list[_Place]):
+        self._session = session
+        self._param = param
+        self._places = places
+        self._handle: ParamHandle = param._patrickstar
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._view = param.data
+            dtype, device = self._view.dtype, self._view.device
+            self._values = session.states.value(param).to(device=device, dtype=dtype)
+        become_ordinary(param, self._values.clone())
+
+    def change(self) -> _Change | None:
+        """None when nothing changed."""
+        now = self._param.detach()
+        if now.shape != self._values.shape or now.dtype != self._values.dtype:
+            raise ValueError(
+                f"{self._handle.name} had shape {tuple(self._values.shape)} and dtype {self._values.dtype} before "
+                f"GatheredParameters, and has {tuple(now.shape)} and {now.dtype} at its end; change values in place"
+            )
+        differs = (now != self._values) & ~(now.isnan() & self._values.isnan())
+        if not bool(differs.any()):
+            return None
+        return differs.cpu(), now[differs].float().cpu()
+
+    def check(self, change: _Change | None) -> None:
+        """Raises ValueError for what is no change of this parameter."""
+        if change is not None:
+            differs, values = change
+            if differs.dtype != torch.bool or differs.shape != self._values.shape or values.dtype != torch.float32:
+                raise ValueError(f"{differs.dtype} {tuple(differs.shape)} and {values.dtype} for {self._handle.name}")
+            if values.shape != (int(differs.sum()),):
+                raise ValueError(f"{tuple(values.shape)} values for {int(differs.sum())} elements")
+
+    def check_places(self) -> None:
+        """Raises ValueError where a module has another parameter in its place."""
+        if any(module._parameters.get(name) is not self._param for module, name in self._places):
+            raise ValueError(
+                f"{self._handle.name} was replaced by another parameter within GatheredParameters, which the engine "
+                "does not have; change values in place (param.copy_), or replace it before the engine is built"
+            )
+
+    def give_back(self) -> None:
+        """The parameter is a view of its chunk again, and where it was."""
+        for module, name in self._places:
+            module._parameters[name] = self._param
+        become_chunked(self._param, self._view, self._handle)
+
+    def apply(self, change: _Change) -> None:
+        """Puts changed elements into the float32 value."""
+        differs, values = change
+        with _C.HostAllocations():
+            whole = self._session.states.value(self._param)
+            whole[differs] = values
+        self._session.states.set_value(self._param, whole)
+
+
+def _of_rank(
+    session: Session, gathered: list[_Gathered], changes: list[_Change | None], rank: int
+) -> list[_Change | None]:
+    if len(session.ranks.members) == 1:
+        return changes
+    message = io.BytesIO()
+    if session.ranks.context.rank == rank:
+        torch.save(changes, message)
+    with session.guard("GatheredParameters"):
+        received = session.ranks.control.exchange(message.getvalue(), "changed parameters")
+    with reading("changed parameters"):
+        changes = torch.load(io.BytesIO(received[session.ranks.members.index(rank)]), weights_only=True)
+        for item, change in zip(gathered, changes, strict=True):
+            item.check(change)
+    return changes

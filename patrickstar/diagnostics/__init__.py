@@ -1,0 +1,1 @@
+"""What ``python -m patrickstar.env`` finds out."""

@@ -1,0 +1,134 @@
+"""Builds what one engine consists of below Python: budgets, the layout, the core, and the allocator's mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import weakref
+
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import Config
+from patrickstar.machine.allocator import ExpandableSegments
+from patrickstar.machine.budgets import Budgets, check_host_bytes
+from patrickstar.machine.runtime_options import make_runtime_options
+from patrickstar.module.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
+from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.planning.step_plan import Plan, plan_of
+from patrickstar.ranks.distributed import RankGroups
+
+logger = logging.getLogger("patrickstar")
+
+_open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Core:
+    """What a session drives."""
+
+    layout: _C.Layout
+    runtime: _C.Runtime
+    segments: ExpandableSegments
+    """To be closed after the runtime."""
+
+
+def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: RankGroups, budgets: Budgets) -> Core:
+    """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
+    other rank.
+
+    Raises:
+        MemoryBudgetError: the model cannot fit the budgets.
+    """
+    global _open_runtime
+    here = ranks.context
+    size = _choose_chunk_size(module, params, config, budgets)
+    layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
+    check_host_bytes(layout, budgets)
+    segments = ExpandableSegments(here.device, budgets.device_bytes)
+    local = (here.local_rank, here.local_world_size)
+    try:
+        options = make_runtime_options(config, here.device, budgets, segments.rounding_bytes, local)
+        options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
+        collectives = _C.Collectives(ranks.gather, ranks.scatter, ranks.control)
+        names = [spec.name for spec in params.chunked]
+        runtime = _C.Runtime(layout, names, _owned_params(module, params), options, collectives)
+    except BaseException:
+        segments.close()
+        raise
+    _open_runtime = weakref.ref(runtime)
+    return Core(layout=layout, runtime=runtime, segments=segments)
+
+
+def check_no_open_engine() -> None:
+    """Raises StateError when another engine is open in this process."""
+
+    def is_open() -> bool:
+        runtime = _open_runtime() if _open_runtime is not None else None
+        return runtime is not None and not runtime.closed
+
+    if is_open():
+        gc.collect()  # engine, module and hooks refer to each other in circles
+    if is_open():
+        raise _C.StateError(
+            "another engine is open in this process; close it first: engine.close(), or, where no name of it is left "
+            "(a notebook's cell raised, say), patrickstar.close_open_engine()"
+        )
+
+
+def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, budgets: Budgets) -> ChunkSize:
+    default_numel = config.default_chunk_size
+    size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
+    if size.numel != default_numel:
+        logger.info(
+            "chunk size: %d elements instead of %d, for a device budget of %d bytes",
+            size.numel,
+            default_numel,
+            budgets.device_bytes,
+        )
+    return size
+
+
+def load_plan(config: Config, ranks: RankGroups) -> Plan | None:
+    """The plan that the configuration names, the same on all ranks, or None.
+
+    Raises:
+        ValueError: it cannot be read.
+        DisagreementError: ranks have different ones.
+    """
+    plan = None
+    try:
+        if config.plan is not None:
+            plan = Plan.load(config.plan)
+    except OSError as error:
+        raise ValueError(f"plan is {config.plan!r}, which cannot be read: {error}") from error
+    ranks.check_agreement("the plan to begin with", "none" if plan is None else plan.digest)
+    return plan
+
+
+def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
+    """The plan of the next step.
+
+    Raises:
+        StateError: no step was made yet.
+    """
+    timeline = runtime.timeline()
+    if not timeline:
+        raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
+    on_device = [runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(layout.num_chunks)]
+    times, predicted = runtime.step_times(), runtime.predicted_step()
+    return plan_of(
+        layout,
+        timeline,
+        on_device,
+        runtime.plan_problem(),
+        runtime.plan(),
+        StepTimes.of_core(times) if times is not None else None,
+        Prediction(**predicted) if predicted is not None else None,
+    )
+
+
+def _owned_params(module: nn.Module, params: ParamPlan) -> list[list[int]]:
+    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
+    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]

@@ -1,0 +1,360 @@
+"""The engine: a thin ``nn.Module`` around the user's module."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
+from patrickstar.engine.engine_export import export_session
+from patrickstar.engine.engine_state import Scheduler, load_session, save_session
+from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.session import Session
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
+from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
+from patrickstar.planning.step_plan import Plan
+
+_T = TypeVar("_T")
+
+
+class Engine(nn.Module):
+    """Trains the user's module, which stays available as ``module``.
+
+    The module is converted in place: same class, same ``Parameter`` objects, true shapes. Its parameters have the
+    compute dtype; float32 values are what :meth:`state_dict` gives. ``close`` (or leaving a ``with`` block) turns it
+    into an ordinary module again.
+    """
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.module = session.module
+        self._session = session
+        self._call = knowing_caller(self._call_module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self._session.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; the same as calling :attr:`module`.
+
+        Tensors in tuples, lists and dicts are moved to the engine's device, floating point ones cast to the compute
+        dtype.
+        """
+        return self._call(*args, **kwargs)
+
+    def _call_module(self, caller: Any, *args: Any, **kwargs: Any) -> Any:
+        self._session.check_open()
+        if caller is not None:
+            self._session.compiled.note_caller(caller)
+        return self.module(*args, **kwargs)
+
+    def run_forward(self, call: Callable[[], _T]) -> _T:
+        """Runs ``call`` as one forward of the module and returns what it returns: for a step that is more than one call
+        of the module, such as a LightningModule's ``training_step``.
+
+        It may run twice: once more with an emptier device where memory ran out. Calls of the module within it are part
+        of this forward; inputs are taken as they are.
+        """
+        return self._session.forward(call)
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str | Callable[..., Any] | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """Compiles the module with ``torch.compile``, from the next forward on: block by block, where it repeats blocks
+        (docs/guides/compile.md). The module keeps its class, and is an ordinary one again after :meth:`close`.
+
+        Args:
+            backend: of ``torch.compile``.
+            compile_kwargs: other options of ``torch.compile``, which may be given as keywords as well.
+            schedule: DeepSpeed's passes over graphs, which do not exist here: None.
+            compiled_autograd_enabled: False.
+
+        Raises:
+            ValueError: CUDA graphs are asked for, a schedule, or compiled autograd.
+            StateError: within a forward.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError(
+                "compile(schedule=..., compiled_autograd_enabled=True) is not supported; leave them out: transfers are "
+                "planned from the first step, and compiled modules have a compiled backward"
+            )
+        options = {**(compile_kwargs or {}), **options}
+        compiler = make_compiler(options if backend is None else {"backend": backend, **options})
+        if compiler is not None:
+            self._session.compile(self.module, compiler)
+
+    def compile_parts(self, compiler: Compiler) -> None:
+        """The same for a module that is not called itself, but uses those it holds: each of them is compiled."""
+        for child in self.module.children():
+            self._session.compile(child, compiler)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module, or a part of it, is compiled."""
+        return self._session.compiled.is_compiled
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of ``loss`` (scaled if loss scaling is on). Several calls before ``optimizer.step()`` accumulate
+        gradients, in float32.
+
+        Args:
+            loss: a tensor of one element, from this engine's forward.
+            **kwargs: passed to ``Tensor.backward``, for example ``retain_graph=True``.
+
+        Raises:
+            ValueError: the loss is not a tensor of one element.
+            StateError: no forward came before, or the loss does not require grad.
+            MemoryBudgetError: in the first step, the device budget is too small; the message gives the least that
+                works.
+        """
+        self._session.backward(loss, **kwargs)
+
+    def grad_norm(self) -> float:
+        """Global L2 norm, over all ranks, of the gradients since the last step, before clipping; NaN when one is not
+        finite. Every rank calls it; the step uses it again, so it costs nothing twice.
+
+        Raises:
+            StateError: there are no gradients.
+        """
+        return self._session.grad_norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` of all parameters, between the last backward and ``optimizer.step()``:
+        that step clips to ``max_norm`` instead of the configuration's ``gradient_clipping`` (0: it does not clip).
+        Returns :meth:`grad_norm`, on the CPU.
+
+        Raises:
+            StateError: there are no gradients, or updates are committed in backward, before the norm is known.
+        """
+        norm = self._session.grad_norm()
+        self._session.gradients.clip(max_norm)
+        with _C.HostAllocations():
+            return torch.tensor(norm)
+
+    def full_value(self, param: nn.Parameter) -> torch.Tensor:
+        """The value of one of the module's parameters, whole and of the dtype that the user's module has, as a new
+        tensor on the CPU. With several ranks every rank calls it, in the same order.
+        """
+        self._session.check_open()
+        return self._session.states.user_value(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients since the last step."""
+        self._session.zero_grad()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under their original names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's buffers under their original names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, torch.Tensor]:  # type: ignore[override]
+        """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
+
+        Frozen parameters give their compute value. Tied parameters share one tensor.
+        """
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        with self._session.guard("state_dict"), torch.no_grad():
+            self._session.ranks.meet()
+            result = self.module.state_dict(prefix=prefix, keep_vars=True)
+            for key, value in result.items():
+                param = params.get(key.removeprefix(prefix))
+                if isinstance(param, ChunkedParameter):
+                    if param not in values:
+                        values[param] = self._session.observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+                    result[key] = values[param]
+                elif isinstance(value, torch.Tensor):
+                    result[key] = value.detach() if not keep_vars else value
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads values under the module's original names, of any float dtype and device.
+
+        Raises:
+            ValueError: ``assign=True``, which would replace the parameters.
+            RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
+            )
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        lr_scheduler: Scheduler | None = None,
+    ) -> Path:
+        """Saves the run between two steps (docs/checkpoints.md): parameters, moments, step counts, buffers, the groups'
+        options, loss scaler, random number generators. Returns the checkpoint's folder, ``directory/tag``.
+
+        Args:
+            directory: made if there is none. A file ``latest`` in it will name the checkpoint.
+            tag: ``global_step<n>`` for None. A checkpoint of the same tag stays until the new one is complete.
+            client_state: anything of the user's that is made of numbers, strings, bools, None, lists, tuples, dicts.
+            lr_scheduler: its state is kept too.
+
+        Raises:
+            CheckpointError: it was not saved; what was saved before is as it was.
+            StateError: there are gradients that no step has used.
+        """
+        self._session.check_open()
+        with deferred_signals() as signals, self._session.guard("save_checkpoint"), signals.allowed():
+            return save_session(self._session, directory, tag, client_state, lr_scheduler)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        lr_scheduler: Scheduler | None = None,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Goes on from a checkpoint of the same model, whatever the budgets were; returns its folder and the
+        ``client_state``. Random number generators are restored when as many ranks load as saved.
+
+        Args:
+            directory: as given to :meth:`save_checkpoint`.
+            tag: the latest for None (``patrickstar.checkpoint.latest_tag`` says whether there is one).
+            lr_scheduler: gets the state of the one that was saved.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model (then nothing is changed), or it is damaged.
+            StateError: there are gradients that no step has used.
+        """
+        self._session.train_unfrozen()
+        with deferred_signals() as signals, self._session.guard("load_checkpoint"), signals.allowed():
+            return load_session(self._session, directory, tag, lr_scheduler)
+
+    def export_weights(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = torch.float32,
+        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    ) -> Path:
+        """Writes parameters and persistent buffers as Hugging Face's sharded safetensors, with the names of the
+        module's ``state_dict`` and tied weights once; with ``config.json`` for a Hugging Face model, whose
+        ``from_pretrained`` then reads the folder. No copy of the model is made: one parameter at a time.
+
+        Args:
+            directory: the folder to make.
+            dtype: of floating point parameters; None: that in which each is held (float32 for trained ones).
+            max_file_bytes: bytes per file.
+
+        Raises:
+            CheckpointError: the folder exists and is not empty, or cannot be written.
+        """
+        self._session.check_open()
+        with self._session.guard("export_weights"):
+            self._session.ranks.meet()
+            return export_session(self._session, directory, dtype, max_file_bytes)
+
+    def report(self) -> dict[str, Any]:
+        """All figures of this engine in one flat dict: the only source for tests, logs and benchmarks.
+
+        Bytes moved, evictions and fetches are totals, peaks are the highest, since :meth:`reset_report`.
+        """
+        return self._session.report()
+
+    def reset_report(self) -> None:
+        """Sets counters to zero and peaks to the present."""
+        self._session.runtime.reset_report()
+
+    def plan(self) -> Plan:
+        """The plan that the next step replays: print it, save it, give it to :func:`patrickstar.plan.predict`. The
+        configuration's ``plan`` makes a new engine start with a saved one.
+
+        Raises:
+            StateError: no step was made yet.
+        """
+        return self._session.plan()
+
+    def make_monitor(self, options: MonitorOptions) -> StepMonitor:
+        """What prints a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
+
+        Raises:
+            ImportError: a package for what is asked is missing.
+            ValueError: a file of metrics that is there does not fit.
+        """
+        session, context = self._session, self._session.ranks.context
+        facts = RunFacts(
+            num_parameters=session.num_parameters,
+            num_trainable=sum(param.numel() for param in self.module.parameters() if param.requires_grad),
+            rank=context.rank,
+            num_ranks=len(session.ranks.members),
+            device=session.device,
+        )
+        return StepMonitor(options, facts, self.report, self.make_stall_sampler())
+
+    def make_stall_sampler(self) -> StallSampler:
+        """What traces a step now and then, and says for how much of it the device waited, and for what."""
+        runtime = self._session.runtime
+        return StallSampler(runtime.start_stall_trace, runtime.take_stalls)
+
+    def close(self) -> None:
+        """Turns the module back into an ordinary one and frees all chunks. May be called twice.
+
+        The module is whole again on each rank of several; :meth:`discard` ends a run without that.
+        """
+        self._session.close()
+
+    def discard(self) -> None:
+        """Frees all chunks; the module's parameters have no elements afterwards. For the end of a run whose model would
+        not fit into host memory once per rank: what is wanted of it was saved or exported before. May be called twice.
+        """
+        self._session.discard()
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the engine's is the module's: ``generate``, ``save_pretrained``, ``config`` …"""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_"):
+                raise
+            return getattr(unwrapped(module), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine has threads and memory of its own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an engine cannot be copied or pickled; copy engine.module, save engine.state_dict(), or call "
+            "engine.save_checkpoint(folder)"
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or len(self._session.ranks.members) == 1:
+            self.close()
+        else:  # what the other ranks hold of the module cannot be had any more
+            self._session.abandon(error)

@@ -1,0 +1,60 @@
+"""An engine's weights as a Hugging Face folder: which names tied weights go by, and the model's configuration."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from patrickstar.checkpoint.export import ExportOptions, export
+from patrickstar.engine.engine_state import EngineSource, RankPeers
+from patrickstar.engine.session import Session
+from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+
+
+def export_session(
+    session: Session, directory: str | os.PathLike[str], dtype: torch.dtype | None, max_file_bytes: int
+) -> Path:
+    """See ``Engine.export_weights``."""
+    session.check_whole()
+    names = _export_names(session.module)
+    options = ExportOptions(
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        rename=lambda name: names.get(name, name),
+        texts=_config_text(session.module, dtype),
+        peers=RankPeers(session),
+    )
+    return export(directory, list(EngineSource(session).values()), options)
+
+
+def _export_names(module: nn.Module) -> dict[str, str]:
+    """From a tied parameter's first name to the one that Hugging Face keeps: one that ``_tied_weights_keys`` does not
+    give to another.
+    """
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    patterns = [re.compile(pattern) for pattern in tied]
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(param, []).append(without_wrappers(name))
+    return {
+        found[0]: next((name for name in found if not any(pattern.search(name) for pattern in patterns)), found[0])
+        for found in aliases.values()
+        if len(found) > 1
+    }
+
+
+def _config_text(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
+    """``config.json`` of a Hugging Face model, as its ``save_pretrained`` writes it."""
+    config = getattr(module, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return {}
+    config = copy.deepcopy(config)
+    config.architectures = [type(unwrapped(module)).__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    return {"config.json": config.to_json_string(use_diff=True)}

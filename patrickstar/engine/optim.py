@@ -1,0 +1,210 @@
+"""The optimizer's face: a ``torch.optim.Optimizer`` whose step runs in the core.
+
+Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim.Adam``; the state dict has torch's format, so
+a run can move between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.config import Config, OptimizerType, adam_options, check_loss_scaler_state
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.compiled.dynamo import outside_of_graphs
+from patrickstar.optimizer.groups import checked_added_group
+from patrickstar.optimizer.loss_scaling import LossScaling
+from patrickstar.optimizer.managed_optimizer import managed_optimizer
+from patrickstar.optimizer.state import CheckedState, check_no_refused_option, checked_state
+
+if TYPE_CHECKING:
+    from patrickstar.engine.session import Session
+
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+class HybridAdam(torch.optim.Optimizer):
+    """Adam or AdamW over chunks, on the CPU or the GPU, wherever a chunk's states are.
+
+    Made by ``initialize_engine``. A parameter that got no gradient since the last step is left alone (its step count
+    too), as ``torch.optim`` leaves ``grad is None``.
+    """
+
+    def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
+        self._session = session
+        self._built = False
+        corrects = config.optimizer.params.bias_correction
+        self._bias_correction = _C.BiasCorrection.APPLIED if corrects else _C.BiasCorrection.NONE
+        self._mode = _C.WeightDecay.DECOUPLED if config.optimizer.type is OptimizerType.ADAMW else _C.WeightDecay.L2
+        options = config.optimizer.params
+        defaults = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+        for index, group in enumerate(groups):
+            adam_options({**defaults, **group}, f"model_parameters[{index}]")
+        super().__init__(groups, defaults)
+        self._built = True
+        session.expected_options = self._group_options
+        session.read_groups = lambda: self.param_groups
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if isinstance(param, ChunkedParameter):
+                    session.runtime.set_group(param._patrickstar.id, index)
+        session.managed.make_optimizer(self.param_groups, managed_optimizer(config.optimizer))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``: parameters of the module that are in no group so far, with
+        their ``lr``, ``betas``, ``eps`` and ``weight_decay``, or the optimizer's. They are trained from the next
+        forward on, if they require grad ([Note: unfreezing]). With several ranks all must add the same.
+
+        Raises:
+            TypeError: ``param_group`` is no dict, or its ``params`` have no order.
+            ValueError: a parameter is not one of the module's, or is in a group already; an option is unknown or
+                impossible. Nothing is changed then.
+        """
+        if self._built:
+            what = "the added parameter group"
+            param_group = checked_added_group(self._session.module, param_group, self.param_groups)
+            check_no_refused_option(param_group, what)
+            self._check_same_formula({**self.defaults, **param_group}, what)
+            adam_options({**self.defaults, **param_group}, what)
+        super().add_param_group(param_group)
+
+    @outside_of_graphs
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Updates the parameters with the gradients of the backwards since the last step, then forgets the gradients.
+
+        With loss scaling, a step whose gradients are not finite is skipped and the scale lowered; without it such a
+        step is skipped too, with a warning, since it would destroy the parameters.
+
+        Args:
+            closure: runs forward and ``model.backward`` and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._session.step(self.param_groups, self._group_options())
+        return loss
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without float16."""
+        return self._session.loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaling:
+        """The loss scaler's state, by DeepSpeed's names."""
+        return LossScaling(self._session.scaler, self._session.config.fp16)
+
+    @property
+    def loss_scale_config(self) -> LossScaling:
+        """The same, by another of its names."""
+        return self.loss_scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """The same as :attr:`loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite."""
+        return not self._session.outcome.applied
+
+    @property
+    def overflow(self) -> bool:
+        """The same, by DeepSpeed's name."""
+        return self.step_was_skipped
+
+    def _group_options(self) -> list[_C.GroupOptions]:
+        """The groups' present options, as the core takes them."""
+        return [
+            _C.GroupOptions(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                mode=self._mode,
+                bias_correction=self._bias_correction,
+            )
+            for group in self.param_groups
+        ]
+
+    @outside_of_graphs
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients since the last step."""
+        self._session.zero_grad()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Adam.state_dict``: ``step``, ``exp_avg`` and ``exp_avg_sq`` (float32, CPU) by parameter
+        index, and the groups; with float16 also ``loss_scaler``. Parameters that were never updated have no state.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        groups, index = [], 0
+        for group in self.param_groups:
+            indices = []
+            for param in group["params"]:
+                entry = self._session.states.optimizer_state(param)
+                if entry:
+                    state[index] = entry
+                indices.append(index)
+                index += 1
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": indices})
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        if self._session.scaler is not None:
+            result["loss_scaler"] = dict(self._session.scaler.state())
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` or ``torch.optim.Adam(W).state_dict`` gave for the same parameters.
+
+        Raises:
+            ValueError: the groups, states or options do not match, or are none that an engine can follow; nothing is
+                changed then.
+        """
+        entries, groups = self.checked_state(state_dict)
+        scaler = self._session.scaler
+        self._session.train_unfrozen()
+        for param, entry in entries:
+            self._session.states.set_optimizer_state(param, entry)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update(group)
+        if scaler is not None and "loss_scaler" in state_dict:
+            scaler.set_state(**state_dict["loss_scaler"])
+
+    def checked_state(self, state_dict: dict[str, Any]) -> CheckedState:
+        """What :meth:`load_state_dict` would take of ``state_dict``; nothing is changed.
+
+        Raises:
+            ValueError: it would refuse it.
+        """
+        checked = checked_state(state_dict, self.param_groups)
+        for index, group in enumerate(checked.groups):
+            self._check_same_formula(group, f"group {index} of the state dict")
+        if self._session.scaler is not None and "loss_scaler" in state_dict:
+            check_loss_scaler_state(self._session.config, state_dict["loss_scaler"])
+        return checked
+
+    def _check_same_formula(self, group: dict[str, Any], what: str) -> None:
+        decoupled = self._mode == _C.WeightDecay.DECOUPLED
+        if group.get("decoupled_weight_decay") and not decoupled and group["weight_decay"] > 0:
+            raise ValueError(
+                f"{what} is AdamW's, with decoupled weight decay, and the engine's optimizer is Adam; set "
+                'optimizer.type to "AdamW"'
+            )
+        corrects = self._bias_correction == _C.BiasCorrection.APPLIED
+        if bool(group.get("bias_correction", corrects)) != corrects:
+            raise ValueError(
+                f"{what} has bias_correction={group['bias_correction']!r}, the engine's optimizer {corrects}; set "
+                "optimizer.params.bias_correction to the former"
+            )

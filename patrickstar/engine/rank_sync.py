@@ -1,0 +1,190 @@
+"""What ranks must have in common beside chunks: the configuration, random numbers, budgets, buffers, and the gradients
+of parameters that stay with PyTorch. With one rank nothing happens here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from patrickstar.config import Config
+from patrickstar.machine.budgets import Budgets
+from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
+from patrickstar.module.observed_buffers import buffer_places
+from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.messages import reading
+
+_BUFFER_HEAD = struct.Struct("<QQ")  # its index, its bytes
+
+
+@contextlib.contextmanager
+def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
+    """PyTorch's CPU and CUDA generators stand where rank 0's do, and go on from where they stood afterwards.
+
+    So a model gets the same random initial values on every rank, and for any number of ranks.
+    """
+    if len(ranks.members) == 1:
+        yield
+        return
+    with ranks.guard("opening the engine"):
+        seeds = ranks.control.exchange(str(torch.initial_seed()).encode(), "the seed")
+        states = ranks.control.exchange(_bytes(torch.get_rng_state()), "random numbers")
+    devices = [ranks.context.device] if ranks.context.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        with reading("the random number generator"):
+            seed = int(seeds[0])
+            torch.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+        for device in devices:
+            torch.cuda.manual_seed(seed)
+            torch.cuda.set_device(device)
+        yield
+
+
+class Turn:
+    """A rank's turn to build its model, and to move it into chunks; see :func:`take_turns`."""
+
+    def __init__(self, ranks: RankGroups, num_before: int, num_after: int):
+        self._ranks = ranks
+        self._num_after = num_after
+        self._wait(num_before)
+
+    def end(self) -> None:
+        """The next rank may begin. Returns when all have had their turns, unless this one had ended already."""
+        num_after, self._num_after = self._num_after, 0
+        self._wait(num_after)
+
+    def _wait(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            with self._ranks.guard("waiting while another rank builds its model"):
+                self._ranks.control.exchange(b"", "the next turn")
+
+
+@contextlib.contextmanager
+def take_turns(ranks: RankGroups, config: Config) -> Iterator[Turn]:
+    """Within it this rank builds its model, while no other rank of its machine does; it ends the turn at the latest.
+
+    So of a model built in host memory, whole as it is, one at a time exists on a machine beside the shards that ranks
+    have taken already: together they never take more than 8 bytes per parameter, of the 14 of training. The first rank
+    comes last, since its values are everybody's (:mod:`patrickstar.module.first_rank_values`): it has its whole model
+    while it compares. With ``release_after_init`` all ranks build at once. One turn may take up to
+    ``rank_timeout_seconds``.
+    """
+    here = ranks.context
+    if len(ranks.members) == 1 or config.release_after_init:
+        yield Turn(ranks, 0, 0)
+        return
+    with ranks.guard("opening the engine"):
+        sizes = ranks.control.exchange(str(here.local_world_size).encode(), "ranks per machine")
+    with reading("the number of ranks per machine"):
+        most = max(map(int, sizes))
+        if not here.local_world_size <= most <= ranks.context.world_size:
+            raise ValueError(f"{most} of {ranks.context.world_size}")
+    index = most - 1 - min(here.local_rank, most - 1)
+    turn = Turn(ranks, index, most - index)
+    yield turn
+    turn.end()
+
+
+def check_same_config(ranks: RankGroups, config: Config) -> None:
+    """Every rank has the same configuration.
+
+    Raises:
+        DisagreementError: they have not; on every rank, and it says which rank has what.
+    """
+    shared = config.model_copy(update={"profile": None, "plan": None})
+    ranks.check_agreement("the configuration", repr(shared))
+
+
+def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
+    """Which ranks have a ``failure``, and what; empty when none has. All ranks must ask."""
+    mine = "" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
+    if len(ranks.members) == 1:
+        return mine
+    said = [message.decode(errors="replace") for message in ranks.control.exchange(mine.encode(), "who has failed")]
+    return "; ".join(f"rank {member}: {text}" for member, text in zip(ranks.members, said, strict=True) if text)
+
+
+def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
+    """The least of all ranks': decisions that follow from them are the same everywhere."""
+    if len(ranks.members) == 1:
+        return budgets
+    messages = ranks.control.exchange(f"{budgets.device_bytes} {budgets.host_bytes}".encode(), "budgets")
+    with reading("budgets"):
+        devices, hosts = zip(*(map(int, message.split()) for message in messages), strict=True)
+        if min(*devices, *hosts) < 0:
+            raise ValueError(f"{messages}")
+    return Budgets(device_bytes=min(devices), host_bytes=min(hosts))
+
+
+def combine_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter], divisor: float) -> None:
+    """Each parameter's gradient becomes the ranks' sum over ``divisor``: with their number the mean, as in DDP. Where a
+    rank has none, zeros count.
+
+    The sum is made in float32 in the order of ranks, so its bits are the same on all of them.
+    """
+    if len(ranks.members) == 1 or not params:
+        return
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+        mine = b"" if param.grad is None else _bytes(param.grad.detach().float().cpu().contiguous())
+        messages = [message for message in ranks.control.exchange(mine, "gradients that stay with PyTorch") if message]
+        if not messages:
+            continue
+        total = np.zeros(param.numel(), dtype=np.float32)
+        for message in messages:
+            with reading("gradients that stay with PyTorch"):
+                total += np.frombuffer(message, dtype=np.float32).reshape(total.shape)
+        combined = torch.from_numpy(total / np.float32(divisor)).view(param.shape)
+        param.grad = combined.to(device=param.device, dtype=param.dtype)
+
+
+class BufferSync:
+    """Buffers that a forward changes (running statistics) are rank 0's before each training forward, as in DDP."""
+
+    def __init__(self, ranks: RankGroups, module: nn.Module):
+        self._ranks = ranks
+        self._places = buffer_places(module) if len(ranks.members) > 1 else []
+        self._observed = [place.observe() for place in self._places]
+
+    def run(self) -> None:
+        """To be called by all ranks, before a training forward."""
+        if not self._places:
+            return
+        message = io.BytesIO()
+        if self._ranks.context.rank == self._ranks.members[0]:
+            for index, observed in enumerate(self._observed):
+                if observed is not None and observed.has_changed():
+                    values = bytes_of_tensor(observed.tensor)
+                    message.write(_BUFFER_HEAD.pack(index, len(values)))
+                    message.write(values)
+        received = self._ranks.control.exchange(message.getvalue(), "buffers")[0]
+        with reading("buffers"):
+            values = self._unpacked(received)
+        for index, value in values.items():
+            copy_bytes(self._observed[index].tensor, value)
+        self._observed = [place.observe() for place in self._places]
+
+    def _unpacked(self, message: bytes) -> dict[int, bytes]:
+        """Values by the index of their buffer."""
+        values: dict[int, bytes] = {}
+        at = 0
+        while at < len(message):
+            index, num_bytes = _BUFFER_HEAD.unpack_from(message, at)
+            at += _BUFFER_HEAD.size
+            values[index] = message[at : at + num_bytes]
+            at += num_bytes
+            if not num_bytes == len(values[index]) == self._observed[index].tensor.nbytes:
+                raise ValueError(f"{num_bytes} bytes of buffer {index}")
+        return values
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,538 @@
+"""One engine's live state: the core, the hooks on the user's module, the loss scaler, and the order of a step.
+
+The engine and the optimizer are thin faces of it. It ends with ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from patrickstar import _C
+from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.engine.core_setup import build_core, check_no_open_engine, current_plan
+from patrickstar.engine.error_texts import explain_failed_backward, first_sentence
+from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
+from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.open_session import note_open_session
+from patrickstar.engine.rank_sync import BufferSync
+from patrickstar.engine.step_gradients import StepGradients
+from patrickstar.engine.trained_params import TrainedParams
+from patrickstar.machine.budgets import Budgets
+from patrickstar.module.adoption import AdoptedParams, MovedRest
+from patrickstar.module.compiled.dynamo import Compiler, check_no_compiled_autograd, outside_of_graphs
+from patrickstar.module.compiled.units import CompiledUnits, check_compiled
+from patrickstar.module.converted_module import ConvertedModule
+from patrickstar.module.first_rank_values import share_rest
+from patrickstar.module.hooks import ModuleHooks
+from patrickstar.module.managed import ManagedParams
+from patrickstar.module.materialize import DeferredInit
+from patrickstar.module.observer import Observer
+from patrickstar.module.param_states import ParamStates
+from patrickstar.module.preprocess import plan_params
+from patrickstar.planning.step_plan import Plan
+from patrickstar.profiling import make_profiler
+from patrickstar.ranks.distributed import RankGroups
+
+logger = logging.getLogger("patrickstar")
+
+
+class Stage(enum.Enum):
+    """Where in a step the session is."""
+
+    IDLE = "before the first forward of a step"
+    FORWARDED = "after a forward, before its backward"
+    BACKWARDED = "after a backward, before the step"
+
+
+@dataclasses.dataclass
+class StepOutcome:
+    """What the last step did."""
+
+    grad_norm: float = 0.0
+    """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
+    applied: bool = True
+    """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
+
+
+class _Teardown:
+    """What closing undoes, the last first, each also when another one fails."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], object]] = []
+
+    def callback(self, undo: Callable[[], object]) -> None:
+        """One more part."""
+        self._parts.append(undo)
+
+    def close(self) -> None:
+        """Does all of it. Raises the first failure; those after it, which may come of it, are logged."""
+        first: BaseException | None = None
+        while self._parts:
+            try:
+                self._parts.pop()()
+            except BaseException as error:
+                if first is not None:
+                    logger.warning("closing the engine failed further: %s: %s", type(error).__name__, error)
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class Session:
+    """See the module's docstring.
+
+    Args:
+        module: the user's.
+        config: checked.
+        ranks: those that train together.
+        budgets: of memory.
+        in_groups: the parameters that the optimizer has at first; gradients of others are dropped, and their values
+            stay.
+        deferred: how to make the values of a model on the meta device.
+
+    Raises:
+        MemoryBudgetError: the model cannot fit the budgets.
+        StateError: another engine is open in this process.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        ranks: RankGroups,
+        budgets: Budgets,
+        in_groups: Collection[nn.Parameter],
+    ):
+        """Nothing of ``module`` is changed yet: :meth:`adopt` and :meth:`complete` follow. Whatever fails from here on,
+        :meth:`abandon` makes the module an ordinary one again.
+        """
+        check_no_open_engine()
+        check_compiled(module)
+        self.module = module
+        self.config = config
+        self.ranks = ranks
+        self.device = ranks.context.device
+        self.scaler = make_loss_scaler(config)
+        self.outcome = StepOutcome()
+        self.stage = Stage.IDLE
+        self.closed = False
+        self.loaded_in_part: str | None = None
+        """The checkpoint whose loading ended half way, until one is loaded to its end."""
+        self.expected_options: Callable[[], list[_C.GroupOptions]] = list
+        """The options that the next step is expected to use (none: not known)."""
+        self.read_groups: Callable[[], list[dict[str, Any]]] = list
+        """Gives the optimizer's groups; a host may put another list in their place."""
+        self.num_steps = 0
+        """Optimizer steps so far, skipped ones too."""
+        self.plan_of_params = plan_params(
+            module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
+        )
+        self.num_parameters = sum(p.numel() for p in module.parameters())
+        core = build_core(module, self.plan_of_params, config, ranks, budgets)
+        self._teardown = _Teardown()
+        self._teardown.callback(core.segments.close)
+        self._teardown.callback(core.runtime.close)
+        self.layout, self.runtime = core.layout, core.runtime
+        self.observer = Observer(self.runtime)
+        self._params: AdoptedParams | None = None
+        self._is_inside = False  # a forward or a backward
+        self._replayed_with_others = False  # in the forward that failed
+        self._num_pressure_evictions = 0
+        note_open_session(self)
+
+    def check_plan(self, saved: Plan | None) -> None:
+        """Raises ValueError when the plan to begin with is for other chunks."""
+        if saved is not None:
+            saved.check_layout(self.layout, str(self.config.plan))
+
+    def adopt(self, deferred: DeferredInit | None) -> AdoptedParams:
+        """The module's parameters, to be moved into chunks."""
+        self._params = AdoptedParams(
+            self.plan_of_params, self.layout, self.runtime, self.observer, self.device, deferred
+        )
+        self._teardown.callback(self._params.release)
+        return self._params
+
+    def complete(self, saved_plan: Plan | None) -> None:
+        """When all parameters are in chunks: from now on the module is used in place.
+
+        Args:
+            saved_plan: the one to begin with, the same on all ranks; None: none.
+        """
+        module, plan = self.module, self.plan_of_params
+        rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
+        self._teardown.callback(rest.restore)
+        share_rest(self.ranks, module, plan)
+        self._forwards = RepeatableForwards(module, self.device)
+        self._buffer_sync = BufferSync(self.ranks, module)
+        self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
+        self._teardown.callback(self.managed.remove)
+        self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
+        self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
+        self._hooks = ModuleHooks(module, self.observer)
+        self._teardown.callback(self._hooks.remove)
+        self.compiled = CompiledUnits(module, self._hooks, self.observer)
+        self._teardown.callback(self.compiled.restore)
+        self._converted = ConvertedModule(
+            module,
+            call=self.call,
+            note_caller=self.compiled.note_caller,
+            zero_grad=self.zero_grad,
+            compile=self.compile,
+            read_value=self.states.user_value,
+        )
+        self._teardown.callback(self._converted.restore)
+        self._trained = TrainedParams(
+            plan, self.layout, self.runtime, self.managed, self.ranks, lambda: self.param_groups
+        )
+        self._teardown.callback(self._trained.remove)
+        self._trained.attach()
+        self._profiler = make_profiler(
+            self.runtime, self.config.profile, self.ranks.context.rank, len(self.ranks.members)
+        )
+        if self._profiler is not None:
+            self._teardown.callback(self._profiler.close)
+        if saved_plan is not None:
+            times = saved_plan.times
+            self.runtime.adopt_timeline(saved_plan.timeline, times.as_core() if times is not None else None)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, as they are now."""
+        return self.read_groups()
+
+    def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call in which all ranks take part (:meth:`patrickstar.ranks.distributed.RankGroups.guard`)."""
+        return self.ranks.guard(f"{call} of step {self.num_steps + 1}")
+
+    # Forward and backward.
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call ``run`` of a module that holds all parameters: a forward, but within one ([Note: calls in place]).
+
+        Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype.
+        """
+        if self._is_inside:
+            return run(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
+        return self.forward(lambda: run(*args, **kwargs))
+
+    def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.config.compute_dtype
+        cast = tensor.is_floating_point() and tensor.dtype != dtype and dtype != torch.float32
+        return tensor.to(self.device, dtype if cast else tensor.dtype, non_blocking=True)
+
+    def compile(self, module: nn.Module, compiler: Compiler) -> None:
+        """Compiles ``module``, of those inside, from its next call on."""
+        self.check_open()
+        if self._is_inside:
+            raise _C.StateError("compile() was called within a forward or a backward; call it between them")
+        self.compiled.compile(module, compiler)
+
+    @outside_of_graphs
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
+
+        Not on several ranks that replay their plan: the others would not gather once more what this one needs.
+        """
+        self.check_whole()
+        training = self._is_training()
+        kind = "forward" if training else "evaluation forward"
+        with deferred_signals() as signals:
+            if training:
+                self._trained.follow(lambda: self.guard(kind))
+            with self.guard(kind):
+                if training:
+                    self._buffer_sync.run()
+                attempt = self._forwards.begin()
+                result = self._repeat(call, signals, attempt)
+                self._forwards.end(attempt)
+                return result
+
+    def train_unfrozen(self) -> None:
+        """Trains parameters that require grad and are in a group by now, which the next training forward would do
+        ([Note: unfreezing]). With several ranks all must call it.
+
+        Raises:
+            MemoryBudgetError: there is no room for their states; nothing is changed then.
+            DisagreementError: ranks came to different ones; nothing is changed then.
+        """
+        self.check_open()
+        with deferred_signals():
+            self._trained.follow(lambda: self.guard("unfreezing"))
+
+    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, attempt: ForwardAttempt) -> Any:
+        for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
+            try:
+                return self._forward(call, signals, _C.Attempt.REPEATABLE)
+            except torch.OutOfMemoryError as error:
+                if not attempt.can_repeat() or self._replayed_with_others:
+                    raise
+                # The error itself is let go of: its traceback keeps the activations alive.
+                logger.warning(
+                    "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
+                )
+            attempt.rewind()
+            self.runtime.vacate_device(what)
+        return self._forward(call, signals, _C.Attempt.LAST)
+
+    def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:
+        training = self._is_training()
+        self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED, attempt)
+        self._is_inside = True
+        try:
+            with signals.allowed():
+                result = call()
+            self.runtime.end_forward()
+        except BaseException:
+            self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
+            self.observer.uses.forget_scopes()
+            self.runtime.abort_forward()
+            raise
+        finally:
+            self._is_inside = False
+        if training:
+            self.stage = Stage.FORWARDED
+        return result
+
+    def _is_training(self) -> bool:
+        # Not by the module's mode: a model from from_pretrained is in evaluation mode, and may be trained so.
+        return torch.is_grad_enabled()
+
+    @outside_of_graphs
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Scales ``loss`` and runs its backward; gradients end up in chunks."""
+        self.check_whole()
+        self._check_loss(loss)
+        check_no_compiled_autograd()
+        scale = self.loss_scale
+        with deferred_signals() as signals, self.guard("backward"):
+            if self._profiler is not None:
+                self._profiler.begin_backward()
+            self.gradients.forget()
+            self._trained.drop_left_gradients()
+            self.managed.keep_gradients()
+            self.runtime.begin_backward(self.expected_options(), self.gradients.chunk_factor / scale)
+            self._is_inside = True
+            try:
+                with signals.allowed():
+                    (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
+                self.runtime.end_backward()
+            except BaseException as error:
+                committed = self.runtime.num_committed
+                self.observer.uses.forget_scopes()
+                self.runtime.abort_backward()
+                self._trained.drop_left_gradients()
+                self.managed.restore_gradients()
+                explain_failed_backward(error, committed)
+                raise
+            finally:
+                self._is_inside = False
+            self.stage = Stage.BACKWARDED
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(
+                f"backward got a {type(loss).__name__}; give the loss tensor (for a Hugging Face model: output.loss)"
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; reduce it to one number, for example loss.mean()"
+            )
+        if self.stage is Stage.IDLE:
+            raise _C.StateError(
+                "backward before forward: call loss = model(inputs) first (not under torch.no_grad()), then "
+                "model.backward(loss)"
+            )
+        if not loss.requires_grad:
+            raise _C.StateError(
+                "the loss does not require grad: it was computed without the model, under torch.no_grad(), or all "
+                "parameters are frozen"
+            )
+
+    # The step.
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied by; 1 without float16."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients since the last step, before clipping; NaN when one is not finite.
+
+        Raises:
+            StateError: there are none.
+        """
+        self.check_open()
+        if not self.runtime.gradients_pending():
+            raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
+        with deferred_signals(), self.guard("the norm of all gradients"):
+            return self.gradients.norm(self.loss_scale)
+
+    def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+        """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
+        that comes meanwhile is delivered when the step is over.
+        """
+        self.check_whole()
+        with deferred_signals(), self.guard("step"):
+            self._step(param_groups, options)
+
+    def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+        if not self.runtime.gradients_pending():
+            return
+        scale = self.loss_scale
+        norm = self.gradients.norm(scale)
+        finite = math.isfinite(norm)
+        committed = self.config.optimizer.speculation is Speculation.COMMIT
+        self.outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
+        if committed and not finite:
+            logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
+        if self.outcome.applied:
+            clip = self.gradients.clip_factor(scale)
+            self.managed.step(param_groups, clip / scale)
+            self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale)
+        else:
+            self.runtime.skip_step()
+            if self.scaler is None:
+                logger.warning("the gradients are not finite: this step is skipped, nothing was updated")
+            elif self.scaler.is_at_minimum:
+                logger.warning("gradients overflow at the least loss scale, %g: this step is skipped", scale)
+        if self.scaler is not None:
+            self.scaler.update(overflow=not finite)
+        self.num_steps += 1
+        self.gradients.end_step()
+        self.managed.zero_grad()
+        if self._hooks.is_learning:
+            self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
+        self.stage = Stage.IDLE
+        self._log_pressure()
+        if self._profiler is not None:
+            self._profiler.end_step()
+
+    def _log_pressure(self) -> None:
+        count = self.runtime.num_pressure_evictions
+        if count > self._num_pressure_evictions:
+            logger.info(
+                "device memory ran short for activations: %d arrays of chunks made room; the next step is planned anew",
+                count - self._num_pressure_evictions,
+            )
+        self._num_pressure_evictions = count
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        self.check_open()
+        with deferred_signals():
+            self._trained.drop_left_gradients()
+            self.runtime.clear_gradients()
+            self.gradients.end_step()
+            self.managed.zero_grad()
+            if self.stage is Stage.BACKWARDED:
+                self.stage = Stage.IDLE
+
+    def report(self) -> dict[str, Any]:
+        """All figures of this engine in one flat dict."""
+        self.check_open()
+        return {
+            "num_parameters": self.num_parameters,
+            **self.runtime.report(),
+            "loss_scale": self.loss_scale,
+            "grad_norm": self.outcome.grad_norm,
+            "isa": _C.optim.isa(),
+        }
+
+    def plan(self) -> Plan:
+        """The plan of the next step."""
+        self.check_open()
+        return current_plan(self.runtime, self.layout)
+
+    def close(self) -> None:
+        """Turns the module back into an ordinary one (original dtypes and devices) and frees all chunks. Idempotent.
+
+        All of it is done also where a part fails; what failed first is raised at the end.
+        """
+        if self.closed:
+            return
+        self._check_process()
+        with deferred_signals():
+            try:
+                with self.guard("close"):
+                    self.ranks.meet()
+            except BaseException as error:
+                self.abandon(error)  # the others do not come
+                raise
+            self.closed = True
+            try:
+                with self.guard("close"):
+                    self._teardown.close()
+            except BaseException as error:
+                self.ranks.leave(error)
+                raise
+            self.ranks.close()
+
+    def discard(self) -> None:
+        """Frees all chunks without giving the module its values back. Idempotent."""
+        if self.closed:
+            return
+        self._check_process()
+        if self._params is not None:
+            self._params.discard()
+        self.close()
+
+    def revert(self) -> None:
+        """As :meth:`close`, of an engine that was never used: what was on the meta device is there again."""
+        if self._params is not None and not self.closed:
+            with self.guard("close"):
+                self._params.undo()
+        self.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Closes what is there because of ``error``, which goes on: the module is an ordinary one again, with its
+        values where this is the only rank. Of several the others are told of ``error`` and not waited for, and
+        parameters that were moved into chunks are left without elements. Idempotent. Nothing in a fork of the process.
+        """
+        if self.closed or self.ranks.is_fork:
+            return
+        self.closed = True
+        with deferred_signals():
+            self.ranks.fail(error)
+            try:
+                if self._params is not None:
+                    self._params.discard() if len(self.ranks.members) > 1 else self._params.release()
+                self._teardown.close()
+            except Exception as other:
+                logger.warning("closing the engine after %s failed as well: %s", type(error).__name__, other)
+            self.ranks.leave(error)
+
+    def check_open(self) -> None:
+        """Raises StateError when it is closed, or in a fork of the process that opened it."""
+        if self.runtime.closed or self.closed:
+            raise _C.StateError(
+                "this engine is closed; its module is an ordinary one again, build a new engine to train on"
+            )
+
+    def _check_process(self) -> None:
+        _ = self.runtime.closed  # raises in a fork
+
+    def check_whole(self) -> None:
+        """Raises StateError when it is closed, or when its values are some of a checkpoint's and some its own."""
+        self.check_open()
+        if self.loaded_in_part is not None:
+            raise _C.StateError(
+                f"load_checkpoint left a mixed state: {self.loaded_in_part} was loaded in part; load a checkpoint to "
+                "its end before going on"
+            )
+
+
+def _is_no_plain_container(value: Any) -> bool:
+    """Other containers (caches, a model's outputs) pass as the objects they are."""
+    return not isinstance(value, (tuple, list, dict))

@@ -1,0 +1,133 @@
+"""Starts a session: ranks, budgets, the model into chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import Config
+from patrickstar.engine.core_setup import load_plan
+from patrickstar.engine.rank_sync import (
+    check_same_config,
+    common_budgets,
+    common_random_numbers,
+    failed_ranks,
+    take_turns,
+)
+from patrickstar.engine.session import Session
+from patrickstar.machine.budgets import make_budgets
+from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
+from patrickstar.module.materialize import DeferredInit
+from patrickstar.module.preprocess import build_module
+from patrickstar.optimizer.groups import ModelParameters, make_groups
+from patrickstar.ranks.distributed import RankGroups, open_ranks
+
+
+def start_session(
+    model_func: Callable[[], nn.Module], local_rank: int, config: Config, model_parameters: ModelParameters
+) -> tuple[Session, list[dict[str, Any]]]:
+    """A session for the model that ``model_func`` returns, and the optimizer's groups; the arguments and errors are
+    those of ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
+    """
+    ranks = _open_ranks(local_rank, config)
+    session: Session | None = None
+    deferred: DeferredInit | None = None
+    try:
+        with ranks.guard("opening the engine"):
+            check_same_config(ranks, config)
+            budgets = common_budgets(ranks, make_budgets(config, ranks.context.device, ranks.context.local_world_size))
+            saved_plan = load_plan(config, ranks)
+        with common_random_numbers(ranks), take_turns(ranks, config) as turn:
+            built = build_module(model_func)
+            deferred = DeferredInit.of(built.module)
+            groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
+            in_groups = {param for group in groups for param in group["params"]}
+            session = Session(built.module, config, ranks, budgets, in_groups)
+            session.check_plan(saved_plan)
+            values = FirstRankValues(ranks, session.adopt(deferred))
+            # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
+            if built.is_new and deferred is None and ranks.control.rank > 0:
+                values.take_all()
+            turn.end()
+            with ranks.guard("moving the model into chunks"):
+                check_same_model(ranks, session.plan_of_params)
+                values.share()
+        with ranks.guard("opening the engine"):
+            session.complete(saved_plan)
+    except BaseException as error:
+        if session is not None:
+            session.abandon(error)
+        else:
+            ranks.leave(error)
+        if deferred is not None:
+            deferred.undo()
+        raise
+    return session, groups
+
+
+@contextlib.contextmanager
+def opening(session: Session) -> Iterator[None]:
+    """Around what makes an engine of a new session. Where that fails on any rank, the module is an ordinary one again,
+    with its values, on all of them.
+
+    Raises:
+        RankFailure: it failed on another rank; the message says how.
+    """
+    failure: Exception | None = None
+    try:
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        with session.ranks.guard("opening the engine"):
+            failed = failed_ranks(session.ranks, failure)
+    except BaseException as error:
+        session.abandon(error)
+        raise
+    if failed:
+        session.revert()
+        raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
+
+
+def _open_ranks(local_rank: int, config: Config) -> RankGroups:
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
+    if several and local_rank == 0:  # not said: torchrun knows
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    device = _device(local_rank)
+    if several and device.type == "cuda":
+        _check_one_gpu_per_rank(config)
+    ranks = open_ranks(
+        device_type=device.type, timeout_seconds=config.rank_timeout_seconds, local_rank=local_rank if several else None
+    )
+    if len(ranks.members) == 1:
+        ranks.context = dataclasses.replace(ranks.context, device=device)
+    return ranks
+
+
+def _check_one_gpu_per_rank(config: Config) -> None:
+    if config.client.mem_tracer.use_fake_dist:
+        raise ValueError(
+            "client.mem_tracer.use_fake_dist puts the ranks of this run on one GPU, but NCCL wants a GPU for each; "
+            "leave it out, or try several ranks without a GPU (CUDA_VISIBLE_DEVICES= simulates a device for each)"
+        )
+
+
+def _device(local_rank: int) -> torch.device:
+    if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
+        raise ValueError(f"local_rank is {local_rank!r}; give the index of a GPU on this machine, 0 or more")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local_rank is {local_rank}, but this machine has {torch.cuda.device_count()} GPUs; give less"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

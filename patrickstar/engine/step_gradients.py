@@ -1,0 +1,85 @@
+"""The gradients of one step as a whole: their mean or sum over ranks, their norm, and the factor that clipping makes
+of it.
+
+A host (a Trainer, Lightning) may ask for the norm and clip between the last backward and the step, or not ask at all:
+the norm is made once, when it is first needed, and once more if gradients change after that.
+
+[Note: sums over ranks] Chunks hold the ranks' mean, which the core makes. With ``gradient_allreduce_op`` "sum" it is
+multiplied by the number of ranks in float32, wherever it is read: in the norm, the update, by ``safe_get_full_grad``.
+No gradient in 16 bits is larger for it than with "mean", so none overflows sooner. Where the number of ranks is a power
+of two the factor takes no rounding; else it takes one in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+from patrickstar import _C
+from patrickstar.config import Config, RankReduction, Speculation
+from patrickstar.engine.rank_sync import combine_over_ranks
+from patrickstar.module.managed import ManagedParams
+from patrickstar.ranks.distributed import RankGroups
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class StepGradients:
+    """Of one engine. With several ranks all must ask, in the same order."""
+
+    def __init__(self, runtime: _C.Runtime, managed: ManagedParams, ranks: RankGroups, config: Config):
+        self._runtime = runtime
+        self._managed = managed
+        self._ranks = ranks
+        self._configured_max_norm = config.gradient_clipping
+        self._max_norm: float | None = None
+        self._may_clip = config.optimizer.speculation is not Speculation.COMMIT
+        num_ranks = len(ranks.members)
+        self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else 1
+        """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
+        self._norm: float | None = None
+        self._is_combined = False
+
+    def norm(self, loss_scale: float) -> float:
+        """Global L2 norm of all gradients without the loss scale, before clipping; NaN when one is not finite."""
+        if self._norm is None:
+            if not self._is_combined:
+                divisor = len(self._ranks.members) / self.chunk_factor
+                combine_over_ranks(self._ranks, self._managed.shared, divisor)
+                self._is_combined = True
+            managed_squares = self._managed.sum_of_squares()
+            squares = self._runtime.prepare_step() * self.chunk_factor**2 + managed_squares
+            self._norm = math.sqrt(squares) / loss_scale if math.isfinite(squares) else math.nan
+        return self._norm
+
+    def clip(self, max_norm: float) -> None:
+        """The step that comes clips to ``max_norm`` instead of the configuration's ``gradient_clipping``; 0 or less: it
+        does not clip.
+
+        Raises:
+            StateError: updates are committed in backward, before the norm is known.
+        """
+        if max_norm > 0 and not self._may_clip:
+            raise _C.StateError(
+                f'gradients were to be clipped to {max_norm}, but optimizer.speculation is "commit", which updates in '
+                'backward, before their norm is known; set optimizer.speculation to "auto", or do not clip'
+            )
+        self._max_norm = max_norm
+
+    def clip_factor(self, loss_scale: float) -> float:
+        """What gradients are multiplied by: as ``torch.nn.utils.clip_grad_norm_``."""
+        max_norm = self._configured_max_norm if self._max_norm is None else self._max_norm
+        return min(1.0, max_norm / (self.norm(loss_scale) + _CLIP_EPS)) if max_norm > 0 else 1.0
+
+    def note_change(self) -> None:
+        """A chunk's gradient was rewritten: the norm is another one."""
+        self._norm = None
+
+    def forget(self) -> None:
+        """A backward begins or the step is over: what was said of its gradients is past."""
+        self._norm = None
+        self._is_combined = False
+
+    def end_step(self) -> None:
+        """After the step, or when its gradients are dropped."""
+        self.forget()
+        self._max_norm = None

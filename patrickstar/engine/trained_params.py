@@ -1,0 +1,169 @@
+"""Which parameters of an engine are trained: at first those that require grad and are in a group of the optimizer,
+later also those that come to be so.
+
+[Note: unfreezing] Nobody says when a parameter's ``requires_grad`` is set or a group is added. So before each training
+forward the parameters that were not trained so far are looked at (a flag each). Those that are to be trained get what
+the others have: optimizer states for their chunks, gradient hooks, and a step count that begins at 0. All ranks must
+come to the same, and either all of them get it or none.
+
+A parameter whose ``requires_grad`` is set to False again keeps its states. It gets no gradient then, and is left alone
+as any parameter without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from patrickstar import _C
+from patrickstar.engine.rank_sync import failed_ranks
+from patrickstar.module.chunked_parameter import drop_gradient, make_gradient_hook
+from patrickstar.module.managed import ManagedParams
+from patrickstar.module.preprocess import ChunkedSpec, ManagedParam, ParamPlan
+from patrickstar.ranks.distributed import RankGroups
+
+_Guard = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class TrainedParams:
+    """Of one engine; the parameters are in chunks.
+
+    Args:
+        plan: where parameters are, and which of them are trained at first.
+        layout: Python's own, which is kept as the core's is.
+        runtime: the core.
+        managed: those that PyTorch keeps.
+        ranks: those that train together.
+        groups: gives the optimizer's groups.
+    """
+
+    def __init__(
+        self,
+        plan: ParamPlan,
+        layout: _C.Layout,
+        runtime: _C.Runtime,
+        managed: ManagedParams,
+        ranks: RankGroups,
+        groups: Callable[[], Sequence[dict[str, Any]]],
+    ):
+        self._layout = layout
+        self._runtime = runtime
+        self._managed = managed
+        self._ranks = ranks
+        self._groups = groups
+        self._gradient_hooks: list[_C.GradientHook] = []
+        self._params: list[nn.Parameter] = []
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        """Of the hooks on parameters in chunks that require grad, or did."""
+        specs: list[ChunkedSpec | ManagedParam] = [*plan.chunked, *plan.managed]
+        self._untrained = [spec for spec in specs if not spec.trained]
+        self._asking: list[ChunkedSpec | ManagedParam] = []
+        """Of these, those that required grad when they were last looked at."""
+        self._num_grouped = 0
+        """How many parameters the groups had then."""
+        self.untrained_at_first = {spec.param._patrickstar.id for spec in plan.chunked if not spec.trained}
+        """Ids of parameters in chunks."""
+        self._first = [spec.param for spec in plan.chunked if spec.trained]
+
+    def attach(self) -> None:
+        """Puts hooks on the parameters that are trained at first, and on those that require grad and are not."""
+        for param in self._first:
+            self._fold_gradients_of(param)
+        self._drop_gradients_of(spec for spec in self._untrained if spec.param.requires_grad)
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def got_gradient(self) -> set[int]:
+        """Ids of those in chunks that ever got one."""
+        return {hook.param for hook in self._gradient_hooks if hook.has_folded}
+
+    def drop_left_gradients(self) -> None:
+        """What an interrupted backward has left with autograd, which would add the next gradient to it."""
+        for param in self._params:
+            drop_gradient(param)
+
+    def follow(self, guard: _Guard) -> None:
+        """Trains those that require grad and are in a group by now. With several ranks all must call it, at the same
+        point, between a step's forwards and backwards; ``guard`` is around what they tell each other.
+
+        Raises:
+            MemoryBudgetError: there is no room for their states, on some rank; nothing is changed then.
+            DisagreementError: ranks came to different ones; nothing is changed then.
+        """
+        if not self._untrained:
+            return
+        new = self._found()
+        if len(self._ranks.members) > 1:
+            names = ", ".join(spec.name for spec in new)
+            with guard():
+                self._ranks.check_agreement("the parameters that are trained from now on", names or "none")
+        if new:
+            self._train(new, guard)
+
+    def _found(self) -> list[ChunkedSpec | ManagedParam]:
+        with torch._C.DisableTorchFunctionSubclass():
+            asking = [spec for spec in self._untrained if spec.param.requires_grad]
+        groups = self._groups()
+        num_grouped = sum(len(group["params"]) for group in groups)
+        if asking == self._asking and num_grouped == self._num_grouped:
+            return []
+        self._drop_gradients_of(asking)
+        grouped = {param for group in groups for param in group["params"]}
+        found = [spec for spec in asking if spec.param in grouped]
+        if not found:
+            self._asking, self._num_grouped = asking, num_grouped
+        return found
+
+    def _train(self, specs: list[ChunkedSpec | ManagedParam], guard: _Guard) -> None:
+        chunked = [spec for spec in specs if isinstance(spec, ChunkedSpec)]
+        chunks = sorted({spec.param._patrickstar.chunk for spec in chunked})
+        chunks = [chunk for chunk in chunks if not self._layout.chunk(chunk)["trainable"]]
+        failure: Exception | None = None
+        try:
+            self._runtime.make_states(chunks)
+        except Exception as error:
+            failure = error
+        with guard():
+            failed = failed_ranks(self._ranks, failure)
+        if failed:
+            if failure is None:
+                self._runtime.discard_states(chunks)
+            more = f" and {len(specs) - 1} more parameters" if len(specs) > 1 else ""
+            what = f"{specs[0].name}{more} cannot be trained from now on: {failed if failure is None else failure}"
+            raise _C.MemoryBudgetError(what) from failure
+        for index, group in enumerate(self._groups()):
+            for param in set(group["params"]).intersection(spec.param for spec in chunked):
+                self._runtime.set_group(param._patrickstar.id, index)
+        self._runtime.train([spec.param._patrickstar.id for spec in chunked])
+        for chunk in chunks:
+            self._layout.train(chunk)
+        for spec in chunked:
+            spec.param._patrickstar.trainable = True
+            self._fold_gradients_of(spec.param)
+        self._managed.train({spec.param for spec in specs if isinstance(spec, ManagedParam)})
+        new = {spec.param for spec in specs}
+        self._untrained = [spec for spec in self._untrained if spec.param not in new]
+        self._asking = [spec for spec in self._untrained if spec.param.requires_grad]
+
+    def _fold_gradients_of(self, param: nn.Parameter) -> None:
+        if param in self._handles:
+            self._handles.pop(param).remove()
+        drop_gradient(param)
+        hook = make_gradient_hook(param, self._runtime)
+        self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+        self._gradient_hooks.append(hook)
+        self._params.append(param)
+
+    def _drop_gradients_of(self, specs: Iterable[ChunkedSpec | ManagedParam]) -> None:
+        for spec in specs:
+            if isinstance(spec, ChunkedSpec) and spec.param not in self._handles:
+                self._handles[spec.param] = spec.param.register_post_accumulate_grad_hook(drop_gradient)

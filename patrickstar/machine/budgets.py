@@ -1,0 +1,78 @@
+"""How much memory there is: the host's, honestly, and the budgets that the configuration gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from patrickstar import _C
+from patrickstar.config import Config
+from patrickstar.machine.host_memory import usable_bytes
+
+_INITIAL_DEVICE_SHARE = 0.9  # of the device budget, what the core takes before activations are known (residency.cpp)
+
+
+_ITEM_BYTES = {_C.DType.FLOAT32: 4, _C.DType.BFLOAT16: 2, _C.DType.FLOAT16: 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes that an engine may use."""
+
+    device_bytes: int
+    """On the device, activations included; ``_C.UNLIMITED`` on a simulated device without ``device_memory``."""
+    host_bytes: int
+    """On the host, for chunks."""
+
+
+def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1) -> Budgets:
+    """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
+    ratios, of which the ``num_local_ranks`` of this machine share the host's.
+    """
+    tracer = config.client.mem_tracer
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if tracer.use_fake_dist else 1
+    if config.device_memory is not None:
+        device_bytes = config.device_memory
+    elif device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        device_bytes = int(total * tracer.overall_gpu_mem_ratio) // sharers
+    else:
+        device_bytes = _C.UNLIMITED
+    host_bytes = config.host_memory
+    if host_bytes is None:
+        host_bytes = int(usable_bytes() * tracer.overall_cpu_mem_ratio) // max(sharers, num_local_ranks)
+    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def check_host_bytes(layout: _C.Layout, budgets: Budgets) -> None:
+    """Whether what does not fit on a device of limited memory fits into host memory, with the largest gradient that is
+    on its way there.
+
+    Raises:
+        MemoryBudgetError: it does not; the message has the least ``host_memory`` that works.
+    """
+    if budgets.device_bytes == _C.UNLIMITED or layout.num_chunks == 0:
+        return
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    values = [chunk["shard_numel"] * _ITEM_BYTES[chunk["dtype"]] for chunk in chunks]
+    homes = [
+        num_bytes + (3 * 4 * chunk["shard_numel"] if chunk["trainable"] else 0)
+        for num_bytes, chunk in zip(values, chunks, strict=True)
+    ]
+    device_bytes = int(budgets.device_bytes * _INITIAL_DEVICE_SHARE)
+    on_host, left = sum(homes), device_bytes
+    for num_bytes in homes:  # the first chunks are those that go to the device
+        if num_bytes > left:
+            break
+        left -= num_bytes
+        on_host -= num_bytes
+    least = on_host + max(values)
+    if on_host > 0 and budgets.host_bytes < least:
+        raise _C.MemoryBudgetError(
+            f"parameters and optimizer states need {sum(homes)} bytes; host memory takes "
+            f"{max(budgets.host_bytes - max(values), 0)} (host_memory is {budgets.host_bytes}, of which a gradient on "
+            f"its way takes {max(values)}) and the device {device_bytes} before activations; raise host_memory to at "
+            f"least {least} bytes, or device_memory"
+        )

@@ -1,0 +1,1 @@
+"""The user's module: where its parameters lie, who uses them and when, and what stays with PyTorch."""

@@ -1,0 +1,199 @@
+"""The user's module in an engine: its parameters as views of chunks, the rest on the engine's device; and back again.
+
+Each parameter's own memory is freed as soon as its values are in a chunk, so the model is never held twice: at most one
+batch of values (a chunk's, or a unit of a model on the meta device) exists in both places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_ordinary
+from patrickstar.module.materialize import DeferredInit
+from patrickstar.module.observer import Observer
+from patrickstar.module.preprocess import ChunkedSpec, ParamPlan, statistics_dtype
+
+_UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
+
+
+class AdoptedParams:
+    """The parameters of one module on their way into chunks, in chunks, and on their way back.
+
+    ``for ids in params.batches(): params.take(ids)`` moves them in.
+    """
+
+    def __init__(
+        self,
+        plan: ParamPlan,
+        layout: _C.Layout,
+        runtime: _C.Runtime,
+        observer: Observer,
+        device: torch.device,
+        deferred: DeferredInit | None,
+    ):
+        self.specs: list[ChunkedSpec] = plan.chunked
+        """By parameter id."""
+        self.layout = layout
+        self.runtime = runtime
+        self._observer = observer
+        self._device = device
+        self._deferred = deferred
+        self._chunks = [layout.chunk(chunk)["params"] for chunk in range(layout.num_chunks)]
+        self._missing = [len(params) for params in self._chunks]
+        self._storages: list[torch.UntypedStorage] = []
+        self._taken: set[int] = set()
+
+    def batches(self) -> Iterator[list[int]]:
+        """The ids of parameters that have values now, in pieces that may exist beside their chunks; to be taken before
+        the next piece.
+        """
+        ids = {spec.param: index for index, spec in enumerate(self.specs)}
+        if self._deferred is not None:
+            for params in self._deferred.units(self._device, _UNIT_BYTES):
+                yield [ids[param] for param in params if param in ids]
+        for params in self._chunks:  # what is left: those that had values from the start
+            yield [param_id for param_id in params if param_id not in self._taken]
+
+    def source(self, param_id: int) -> torch.Tensor:
+        """The values of a parameter that was not taken yet, dense, in its memory order."""
+        data = self.specs[param_id].param.detach()
+        if torch.empty_like(data, device="meta").stride() != data.stride():  # overlapping or with gaps
+            data = data.contiguous()
+        return data
+
+    def take(self, ids: Iterable[int]) -> None:
+        """Moves the values of parameters into chunks, and makes the parameters views of these."""
+        if not self._storages:
+            self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
+        for param_id in ids:
+            chunk, offset = self.layout.placement(param_id)
+            self._adopt(param_id, chunk, offset)
+            self._taken.add(param_id)
+            self._missing[chunk] -= 1
+            if self._missing[chunk] == 0:
+                self.runtime.seal_storage(chunk)
+        # Freed pieces of the heap go back to the system; without this the peak would hold both copies.
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+
+    def _bind_storage(self, chunk: int) -> torch.UntypedStorage:
+        with _C.HostAllocations():
+            storage = torch.empty(0, device=self._device).untyped_storage()
+        self.runtime.bind_storage(chunk, storage._cdata)
+        return storage
+
+    def _adopt(self, param_id: int, chunk: int, offset: int) -> None:
+        spec, storage = self.specs[param_id], self._storages[chunk]
+        param, data = spec.param, self.source(param_id)
+        handle = ParamHandle(
+            id=param_id,
+            name=spec.name,
+            chunk=chunk,
+            storage=storage._cdata,
+            shape=data.shape,
+            stride=data.stride(),
+            offset=offset,
+            trainable=spec.trained,
+            original_dtype=data.dtype,
+            original_device=spec.original_device,
+            observer=self._observer,
+            uses=self._observer.uses,
+        )
+        self._observer.write_values(handle, _C.ArrayKind.MASTER, data)
+        with torch.no_grad():
+            view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
+            view.set_(storage, offset, data.shape, data.stride())
+        param.grad = None  # of a backward before the engine was built: autograd would add to it
+        become_chunked(param, view, handle)
+
+    def release(self) -> None:
+        """Ordinary parameters again, of the original dtype and device, chunk by chunk. Where values cannot be had any
+        more (another rank is gone), parameters are left without elements, and the error is raised at the end.
+        """
+        failure: Exception | None = None
+        for chunk, params in enumerate(self._chunks):
+            for param_id in self._taken.intersection(params):
+                handle: ParamHandle = self.specs[param_id].param._patrickstar
+                values = None
+                if failure is None:
+                    try:
+                        values = self._observer.read_values(handle, _C.ArrayKind.MASTER)
+                    except Exception as error:
+                        failure = error
+                self._give_back(param_id, values)
+            self.runtime.release_chunk(chunk)
+        self._taken.clear()
+        if failure is not None:
+            raise failure
+
+    def undo(self) -> None:
+        """As :meth:`release`, but what was on the meta device is there again, for another try."""
+        if self._deferred is None:
+            self.release()
+        else:
+            self.discard()
+            self._deferred.undo()
+
+    def discard(self) -> None:
+        """Frees all chunks; parameters are ordinary ones without elements afterwards."""
+        for chunk, params in enumerate(self._chunks):
+            for param_id in self._taken.intersection(params):
+                self._give_back(param_id, None)
+            self.runtime.release_chunk(chunk)
+        self._taken.clear()
+
+    def _give_back(self, param_id: int, values: torch.Tensor | None) -> None:
+        param = self.specs[param_id].param
+        handle: ParamHandle = param._patrickstar
+        with _C.HostAllocations():
+            values = torch.empty(0) if values is None else values
+            become_ordinary(param, values.to(device=handle.original_device, dtype=handle.original_dtype))
+
+
+class MovedRest:
+    """Buffers (dtype kept, but for running statistics of another one than kernels take) and the parameters that stay
+    with PyTorch, on the engine's device; embeddings that are to stay in host memory are there.
+
+    On the simulated device they are copied, so that they count as its memory.
+    """
+
+    def __init__(self, module: nn.Module, plan: ParamPlan, compute_dtype: torch.dtype, device: torch.device):
+        self._buffers: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
+        self._managed: list[tuple[nn.Parameter, torch.device]] = []
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    self._buffers.append((child, name, buffer.device, buffer.dtype))
+                    child._buffers[name] = _moved(buffer, device)
+            dtype = statistics_dtype(child, compute_dtype)
+            if dtype is not None:
+                child.running_mean, child.running_var = child.running_mean.to(dtype), child.running_var.to(dtype)
+        for managed in plan.managed:
+            self._managed.append((managed.param, managed.param.device))
+            if not managed.on_host:
+                managed.param.data = _moved(managed.param.data, device)
+            elif managed.param.device.type != "cpu":
+                managed.param.data = managed.param.data.cpu()
+
+    def restore(self) -> None:
+        """All of it where it was, with the values it has now; what was put back on the meta device stays there."""
+        with _C.HostAllocations(), torch.no_grad():
+            for child, name, device, dtype in self._buffers:
+                buffer = child._buffers.get(name)
+                if buffer is not None and not buffer.is_meta:
+                    child._buffers[name] = buffer.to(device, dtype if isinstance(child, _NormBase) else buffer.dtype)
+            for param, device in self._managed:
+                if param.device != device:
+                    param.data = param.data.to(device)
+
+
+@torch.no_grad()
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, copy=device.type == "cpu" and tensor.device.type == "cpu")

@@ -1,0 +1,446 @@
+"""Parameters whose memory is a chunk: a ``Parameter`` subclass that says when it is used.
+
+The user's ``Parameter`` objects stay the objects they are; only their class changes (as PyTorch's lazy modules do it),
+and changes back when the engine is closed. Every torch function that gets such a parameter, or a view of one, passes
+through ``__torch_function__`` here, which tells the observer *before* the operation that the memory is needed, and
+after it which node of the autograd graph will need it again. So uses are observed, not assumed: functional weight
+tying, a module that reads another's weights, an expert that is used now and then, a user who prints a weight between
+two steps.
+
+[Note: writes] An operation that writes parameters (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``,
+``torch._foreach_mul_(params, 0.5)``, ``torch.add(a, b, out=p)``) is carried out on their float32 values and written
+back there, so nothing is lost when the compute copy is derived again. Which arguments it writes its schema says, where
+it has one, else its name. What is not found so is refused (csrc/bind/torch_function.h).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+
+if TYPE_CHECKING:
+    from patrickstar.module.observer import Observer
+
+_DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+_GRAD_GET = torch.Tensor.grad.__get__
+_GRAD_SET = torch.Tensor.grad.__set__
+_DATA_GET = torch.Tensor.data.__get__
+_DATA_SET = torch.Tensor.data.__set__
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class ParamHandle:
+    """What a chunked parameter knows about itself."""
+
+    id: int
+    """Its id in the core: the index in registration order among chunked parameters."""
+    name: str
+    """Its name in the user's module."""
+    chunk: int
+    """The chunk it lies in."""
+    storage: int
+    """Address of the chunk's storage object; all parameters and views of the chunk share it."""
+    shape: torch.Size
+    """Its shape."""
+    stride: tuple[int, ...]
+    """Its strides in elements; dense, in the memory order the user gave it."""
+    offset: int
+    """Its offset in the chunk in elements."""
+    trainable: bool
+    """Whether it is trained: it required a gradient and was in a group of the optimizer when the engine was built, or
+    came to be so (:mod:`patrickstar.engine.trained_params`)."""
+    original_dtype: torch.dtype
+    """The dtype the user's module had it in."""
+    original_device: torch.device
+    """The device the user's module had it on."""
+    observer: Observer
+    """Who is told about uses, and reads and writes values."""
+    uses: _C.UseObserver
+    """The observer's."""
+
+
+def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
+    functions: set[Callable[..., Any]] = set()
+    for name in attributes:
+        attribute = getattr(torch.Tensor, name, None)
+        if attribute is None:
+            continue
+        if hasattr(attribute, "__get__") and hasattr(attribute, "__set__"):
+            functions |= {attribute.__get__, attribute.__set__}
+        else:
+            functions.add(attribute)
+    return functions
+
+
+# Functions that look at a tensor without reading its memory.
+_METADATA_NAMES = """
+    shape dtype device requires_grad is_leaf grad_fn grad layout ndim names is_cuda is_cpu is_sparse is_sparse_csr
+    is_quantized is_meta is_nested is_mkldnn is_mps is_xpu is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_ort
+    itemsize nbytes output_nr _version _backward_hooks _post_accumulate_grad_hooks _base _grad _grad_fn name
+    retains_grad imag_ volatile size dim ndimension stride numel nelement element_size storage_offset is_contiguous
+    is_floating_point is_complex is_signed is_inference get_device register_hook register_post_accumulate_grad_hook
+    retain_grad requires_grad_ has_names is_same_size is_set_to _is_view is_pinned is_shared _is_all_true __hash__
+    __len__ __dir__ dim_order is_coalesced new_empty new_zeros new_ones new_full new_empty_strided
+"""
+_METADATA = _names_of(_METADATA_NAMES.split()) | {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_signed,
+    torch.is_inference,
+    torch.numel,
+    torch.is_same_size,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.result_type,
+}
+# Functions whose backward needs the result's shape only.
+_NO_VALUE_IN_BACKWARD = {torch.nn.functional.embedding, torch.embedding}
+# Functions whose result shares the parameter's memory without being a view in autograd's sense.
+_ALIASING = {
+    _DATA_GET,
+    torch.Tensor.detach,
+    torch.detach,
+    torch.Tensor.alias if hasattr(torch.Tensor, "alias") else torch.detach,
+}
+_UNSUPPORTED_IN_PLACE = {
+    "set_",
+    "resize_",
+    "resize_as_",
+    "share_memory_",
+    "as_strided_",
+    "detach_",
+    "rename_",
+    "swap_tensors",
+}
+_IN_PLACE_OPERATORS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
+_IN_PLACE_OPERATORS.add("__setitem__")
+
+
+def _is_chunked(value: Any) -> bool:
+    return isinstance(value, (ChunkedParameter, ChunkedView))
+
+
+@functools.lru_cache(maxsize=4096)
+def _way_of(func: Callable[..., Any]) -> _C.Way:
+    """What ``func`` does with a parameter's memory; see csrc/bind/torch_function.h."""
+    if func in _METADATA:
+        return _C.Way.LOOK
+    if func in _ALIASING:
+        return _C.Way.ALIAS
+    if _may_write(func):
+        return _C.Way.MAY_WRITE
+    return _C.Way.READ_ONCE if func in _NO_VALUE_IN_BACKWARD else _C.Way.READ
+
+
+def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out what writes parameters; ``NotImplemented`` when ``func`` writes none."""
+    with _DisableTorchFunction():
+        targets = _written(func, args, kwargs)
+        return _write_through(targets, func, args, kwargs) if targets else NotImplemented
+
+
+def _refuse(func: Callable[..., Any], handle: ParamHandle) -> None:
+    """``func`` has written the compute copy of a parameter, and did not say so."""
+    if handle.trainable:  # derived again from the float32 value, which is as it was
+        values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
+        handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
+    raise RuntimeError(
+        f"{handle.name}: {getattr(func, '__name__', func)} writes the parameter in a way that cannot be carried out on "
+        "its float32 value; write it with an in-place method (param.copy_, param.mul_ …)"
+    )
+
+
+def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) -> Any:
+    """Results that share a chunk's memory must say when they are used, as the parameter does."""
+    if type(result) is torch.Tensor:
+        if not (result._is_view() or func in _ALIASING or torch.is_inference_mode_enabled()):
+            return result
+        storage = result.untyped_storage()._cdata
+        for handle in handles:
+            if handle.storage == storage:
+                with _DisableTorchFunction():
+                    view = result.as_subclass(ChunkedView)
+                    view._patrickstar, view._patrickstar_impl = handle, view._cdata
+                return view
+        return result
+    if isinstance(result, (list, tuple)) and any(type(item) is torch.Tensor for item in result):
+        items = [_as_view(item, func, handles) for item in result]
+        if all(new is old for new, old in zip(items, result, strict=True)):
+            return result
+        return type(result)(items) if type(result) in (list, tuple) else type(result)(tuple(items))
+    return result
+
+
+def _may_write(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` writes some of its arguments, beside ``out``."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or func == _DATA_SET
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The chunked parameters and views that ``func`` writes."""
+    places = [kwargs["out"]] if "out" in kwargs else []
+    if isinstance(func, torch._ops.OpOverload):
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
+                places.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    elif _may_write(func):  # torch.nn.init passes its tensor by keyword, torch._foreach_mul_ has a list
+        places.append(args[0] if args else next(iter(kwargs.values()), None))
+    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
+    return [item for item in flat if _is_chunked(item)]
+
+
+def _write_through(targets: list[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out an operation that writes ``targets`` on their float32 values; see [Note: writes]."""
+    name = getattr(func, "__name__", "")
+    for target in targets:
+        _check_may_be_written(target, func, name)
+    copies = _Float32Copies()
+    places = {id(target): copies.place_of(target) for target in targets}
+
+    def replaced(value: Any) -> Any:
+        if id(value) in places:
+            return places[id(value)]
+        if isinstance(value, ChunkedParameter):
+            return copies.place_of(value)
+        if isinstance(value, ChunkedView):
+            value._patrickstar.uses.touch([value._patrickstar.id])
+        return type(value)(replaced(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    with torch.no_grad():
+        if func == _DATA_SET:
+            _check_same_shape(targets[0], args[1])
+            places[id(targets[0])].copy_(replaced(args[1]))
+            result = None
+        else:
+            arguments = [replaced(value) for value in args]
+            keywords = {key: replaced(value) for key, value in kwargs.items()}
+            if "out" in keywords:  # of the dtype that the result has
+                keywords["out"] = _map_tensors(keywords["out"], lambda out: _out_like(out, places, targets))
+            result = func(*arguments, **keywords)
+            if "out" in keywords:
+                _copy_out(keywords["out"], kwargs["out"], places)
+        copies.write_back({target._patrickstar.id for target in targets})
+    if func == _DATA_SET or name == "__setitem__" or result is None:
+        return None
+    return kwargs["out"] if "out" in kwargs else targets[0]
+
+
+class _Float32Copies:
+    """The float32 values of parameters that one operation reads and writes, each once."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[ParamHandle, torch.Tensor]] = {}
+
+    def place_of(self, target: Any) -> torch.Tensor:
+        """The values of a parameter, or the part of them that a view shows, on its device."""
+        handle: ParamHandle = target._patrickstar
+        if handle.id not in self._values:
+            values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
+            self._values[handle.id] = (handle, values.to(target.device))
+        values = self._values[handle.id][1]
+        if isinstance(target, ChunkedParameter):
+            return values
+        return values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
+
+    def write_back(self, ids: set[int]) -> None:
+        """Those of these parameters become their values."""
+        for param_id in ids:
+            handle, values = self._values[param_id]
+            handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
+
+
+def _check_may_be_written(target: Any, func: Callable[..., Any], name: str) -> None:
+    handle: ParamHandle = target._patrickstar
+    if name in _UNSUPPORTED_IN_PLACE:
+        raise RuntimeError(
+            f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)"
+        )
+    by_init = getattr(func, "__module__", None) == "torch.nn.init"  # switches gradients off itself, later
+    if (
+        torch.is_grad_enabled()
+        and func != _DATA_SET
+        and not by_init
+        and (target.requires_grad or target.grad_fn is not None)
+    ):
+        raise RuntimeError(
+            f"{handle.name}: a leaf parameter that requires grad is used in an in-place operation; use torch.no_grad()"
+        )
+
+
+def _check_same_shape(target: Any, values: torch.Tensor) -> None:
+    if values.shape != target.shape:
+        raise RuntimeError(
+            f"{target._patrickstar.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(values.shape)}; "
+            "they must agree"
+        )
+
+
+def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    return type(value)(function(item) for item in value) if isinstance(value, (list, tuple)) else function(value)
+
+
+def _out_like(out: torch.Tensor, places: dict[int, torch.Tensor], targets: list[Any]) -> torch.Tensor:
+    """For a parameter's float32 place, memory of the parameter's dtype, which functions check."""
+    for target in targets:
+        if places[id(target)] is out:
+            return torch.empty_like(out, dtype=target.dtype)
+    return out
+
+
+def _copy_out(computed: Any, given: Any, places: dict[int, torch.Tensor]) -> None:
+    pairs = zip(computed, given, strict=True) if isinstance(given, (list, tuple)) else [(computed, given)]
+    for values, target in pairs:
+        if id(target) in places:
+            places[id(target)].copy_(values)
+
+
+class ChunkedParameter(nn.Parameter):
+    """A parameter whose memory is in a chunk. Made by :func:`become_chunked`, never constructed."""
+
+    _patrickstar: ParamHandle
+    _patrickstar_impl: int
+    """The address of its TensorImpl (csrc/bind/torch_function.h)."""
+    _patrickstar_pin: weakref.ref[ChunkedParameter]
+    """PyTorch swaps nothing that is weakly referred to (torch.utils.swap_tensors), which no torch function shows."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, while autograd holds it; folded gradients cannot be read here.
+
+        Raises:
+            RuntimeError: the gradient was folded into its chunk.
+        """
+        with _DisableTorchFunction():
+            grad = _GRAD_GET(self)
+        handle = self.__dict__.get("_patrickstar")
+        if grad is None and handle is not None and handle.observer.has_gradient(handle):
+            raise RuntimeError(
+                f"the gradient of {handle.name} is in PatrickStar's chunks, not in .grad; the global norm is "
+                "model.report()['grad_norm'] "
+                "after step(), clipping is the config key 'gradient_clipping', and optimizer.zero_grad() forgets "
+                "gradients"
+            )
+        return grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        handle = self.__dict__.get("_patrickstar")
+        if handle is not None and value is not None:
+            raise RuntimeError(
+                f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set, only dropped (grad = None)"
+            )
+        if handle is not None:
+            handle.observer.clear_gradient(handle)
+        with _DisableTorchFunction():
+            _GRAD_SET(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter."""
+        if id(self) not in memo:
+            with _C.HostAllocations():
+                data = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(data.as_subclass(torch.Tensor), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickles as an ordinary parameter with the compute value."""
+        return nn.Parameter(self.detach().clone().as_subclass(torch.Tensor), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ChunkedView(torch.Tensor):
+    """A view of a chunked parameter: same memory, same need to say when it is used."""
+
+    _patrickstar: ParamHandle
+    _patrickstar_impl: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is an ordinary tensor."""
+        return memo.setdefault(id(self), self.detach().clone().as_subclass(torch.Tensor))
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickles as an ordinary tensor."""
+        return self.detach().clone().as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_torch_function = _C.torch_function(
+    types=(ChunkedParameter, ChunkedView), way_of=_way_of, write=_write, refuse=_refuse, as_view=_as_view
+)
+ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_function
+
+
+def become_chunked(param: nn.Parameter, view: torch.Tensor, handle: ParamHandle) -> None:
+    """Makes ``param``, the user's object, a parameter whose memory is ``view``."""
+    with _DisableTorchFunction():
+        impl = param._cdata
+        param.data = view
+    param.__class__ = ChunkedParameter
+    param._patrickstar = handle
+    param._patrickstar_impl = impl
+    param._patrickstar_pin = weakref.ref(param)
+
+
+def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
+    """Makes ``tensor``, which has memory of the parameter, say when it is used."""
+    with _DisableTorchFunction():
+        impl = tensor._cdata
+    tensor.__class__ = ChunkedView
+    tensor._patrickstar, tensor._patrickstar_impl = handle, impl
+
+
+def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Makes it an ordinary parameter with memory of its own."""
+    del param._patrickstar, param._patrickstar_impl, param._patrickstar_pin
+    param.__class__ = nn.Parameter
+    param.data = values
+
+
+def folded_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """Takes ``param``'s gradient away from autograd."""
+    with _DisableTorchFunction():
+        grad = _GRAD_GET(param)
+        _GRAD_SET(param, None)
+    return grad
+
+
+def drop_gradient(param: nn.Parameter) -> None:
+    """Makes autograd forget what it has of ``param``'s gradient, if there is something."""
+    with _DisableTorchFunction():
+        if _GRAD_GET(param) is not None:
+            _GRAD_SET(param, None)
+
+
+def make_gradient_hook(param: nn.Parameter, runtime: _C.Runtime) -> _C.GradientHook:
+    """Called when autograd has finished the gradient of ``param``, it folds that into the parameter's chunk."""
+    handle = param._patrickstar
+    return _C.GradientHook(
+        runtime=runtime, param=handle.id, strides=handle.stride, take=folded_gradient, rearrange=_rearrange
+    )
+
+
+def _rearrange(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """The gradient with the parameter's strides."""
+    handle = param._patrickstar
+    grad = grad.to_dense() if grad.is_sparse else grad
+    return torch.empty_strided(handle.shape, handle.stride, dtype=grad.dtype, device=grad.device).copy_(grad)

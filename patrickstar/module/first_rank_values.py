@@ -1,0 +1,224 @@
+"""Rank 0's model is everybody's, as in DDP: where a rank's own model has other values (only rank 0 has loaded weights,
+say), it gets rank 0's while it goes into chunks. Otherwise each rank would keep its own share, and a mixture would be
+trained.
+
+Values are compared before they travel: each rank has a digest of the part of each parameter that it keeps, rank 0
+digests of all ranks' parts, and only what differs is sent, to the rank that keeps it. So equal models, which is the
+rule, cost reading them once.
+
+[Note: following rank 0] Ranks may come to their models in different ways (rank 0 reads files, the others build theirs
+on the meta device). Rank 0 takes its model in pieces as it gets values; with each it tells the others which parameters
+these are and their digests; the others take their own models on beside that, and overwrite what differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.module.adoption import AdoptedParams
+from patrickstar.module.preprocess import ParamPlan
+from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.messages import read_list, reading
+
+_END = b"[]"
+_GPU_PIECE = 2**24  # elements that are summed up at a time
+
+
+class FirstRankValues:
+    """Moves a model into chunks on all ranks at once, with rank 0's values. All ranks must call its methods."""
+
+    def __init__(self, ranks: RankGroups, params: AdoptedParams):
+        self._control = ranks.control
+        self._params = params
+        self._index = ranks.control.rank
+        self._batches = params.batches()
+        self._own: dict[int, str] = {}
+        """Digests of this rank's parts, by parameter id."""
+
+    def take_all(self) -> None:
+        """This rank's own values, without a word to the others, who may not be there yet."""
+        for ids in self._batches:
+            self._take(ids)
+
+    def share(self) -> None:
+        """All parameters have rank 0's values afterwards."""
+        if self._index == 0:
+            self._lead()
+        else:
+            self._follow()
+
+    def _take(self, ids: Sequence[int]) -> None:
+        for param_id in ids:
+            self._own[param_id] = digest(self._part(self._params.source(param_id), param_id, self._index))
+        self._params.take(ids)
+
+    def _lead(self) -> None:
+        for ids in self._batches:
+            sources = {param_id: self._params.source(param_id) for param_id in ids}
+            if ids:
+                self._tell(sources)
+            self._params.take(ids)
+        self._control.exchange(_END, "which values come next")
+
+    def _tell(self, sources: dict[int, torch.Tensor]) -> None:
+        said = [
+            [param_id, *(digest(self._part(source, param_id, rank)) for rank in range(self._control.size))]
+            for param_id, source in sources.items()
+        ]
+        self._control.exchange(json.dumps(said).encode(), "which values come next")
+        wanted = self._wanted(b"[]")
+        for param_id in sorted({param_id for ids in wanted for param_id in ids}):
+            parts = [
+                _as_float_bytes(self._part(sources[param_id], param_id, rank)) if param_id in ids else b""
+                for rank, ids in enumerate(wanted)
+            ]
+            self._control.distribute(parts, f"values of {self._params.specs[param_id].name}")
+
+    def _follow(self) -> None:
+        while True:
+            self._take(next(self._batches, []))  # beside rank 0's
+            message = self._control.exchange(b"", "which values come next")[0]
+            said = read_list(message, "which values come next", self._is_announced)
+            if not said:
+                break
+            while not all(param_id in self._own for param_id, *_ in said):
+                self._take(next(self._batches))
+            differ = [param_id for param_id, *digests in said if digests[self._index] != self._own[param_id]]
+            wanted = self._wanted(json.dumps(differ).encode())
+            for param_id in sorted({param_id for ids in wanted for param_id in ids}):
+                (values, *_) = self._control.distribute(
+                    [b""] * self._control.size, f"values of {self._params.specs[param_id].name}"
+                )
+                if param_id in differ:
+                    self._write_own(param_id, values)
+        self.take_all()
+
+    def _wanted(self, mine: bytes) -> list[list[int]]:
+        """The parameters of which each rank wants values, by rank."""
+        what = "which values differ"
+        return [read_list(message, what, self._is_param) for message in self._control.exchange(mine, what)]
+
+    def _is_param(self, value: Any) -> bool:
+        return type(value) is int and 0 <= value < len(self._params.specs)
+
+    def _is_announced(self, value: Any) -> bool:
+        """Whether it is a parameter's id and its digests by rank."""
+        if not isinstance(value, list) or len(value) != 1 + self._control.size:
+            return False
+        return self._is_param(value[0]) and all(isinstance(item, str) for item in value[1:])
+
+    def _write_own(self, param_id: int, values: bytes) -> None:
+        begin, numel = self._range(param_id, self._index)
+        if len(values) != numel * torch.float32.itemsize:
+            raise _C.StateError(
+                f"rank 0 sent {len(values)} bytes of {self._params.specs[param_id].name}, {numel} floats are kept here"
+            )
+        own = torch.frombuffer(bytearray(values), dtype=torch.float32)
+        # The core takes the whole parameter's address and reads this rank's part of it.
+        address = own.data_ptr() - begin * torch.float32.itemsize
+        self._params.runtime.write_values(param_id, _C.ArrayKind.MASTER, address, _C.Tier.HOST)
+
+    def _range(self, param_id: int, rank: int) -> tuple[int, int]:
+        """The first element of the part of a parameter that a rank keeps, and their number."""
+        chunk, offset = self._params.layout.placement(param_id)
+        shard = self._params.layout.chunk(chunk)["shard_numel"]
+        numel = self._params.specs[param_id].param.numel()
+        begin = min(max(rank * shard - offset, 0), numel)
+        end = min(max((rank + 1) * shard - offset, 0), numel)
+        return begin, end - begin
+
+    def _part(self, source: torch.Tensor, param_id: int, rank: int) -> torch.Tensor:
+        begin, numel = self._range(param_id, rank)
+        return source.as_strided((source.numel(),), (1,))[begin : begin + numel]
+
+
+def check_same_model(ranks: RankGroups, plan: ParamPlan) -> None:
+    """Every rank's parameters, in order, have the same names, shapes and dtypes, and the same of them are trained.
+
+    Raises:
+        DisagreementError: they have not; on every rank, and it says which rank has what.
+    """
+    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in plan.chunked]
+    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in plan.managed]
+    ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked + managed))
+
+
+def share_rest(ranks: RankGroups, module: nn.Module, plan: ParamPlan) -> None:
+    """Buffers, and the parameters that stay with PyTorch, have rank 0's values afterwards.
+
+    Raises:
+        DisagreementError: buffers differ in names, shapes or dtypes.
+    """
+    buffers = dict(module.named_buffers())
+    described = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+    ranks.check_agreement("the model's buffers, in order,", "; ".join(described))
+    tensors = {**buffers, **{managed.name: managed.param.detach() for managed in plan.managed}}
+    own = [digest(_flat(tensor)) for tensor in tensors.values()]
+    what = "which buffers differ"
+    messages = ranks.control.exchange(json.dumps(own).encode(), what)
+    said = [read_list(message, what, lambda item: isinstance(item, str), len(own)) for message in messages]
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if len({digests[index] for digests in said}) > 1:
+            mine = bytes_of_tensor(tensor) if ranks.control.rank == 0 else b""
+            values = ranks.control.exchange(mine, f"values of {name}")[0]
+            with reading(f"values of {name}"):
+                copy_bytes(tensor, values)
+
+
+def digest(values: torch.Tensor) -> str:
+    """Of a dense tensor of one dimension: its dtype and bits. A tensor has another one on a GPU than on the CPU."""
+    if values.device.type == "cuda":
+        return f"{values.dtype} {values.device.type} {_gpu_checksum(values)}"
+    return f"{values.dtype} {values.numel()} {_C.crc32c(_memory(values)):08x}"
+
+
+def _gpu_checksum(values: torch.Tensor) -> int:
+    """A sum of the values' bits with odd weights, modulo 2^64."""
+    bits = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for begin in range(0, bits.numel(), _GPU_PIECE):
+        piece = bits[begin : begin + _GPU_PIECE].to(torch.int64)
+        weights = torch.arange(begin, begin + piece.numel(), device=values.device).mul_(2).add_(1)
+        total += (piece * weights * weights).sum()
+    return int(total)
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
+    """Its elements, row-major, of any dtype and device."""
+    return bytes(_memory(_flat(tensor)))
+
+
+def copy_bytes(tensor: torch.Tensor, values: bytes) -> None:
+    """Copies what :func:`bytes_of_tensor` gave of a tensor of the same shape and dtype into ``tensor``, in place.
+
+    Raises:
+        ValueError: these are not as many bytes as the tensor has.
+    """
+    if len(values) != tensor.nbytes:
+        raise ValueError(f"{len(values)} bytes for a tensor of {tensor.nbytes}")
+    if values:
+        with _C.HostAllocations(), torch.no_grad():
+            source = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(tensor.dtype)
+            tensor.copy_(source.view(tensor.shape))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().cpu().contiguous().reshape(-1)
+
+
+def _memory(values: torch.Tensor) -> memoryview:
+    with torch._C.DisableTorchFunctionSubclass():
+        return memoryview(values.detach().contiguous().view(torch.uint8).numpy())
+
+
+def _as_float_bytes(values: torch.Tensor) -> bytes:
+    """As the core takes them."""
+    with _C.HostAllocations():
+        return bytes_of_tensor(values.detach().to(torch.float32).cpu())

@@ -1,0 +1,86 @@
+"""Module hooks: every module with parameters below it opens a scope around its forward.
+
+The hooks look at no input and no output but to find autograd nodes, so any pytree, keyword or object passes through
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.observer import Observer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hooked:
+    """The hooks on one module."""
+
+    hook: _C.ModuleHook
+    owned: list[int]
+    """What the module owns."""
+    handles: tuple[RemovableHandle, ...]
+
+
+class ModuleHooks:
+    """The hooks on one user's module, and what they have learned about who uses what."""
+
+    def __init__(self, module: nn.Module, observer: Observer):
+        self._module = module
+        self._observer = observer
+        self._hooked: dict[nn.Module, _Hooked] = {}
+        self.is_learning = True
+        """Whether the first whole step is not over."""
+        self.leave_out(())
+
+    def leave_out(self, modules: Container[nn.Module]) -> None:
+        """From now on all modules inside but ``modules`` have hooks."""
+        for child in self._module.modules():
+            if child in modules:
+                self._remove_from(child)
+            elif child not in self._hooked and _has_chunked(child):
+                self._hooked[child] = self._add_to(child)
+
+    def _add_to(self, child: nn.Module) -> _Hooked:
+        owned = [p._patrickstar.id for p in child._parameters.values() if isinstance(p, ChunkedParameter)]
+        inner = any(_has_chunked(grandchild) for grandchild in child.children())
+        until = _C.HoldUntil.NEXT_EVENT if inner else _C.HoldUntil.SCOPE_END
+        hook = _C.ModuleHook(self._observer.uses, list(dict.fromkeys(owned)), until)
+        before = child.register_forward_pre_hook(hook.before_forward, prepend=True)
+        # always_call: recomputation leaves a forward by an exception when it has what it needs.
+        after = child.register_forward_hook(hook.after_forward, always_call=True)
+        return _Hooked(hook, hook.params, (before, after))
+
+    def _remove_from(self, child: nn.Module) -> None:
+        hooked = self._hooked.pop(child, None)
+        for handle in hooked.handles if hooked is not None else ():
+            handle.remove()
+
+    def finish_learning(self, got_gradient: set[int]) -> None:
+        """After the first whole step: modules no longer acquire what they were not seen to use.
+
+        A parameter that no torch function was seen to touch, but that got a gradient (or is frozen), is used in a way
+        that cannot be seen: its owner goes on acquiring it.
+        """
+        if not self.is_learning:
+            return
+        self.is_learning = False
+        touched = {i for hooked in self._hooked.values() for i in hooked.hook.touched}
+        for hooked in self._hooked.values():
+            hook = hooked.hook
+            seen = set() if hook.until == _C.HoldUntil.NEXT_EVENT else set(hook.touched)
+            hook.finish_learning([i for i in hooked.owned if i in seen or (i not in touched and i in got_gradient)])
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        for child in list(self._hooked):
+            self._remove_from(child)
+
+
+def _has_chunked(module: nn.Module) -> bool:
+    return any(isinstance(param, ChunkedParameter) for param in module.parameters())

@@ -1,0 +1,220 @@
+"""Models built on the meta device get memory and values piece by piece.
+
+``with torch.device("meta"): model = ...`` builds a model without memory. Its modules' own initialisers then fill the
+parameters on the training device: ``reset_parameters`` (PyTorch's convention for modules built so, as in FSDP) and, for
+Hugging Face models, ``_init_weights``. A *unit* is the part of the model that has memory of its own at a time: its
+values go into chunks before the next unit is made, so the model is never whole outside of chunks.
+
+A model may also come with values for its tensors (:func:`attach_values`, as ``patrickstar.from_pretrained`` does with a
+folder of safetensors): these are read unit by unit, in the place of what initialisers would give.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.module.compiled.dynamo import is_wrapper
+
+
+class TensorValues(Protocol):
+    """Values of a model's tensors, by the names of its ``state_dict``."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there are values of that name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """They, on the CPU, of any dtype."""
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, TensorValues] = weakref.WeakKeyDictionary()
+
+
+def attach_values(module: nn.Module, values: TensorValues) -> None:
+    """The tensors of ``module`` that are on the meta device get ``values`` when they get memory; what these lack, its
+    initialisers give.
+    """
+    _attached[module] = values
+
+
+class DeferredInit:
+    """The parameters and buffers of one module that are on the meta device.
+
+    Parameters are replaced at once, by ones of the same shape, dtype and attributes that have no memory yet, so that
+    whoever keeps a parameter (groups, layouts) keeps the one that is trained.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._values = _attached.get(module)
+        self.replaced: dict[nn.Parameter, nn.Parameter] = {}
+        """The parameters that the module had, and those it has now."""
+        self._names = {param: name for name, param in _replace_meta_params(module, self.replaced).items()}
+        self._deferred = set(self._names)
+        self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        """Those on the meta device that have memory now, by owner and name."""
+        self._keys = _keys_of(module, self._values) if self._values is not None else {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> DeferredInit | None:
+        """None when nothing of ``module`` is on the meta device."""
+        tensors = [*module.parameters(), *module.buffers()]
+        return cls(module) if any(tensor.is_meta for tensor in tensors) else None
+
+    def units(self, device: torch.device, max_bytes: int) -> Iterator[list[nn.Parameter]]:
+        """Fills unit after unit on ``device``, children before their parents; the parameters of one are those that the
+        caller must take the memory of before the next.
+
+        Args:
+            device: where initialisers run.
+            max_bytes: of a unit's parameters, where its modules are that small.
+
+        Raises:
+            ValueError: an initialiser leaves a parameter or a buffer without a value.
+        """
+        initialised: set[nn.Module] = set()
+        hugging_face = dict(_pretrained_ancestors(self._module))
+        for unit in _split(self._module, max_bytes):
+            modules = [module for module in unit if module not in initialised]
+            initialised.update(modules)
+            with _C.HostAllocations(), torch.no_grad(), device:
+                fresh = {param: self._names.pop(param) for param in _own_params(modules) if param in self._names}
+                for param in fresh:
+                    param.data = _without_values(param, device)
+                without_values = [module for module in modules if self._needs_values(module)]
+                buffers = _materialize_buffers(modules, device)
+                self._buffers |= buffers
+                for module in without_values:
+                    _initialize(module, hugging_face.get(module))
+                self._read_values(fresh, buffers)
+                named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
+                _check_values({**{name: param for param, name in fresh.items()}, **named})
+            yield list(fresh)
+
+    def undo(self) -> None:
+        """The module has the parameters and buffers on the meta device again that it had before, for another try."""
+        before = {param: was for was, param in self.replaced.items()}
+        for child in self._module.modules():
+            for name, param in child._parameters.items():
+                if param in before:
+                    child._parameters[name] = before[param]
+        for (owner, name), buffer in self._buffers.items():
+            owner._buffers[name] = buffer
+
+    def _read_values(
+        self, params: Iterable[nn.Parameter], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
+    ) -> None:
+        if self._values is None:
+            return
+        targets = {param: param for param in params}
+        targets |= {was: owner._buffers[name] for (owner, name), was in buffers.items()}
+        for tensor, target in targets.items():
+            if tensor in self._keys:
+                target.data.copy_(self._values.read(self._keys[tensor]))
+
+    def _needs_values(self, module: nn.Module) -> bool:
+        """A module whose children had values from the start is left alone: its initialiser might overwrite them. What
+        ``torch.compile`` puts around a module has the initialiser of that module.
+        """
+        if is_wrapper(module):
+            return False
+        own = [*module._parameters.values(), *module._buffers.values()]
+        missing = [tensor for tensor in own if tensor is not None and (tensor.is_meta or tensor in self._deferred)]
+        if missing:
+            return any(tensor not in self._keys for tensor in missing)
+        below = list(module.parameters())
+        return bool(below) and all(param in self._deferred and param not in self._keys for param in below)
+
+
+def _keys_of(module: nn.Module, values: TensorValues) -> dict[torch.Tensor, str]:
+    """The name under which each parameter and buffer has values; a tied one may have them under any of its names."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {tensor: name for name, tensor in reversed(tensors) if name in values}
+
+
+def _replace_meta_params(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter]) -> dict[str, nn.Parameter]:
+    names: dict[str, nn.Parameter] = {}
+    for prefix, child in module.named_modules():
+        for name, param in child._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if param not in replaced:
+                nothing = torch.empty((), dtype=param.dtype).expand(param.shape)
+                replaced[param] = nn.Parameter(nothing, requires_grad=param.requires_grad)
+                replaced[param].__dict__.update(param.__dict__)
+                names[f"{prefix}.{name}".lstrip(".")] = replaced[param]
+            child._parameters[name] = replaced[param]
+    return names
+
+
+def _split(module: nn.Module, max_bytes: int) -> Iterator[list[nn.Module]]:
+    """Modules in the order of their initialisation, in units."""
+    num_bytes = sum(param.numel() * param.element_size() for param in module.parameters())
+    children = list(module.children())
+    if num_bytes <= max_bytes or not children:
+        yield _post_order(module)
+        return
+    for child in children:
+        yield from _split(child, max_bytes)
+    yield [module]
+
+
+def _post_order(module: nn.Module) -> list[nn.Module]:
+    return [*(inner for child in module.children() for inner in _post_order(child)), module]
+
+
+def _pretrained_ancestors(
+    module: nn.Module, ancestor: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Every module below a Hugging Face model, with the innermost such model."""
+    if callable(getattr(module, "_init_weights", None)):
+        ancestor = module
+    if ancestor is not None:
+        yield module, ancestor
+    for child in module.children():
+        yield from _pretrained_ancestors(child, ancestor)
+
+
+def _own_params(modules: list[nn.Module]) -> list[nn.Parameter]:
+    return [param for module in modules for param in module._parameters.values() if param is not None]
+
+
+def _without_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for ``tensor``; NaN where its dtype has one, so that a value that nobody set is seen."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return memory.fill_(float("nan")) if memory.is_floating_point() else memory.zero_()
+
+
+def _materialize_buffers(modules: list[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """The buffers that got memory, each with what it was before."""
+    made = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                made[module, name] = buffer
+                module._buffers[name] = _without_values(buffer, device)
+    return made
+
+
+def _initialize(module: nn.Module, pretrained: nn.Module | None) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        initializer = getattr(module, name, None)
+        if callable(initializer):
+            initializer()
+            break
+    if pretrained is not None:
+        pretrained._init_weights(module)
+
+
+def _check_values(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise ValueError(
+                f"{name} is on the meta device, and neither reset_parameters nor _init_weights of its module gives it "
+                "values; add reset_parameters to the module, or build the module on the CPU"
+            )

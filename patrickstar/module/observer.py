@@ -1,0 +1,79 @@
+"""The observer: what chunked parameters talk to.
+
+It hears of their uses (csrc/bind/use_observer.h) and reads and writes their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ParamHandle
+
+
+class Observer:
+    """What chunked parameters talk to: ``uses`` hears of uses, the rest reads and writes values and gradients."""
+
+    def __init__(self, runtime: _C.Runtime):
+        """``runtime`` is the core, or what stands in for it (:class:`patrickstar.planning.uses.UseRecorder`)."""
+        self._runtime = runtime
+        self.uses = _C.UseObserver(runtime, _nodes)
+
+    def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
+        """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""
+        with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+        self._runtime.read_values(handle.id, kind, values.data_ptr())
+        return values
+
+    def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:
+        """Sets the values of one array of a parameter from a tensor of its shape, of any float dtype and device."""
+        with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            source = values.detach()
+            if source.device.type not in ("cpu", "cuda"):
+                source = source.cpu()
+            if source.dtype != torch.float32 or source.stride() != handle.stride:
+                source = torch.empty_strided(
+                    handle.shape, handle.stride, dtype=torch.float32, device=source.device
+                ).copy_(source)
+        where = _C.Tier.DEVICE if source.device.type == "cuda" else _C.Tier.HOST
+        self._runtime.write_values(handle.id, kind, source.data_ptr(), where)
+
+    def has_gradient(self, handle: ParamHandle) -> bool:
+        """Whether the parameter has a folded gradient."""
+        return self._runtime.has_gradient(handle.id)
+
+    def clear_gradient(self, handle: ParamHandle) -> None:
+        """Forgets the parameter's folded gradient."""
+        self._runtime.clear_gradient(handle.id)
+
+
+def _nodes(result: Any) -> list[torch.autograd.graph.Node]:
+    """The distinct autograd nodes that made the tensors in ``result``."""
+    nodes: dict[int, torch.autograd.graph.Node] = {}
+    for tensor in find_tensors(result):
+        node = tensor.grad_fn
+        if node is not None:
+            nodes[id(node)] = node
+    return list(nodes.values())
+
+
+def find_tensors(value: Any, depth: int = 8) -> Iterable[torch.Tensor]:
+    """All tensors in nested containers, mappings, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, bool, nn.Module)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from find_tensors(item, depth - 1)

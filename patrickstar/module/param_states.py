@@ -1,0 +1,147 @@
+"""What is held of one parameter beside its compute value: float32 values, gradient, optimizer state.
+
+Whole tensors, whatever the device budget and the number of ranks; with several ranks all must ask, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.managed import ManagedParams
+from patrickstar.module.observer import Observer
+
+MOMENTS = {"exp_avg": _C.ArrayKind.MOMENTUM, "exp_avg_sq": _C.ArrayKind.VARIANCE}
+"""Adam's, by PyTorch's names."""
+
+
+class ParamStates:
+    """Reads and writes them for the parameters of one engine."""
+
+    def __init__(
+        self,
+        runtime: _C.Runtime,
+        observer: Observer,
+        managed: ManagedParams,
+        guard: Callable[[str], contextlib.AbstractContextManager[None]],
+        chunk_factor: float,
+    ):
+        """``chunk_factor``: what gradients in chunks are multiplied by (``StepGradients.chunk_factor``)."""
+        self._runtime = runtime
+        self._observer = observer
+        self._managed = managed
+        self._guard = guard
+        self._chunk_factor = chunk_factor
+
+    def value(self, param: nn.Parameter) -> torch.Tensor:
+        """The parameter's value as a new CPU tensor: float32 in a chunk, else of the parameter's dtype."""
+        if isinstance(param, ChunkedParameter):
+            with self._guard("reading a parameter"):
+                return self._observer.read_values(param._patrickstar, _C.ArrayKind.MASTER)
+        return param.detach().cpu().clone()
+
+    def user_value(self, param: nn.Parameter) -> torch.Tensor:
+        """The same, of the dtype that the user's module has."""
+        value = self.value(param)
+        if not isinstance(param, ChunkedParameter):
+            return value
+        with _C.HostAllocations(), torch.no_grad():
+            return value.to(param._patrickstar.original_dtype)
+
+    def set_value(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Sets it from a tensor of its shape, of any float dtype and device."""
+        if isinstance(param, ChunkedParameter):
+            self._observer.write_values(param._patrickstar, _C.ArrayKind.MASTER, value)
+        else:
+            with torch.no_grad():
+                param.copy_(value)
+
+    def gradient(self, param: nn.Parameter, loss_scale: float) -> torch.Tensor | None:
+        """The gradient that the step will use, before clipping, in float32 on the CPU; None where there is none.
+
+        To be called when the norm of all gradients is known (:class:`patrickstar.engine.step_gradients.StepGradients`).
+        """
+        if not isinstance(param, ChunkedParameter):
+            return None if param.grad is None else param.grad.detach().float().cpu() / loss_scale
+        handle = param._patrickstar
+        if not handle.trainable or not self._observer.has_gradient(handle):
+            return None
+        with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+            with self._guard("reading a gradient"):
+                self._runtime.read_gradient(handle.id, values.data_ptr())
+            return values.div_(loss_scale / self._chunk_factor)
+
+    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor, loss_scale: float) -> None:
+        """Sets it; the same tensor on all ranks, of the parameter's shape.
+
+        Raises:
+            StateError: the parameter has no gradient.
+        """
+        if not isinstance(param, ChunkedParameter):
+            param.grad = gradient.detach().to(param.device, param.dtype) * loss_scale
+            return
+        handle = param._patrickstar
+        if not handle.trainable or not self._observer.has_gradient(handle):
+            raise _C.StateError(f"{handle.name} has no gradient that could be set; call backward first")
+        with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+            values.copy_(gradient.detach()).mul_(loss_scale / self._chunk_factor)
+        self._runtime.write_gradient(handle.id, values.data_ptr(), _C.Tier.HOST)
+
+    def is_trained(self, param: nn.Parameter) -> bool:
+        """Whether the optimizer has it, and it required grad when a forward began."""
+        if isinstance(param, ChunkedParameter):
+            return param._patrickstar.trainable
+        return self._managed.is_trained(param)
+
+    def moment(self, param: nn.Parameter, key: str) -> torch.Tensor:
+        """One moment of a trained parameter, ``exp_avg`` or ``exp_avg_sq``: float32 on the CPU; zeros where it was
+        neither updated nor set.
+        """
+        if isinstance(param, ChunkedParameter):
+            with self._guard("reading an optimizer state"):
+                return self._observer.read_values(param._patrickstar, MOMENTS[key])
+        values = self._managed.state_of(param).get(key)
+        return torch.zeros(param.shape) if values is None else values.detach().to("cpu", torch.float32, copy=True)
+
+    def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Sets it; the count of updates stays."""
+        if isinstance(param, ChunkedParameter):
+            self._observer.write_values(param._patrickstar, MOMENTS[key], value)
+            return
+        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in MOMENTS}}
+        self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
+
+    def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
+        if not isinstance(param, ChunkedParameter):
+            return self._managed.state_of(param)
+        handle = param._patrickstar
+        count = self._runtime.step_count(handle.id) if handle.trainable else 0
+        if count == 0:
+            return {}
+        with self._guard("reading an optimizer state"):
+            return {
+                "step": torch.tensor(float(count)),
+                **{key: self._observer.read_values(handle, kind) for key, kind in MOMENTS.items()},
+            }
+
+    def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """Sets what :meth:`optimizer_state` gives; an empty state is that of a parameter never updated."""
+        if not isinstance(param, ChunkedParameter):
+            self._managed.set_state_of(param, state)
+            return
+        handle = param._patrickstar
+        if not handle.trainable:
+            return
+        zeros = torch.zeros(handle.shape)
+        self._runtime.set_step_count(handle.id, int(state.get("step", 0)))
+        for key, kind in MOMENTS.items():
+            self._observer.write_values(handle, kind, state.get(key, zeros))

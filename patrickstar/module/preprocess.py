@@ -1,0 +1,263 @@
+"""From the user's module to a layout: which parameters go into chunks, in which dtype, and which stay with PyTorch.
+Nothing is changed here (patrickstar/module/adoption.py does it).
+
+Stay with PyTorch: parameters made inside :func:`torch_scope`, embeddings with ``use_cpu_embedding`` (in host memory),
+embeddings with ``max_norm`` (their forward writes the weights), parameters of other classes than ``nn.Parameter``
+(quantised weights), without elements, or not floating point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from patrickstar import _C
+from patrickstar.module.chunked_parameter import ChunkedParameter
+
+logger = logging.getLogger("patrickstar")
+
+DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
+
+_LEAST_CHUNK_NUMEL = 1024
+
+# Which parameter names of a module were registered inside torch_scope, and with which do_allreduce.
+_torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
+    """Parameters registered inside stay with PyTorch: float32, on the device, outside of chunks.
+
+    Args:
+        do_allreduce: whether their gradients are averaged over the processes (with several processes).
+    """
+
+    def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        _torch_scoped.setdefault(module, {})[name] = do_allreduce
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagedParam:
+    """A parameter that stays with PyTorch."""
+
+    name: str
+    param: nn.Parameter
+    on_host: bool
+    """Kept in host memory (use_cpu_embedding)."""
+    all_reduced: bool = True
+    """Whether its gradient is made of all ranks' (``torch_scope(do_allreduce)``)."""
+    trained: bool = True
+    """Whether the optimizer updates it where it has a gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedSpec:
+    """A parameter that goes into a chunk."""
+
+    name: str
+    param: nn.Parameter
+    compute_dtype: torch.dtype
+    original_device: torch.device
+    """Where the parameter returns to when it leaves the engine."""
+    trained: bool
+    """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamPlan:
+    """Where every parameter of a module goes."""
+
+    chunked: list[ChunkedSpec]
+    """In registration order; the index is the parameter's id in the core."""
+    managed: list[ManagedParam]
+
+
+class BuiltModule(NamedTuple):
+    """What a ``model_func`` has returned."""
+
+    module: nn.Module
+    is_new: bool
+    """Whether the function made it; else somebody had it before."""
+
+
+def build_module(model_func: Callable[[], nn.Module]) -> BuiltModule:
+    """Calls ``model_func`` and checks what it returns.
+
+    Raises:
+        ValueError: it is not callable, or returns something else than an ``nn.Module``, or one that an engine owns.
+    """
+    if isinstance(model_func, nn.Module):
+        raise ValueError("model_func is a module; give a function that returns one: model_func=lambda: model")
+    if not callable(model_func):
+        raise ValueError(
+            f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module"
+        )
+    registered: set[nn.Module] = set()
+
+    def note(owner: nn.Module, _name: str, _param: nn.Parameter | None) -> None:
+        registered.add(owner)
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        module = model_func()
+    finally:
+        handle.remove()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
+    for name, param in module.named_parameters():
+        if isinstance(param, ChunkedParameter):
+            raise ValueError(f"parameter {name} belongs to an engine already; close() that engine first")
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
+            )
+    owners = [child for child in module.modules() if child._parameters]
+    return BuiltModule(module, is_new=all(owner in registered for owner in owners))
+
+
+def plan_params(
+    module: nn.Module,
+    compute_dtype: torch.dtype,
+    *,
+    use_cpu_embedding: bool,
+    in_groups: Collection[nn.Parameter] | None = None,
+) -> ParamPlan:
+    """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
+
+    Args:
+        module: the user's.
+        compute_dtype: of 16-bit or float32 training.
+        use_cpu_embedding: the configuration's.
+        in_groups: what the optimizer has; None: every parameter.
+    """
+    scoped = {
+        module._parameters[name]: do_allreduce
+        for module, names in _scoped_modules(module)
+        for name, do_allreduce in names.items()
+        if name in module._parameters
+    }
+    on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
+    renormalized = {
+        child.weight
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+    }
+    norms = _params_with_statistics(module, compute_dtype)
+    chunked, managed = [], []
+    for name, param in module.named_parameters():
+        plain = (
+            type(param) is nn.Parameter
+            and param.is_floating_point()
+            and param.numel() > 0
+            and param.layout == torch.strided
+        )
+        trained = param.requires_grad and (in_groups is None or param in in_groups)
+        if param in scoped or param in on_host or param in renormalized or not plain:
+            all_reduced = scoped.get(param, True)
+            managed.append(
+                ManagedParam(name=name, param=param, on_host=param in on_host, all_reduced=all_reduced, trained=trained)
+            )
+        else:
+            dtype = norms.get(param, compute_dtype)
+            chunked.append(
+                ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device, trained=trained)
+            )
+    return ParamPlan(chunked=chunked, managed=managed)
+
+
+def _scoped_modules(module: nn.Module) -> list[tuple[nn.Module, dict[str, bool]]]:
+    return [(child, _torch_scoped[child]) for child in module.modules() if child in _torch_scoped]
+
+
+def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:
+    """Embedding weights that no other module uses as well (a tied output layer computes on the device)."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for child in module.modules():
+        for param in child._parameters.values():
+            if param is not None:
+                owners.setdefault(param, []).append(child)
+    embeddings = {p for p, modules in owners.items() if any(isinstance(m, nn.Embedding) for m in modules)}
+    alone = {p for p in embeddings if all(isinstance(m, nn.Embedding) for m in owners[p])}
+    if alone != embeddings:
+        logger.info(
+            "use_cpu_embedding: %d embedding weights are tied to other layers and stay in chunks",
+            len(embeddings - alone),
+        )
+    return alone
+
+
+def statistics_dtype(module: nn.Module, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that a layer's running statistics and its parameters have in training, since kernels want one for both:
+    that of the statistics where it is the compute dtype, else float32. None: it has none.
+    """
+    if not isinstance(module, nn.modules.batchnorm._NormBase) or module.running_mean is None:
+        return None
+    return compute_dtype if module.running_mean.dtype == compute_dtype else torch.float32
+
+
+def _params_with_statistics(module: nn.Module, compute_dtype: torch.dtype) -> dict[nn.Parameter, torch.dtype]:
+    params: dict[nn.Parameter, torch.dtype] = {}
+    for child in module.modules():
+        dtype = statistics_dtype(child, compute_dtype)
+        if dtype is not None:
+            params |= {param: dtype for param in child._parameters.values() if param is not None}
+    return params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkSize:
+    """The chunk size in elements, and from which device budget on it would be another one."""
+
+    numel: int
+    ample_bytes: int
+    """A device budget of at least this gets the default size."""
+    ample_extra_bytes: int
+    """How much more memory the default size may need at any moment."""
+
+
+def choose_chunk_size(plan: ParamPlan, module: nn.Module, default_numel: int, device_bytes: int) -> ChunkSize:
+    """The default size on an ample device; on a scarce one the largest power-of-two fraction of it that makes the
+    largest module's chunks take (within 5 %) as little as they can.
+
+    Numbers do not depend on it. On a scarce device the choice depends on the model alone, so that the least budget
+    which a warm-up step measures holds for the next run.
+    """
+    num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in plan.chunked)
+    ample_bytes = 16 * num_bytes
+    extra_bytes = 2 * num_bytes  # all compute copies and all gradients
+    if device_bytes >= ample_bytes:
+        return ChunkSize(numel=default_numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
+    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
+    owned = [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
+    sizes = [default_numel]
+    while sizes[-1] >= 2 * _LEAST_CHUNK_NUMEL:
+        sizes.append(sizes[-1] // 2)
+    needs = {numel: _C.working_set_bytes(make_layout(plan, numel), owned) for numel in sizes}
+    numel = next(numel for numel in sizes if needs[numel] <= 1.05 * min(needs.values()))
+    return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
+
+
+def make_layout(plan: ParamPlan, chunk_numel: int, num_ranks: int = 1, rank: int = 0) -> _C.Layout:
+    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards."""
+    return _C.Layout.pack(
+        numels=[spec.param.numel() for spec in plan.chunked],
+        dtypes=[DTYPES[spec.compute_dtype] for spec in plan.chunked],
+        trainable=[spec.trained for spec in plan.chunked],
+        chunk_numel=chunk_numel,
+        num_ranks=num_ranks,
+        rank=rank,
+    )

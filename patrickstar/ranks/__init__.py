@@ -1,0 +1,1 @@
+"""Ranks of a run: their groups, what they tell each other, what happens when one fails."""

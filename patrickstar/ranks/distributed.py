@@ -1,0 +1,472 @@
+"""Ranks: which one this process is, the groups in which it talks to others, and what happens when one of them fails.
+
+    with open_ranks(device_type="cpu", timeout_seconds=600) as ranks:
+        ranks.check_agreement("config", json_text)
+        with ranks.guard("forward of step 1"):
+            ranks.gather.all_gather(address, shard_bytes)
+
+One process alone (WORLD_SIZE unset or 1) uses nothing of torch.distributed. Otherwise an initialised torch.distributed
+is used as it is, or one is made from the environment that torchrun sets, and taken down again by `close`.
+Nothing here assumes that ranks share a machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from patrickstar import _C
+from patrickstar.ranks.failures import DisagreementError, FailureWatch, failing_together, first_line, own_connection
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+_POLL_SECONDS = 0.05
+_VERDICT_SECONDS = 1.0  # for the others to read who is missing
+_SHOWN_CHARACTERS = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedContext:
+    """Which rank this process is."""
+
+    rank: int = 0
+    """From 0 to `world_size` - 1, over all nodes."""
+    world_size: int = 1
+    """Processes of the run."""
+    local_rank: int = 0
+    """From 0 to `local_world_size` - 1, among those on this node; the index of this process's GPU."""
+    local_world_size: int = 1
+    """Processes of the run on this node: they share its cores, memory and links."""
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    """Where this process computes."""
+
+
+class RankGroups:
+    """The groups of one set of ranks, made by `open_ranks`. One thread, but for what the members allow."""
+
+    context: DistributedContext
+    """Which rank this process is."""
+    members: tuple[int, ...]
+    """The group's ranks, ascending; `rank` of a communicator is the index in it."""
+    control: _C.collective.ControlGroup
+    """Agreement on small values, over the hosts."""
+    gather: _C.collective.Communicator
+    """For all-gathers."""
+    scatter: _C.collective.Communicator
+    """For reduce-scatters, independent of `gather`."""
+
+    def __init__(self, context: DistributedContext, members: Sequence[int], timeout_seconds: float):
+        self.context = context
+        self.control = _C.collective.make_single_control()
+        self.gather = self.scatter = _C.collective.make_single_communicator()
+        self.members = tuple(members)
+        self._timeout_seconds = timeout_seconds
+        self._groups: list[dist.ProcessGroup] = []
+        self._watch: FailureWatch | None = None
+        self._stop_watch_at_exit: Callable[[], object] = lambda: None
+        self._owns_world = False
+        self._closed = False
+        self._process = os.getpid()
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that opened the groups: the connections are the other's."""
+        return os.getpid() != self._process
+
+    def check_agreement(self, name: str, value: str) -> None:
+        """Raises DisagreementError, a StateError, on every rank unless all ranks have the same `value`."""
+        digests = self.control.exchange(hashlib.sha256(value.encode()).digest(), name)
+        if len(set(digests)) > 1:
+            values = [item.decode(errors="replace") for item in self.control.exchange(value.encode(), name)]
+            raise DisagreementError(describe_disagreement(name, dict(zip(self.members, values, strict=True))))
+
+    def guard(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call in which all ranks take part, such as "forward of step 3". Within it, what fails here is told
+        to the others, and what failed on another rank raises RankFailure; ranks that meet in different calls raise
+        RankMismatch. A call within a call counts as the outer one.
+
+        Raises:
+            StateError: this process is a fork of the one that opened the groups.
+        """
+        if self._watch is not None and self.is_fork:
+            raise _C.StateError(
+                f"{call}: this process is a fork of the one that opened the groups of ranks (a DataLoader worker, a "
+                "subprocess?), and must not use their connections; call it in the process that opened them"
+            )
+        if self._watch is None or self.control.call:
+            return contextlib.nullcontext()
+        return self._in_call(self._watch, call)
+
+    def meet(self) -> None:
+        """Within a call whose own messages do not say which call it is (it gathers values): all ranks are in it, or
+        RankMismatch is raised on all of them.
+        """
+        if self._watch is not None:
+            self.control.exchange(b"", "its beginning")
+
+    @contextlib.contextmanager
+    def _in_call(self, watch: FailureWatch, call: str) -> Iterator[None]:
+        self.control.enter(call)
+        watch.activity = call
+        try:
+            with failing_together(watch, self.context.rank, call):
+                yield
+        finally:
+            self.control.enter("")
+            watch.activity = f"the user's code after {call}"
+
+    def close(self) -> None:
+        """Waits for the other ranks to close as well, unless one has failed, and takes down what `open_ranks` made: on
+        all ranks at this point, and nothing of it is left afterwards.
+
+        Raises RankFailure when another rank leaves without closing.
+        """
+        if self._closed or self.is_fork:
+            return
+        self._closed = True
+        try:
+            if self._watch is not None and self._watch.failure is None:
+                with self.guard("close"):
+                    self.control.exchange(b"", "the end")
+        finally:
+            self._take_down()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks that this one leaves because of ``error``, and ends what still runs with them. Nothing
+        of the groups can be used afterwards but :meth:`leave`.
+        """
+        if self._closed or self._watch is None or self.is_fork:
+            return
+        if self._watch.failure is None:
+            self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
+        for part in (self.gather, self.scatter, self.control):
+            part.abort()
+
+    def leave(self, error: BaseException) -> None:
+        """:meth:`fail`, and takes down what `open_ranks` made. Waits for no other rank."""
+        self.fail(error)
+        self._take_down()
+
+    def _take_down(self) -> None:
+        self._closed = True
+        if self.is_fork:  # PyTorch's groups have threads, too, which are the other process's
+            return
+        self._stop_watch_at_exit()
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        for part in (self.gather, self.scatter, self.control):
+            part.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> RankGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.leave(error)
+
+
+def open_ranks(
+    *,
+    device_type: str = "cpu",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    local_rank: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> RankGroups:
+    """The groups of `ranks` (default: all), each of which must call this; the others need not.
+
+    `device_type` is "cpu" (gloo) or "cuda" (NCCL); `local_rank` overrides LOCAL_RANK. `timeout_seconds` bounds every
+    wait for another rank. Raises RankFailure when a rank does not come, StateError for an incomplete environment.
+    """
+    if timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
+    owns_world = _enter_world(timeout_seconds)
+    if owns_world is None:
+        context = _make_context(0, 1, local_rank, device_type, lambda: [_host()])
+        groups = RankGroups(context, (0,), timeout_seconds)
+        groups.gather = groups.scatter = _single_communicator(context.device)
+        return groups
+    store = own_connection(dist.distributed_c10d._get_default_store(), timeout_seconds)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    members = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
+    if rank not in members:
+        raise ValueError(f"rank {rank} is not one of ranks {list(members)}; only those open the group")
+    prefix = _new_prefix(store, members, rank)
+    _call_the_roll(store, prefix, members, rank, timeout_seconds)
+    context = _make_context(rank, world_size, local_rank, device_type, lambda: _hosts(store, prefix, members, rank))
+    groups = RankGroups(context, members, timeout_seconds)
+    groups._owns_world = owns_world
+    try:
+        _connect(groups, store, prefix)
+    except BaseException:
+        groups._take_down()
+        raise
+    return groups
+
+
+def num_ranks_to_come() -> int:
+    """How many ranks `open_ranks` will find, before it is called."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return max(int(os.environ.get("WORLD_SIZE") or 1), 1)
+
+
+# Entering torch.distributed.
+
+
+_process: int | None = None
+"""The process that was the first to enter torch.distributed."""
+
+
+def _enter_world(timeout_seconds: float) -> bool | None:
+    """None for a process alone, else whether torch.distributed was made here."""
+    is_there = dist.is_available() and dist.is_initialized()
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    if not is_there and world_size <= 1:
+        return None
+    global _process
+    if _process not in (None, os.getpid()):
+        raise _C.StateError(
+            "this process is a fork of a rank (a DataLoader worker, a subprocess?), and must not use its connections; "
+            "start ranks as processes of their own"
+        )
+    _process = os.getpid()
+    if is_there:
+        return False
+    if not dist.is_available():
+        raise _C.StateError(
+            f"WORLD_SIZE is {world_size}, but this PyTorch has no torch.distributed; install one that has"
+        )
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise _C.StateError(
+            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set; start the script with torchrun, or set them"
+        )
+    rank = int(os.environ["RANK"])
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = _world_store(rank, timeout)
+    # Before torch.distributed does it, whose error would not say who is missing.
+    _call_the_roll(store, f"patrickstar/{_attempt()}/world", range(world_size), rank, timeout_seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return True
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+# [Note: one store per process] Rank 0 may serve the store itself. Were it served anew for each engine of a process, a
+# rank that is quicker than the others would reach the one that is about to end. So it lasts as long as the process, and
+# the worlds that are made of it have places of their own in it.
+_stores: dict[tuple[str, int], dist.Store] = {}
+_num_worlds = 0
+
+
+def _world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
+    """An empty place for one world in the store of this process's run."""
+    global _num_worlds
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address not in _stores:
+        _stores[address] = _rendezvous_store(*address, rank, timeout)
+    _num_worlds += 1
+    return dist.PrefixStore(f"attempt_{_attempt()}/world_{_num_worlds}", _stores[address])
+
+
+def _rendezvous_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store that env:// would make, without its wait for all ranks."""
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=rank == 0 and not agent_hosts, wait_for_workers=False, timeout=timeout
+        )
+    except RuntimeError as error:
+        owner = "torchrun's agent" if agent_hosts else "rank 0"
+        raise _C.RankFailure(
+            f"rank {rank} could not reach torch's store, which {owner} serves at {host}:{port}, within "
+            f"{timeout.total_seconds():g} s ({first_line(error)}); did rank 0 start, and is MASTER_ADDR right?"
+        ) from error
+    return store
+
+
+def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank: int, timeout_seconds: float) -> None:
+    """Returns when all members are here; raises RankFailure that names those who are not within the timeout."""
+    store.set(f"{prefix}/arrived/{rank}", "1")
+    keys = {member: f"{prefix}/arrived/{member}" for member in members}
+    verdict = f"{prefix}/missing"
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while not store.check(list(keys.values())):
+            if store.check([verdict]):
+                raise _C.RankFailure(store.get(verdict).decode())
+            if time.monotonic() > deadline:
+                missing = format_ranks([member for member, key in keys.items() if not store.check([key])])
+                text = f"{missing} of {len(keys)} did not come within {timeout_seconds:g} s; see their output"
+                store.set(verdict, text)
+                time.sleep(_VERDICT_SECONDS)  # this process may be the one that serves the store
+                raise _C.RankFailure(text)
+            time.sleep(_POLL_SECONDS)
+    except dist.DistError as error:
+        raise _C.RankFailure(
+            f"rank {rank} waited for the others to come and lost torch's store ({first_line(error)}): rank 0 or "
+            "torchrun's agent ended; see its output"
+        ) from error
+
+
+def _new_prefix(store: dist.Store, members: Sequence[int], rank: int) -> str:
+    """Where the keys of these groups lie: another place each time that the same ranks open groups."""
+    name = f"patrickstar/{_attempt()}/{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]}"
+    return f"{name}/{store.add(f'{name}/opened/{rank}', 1)}"
+
+
+# Who is on this node.
+
+
+def _host() -> str:
+    """A name that processes on one node share: containers on one machine count as nodes of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _hosts(store: dist.Store, prefix: str, members: Sequence[int], rank: int) -> list[str]:
+    """The hosts of the members in their order."""
+    store.set(f"{prefix}/host/{rank}", _host())
+    return [store.get(f"{prefix}/host/{member}").decode() for member in members]
+
+
+def _make_context(rank: int, world_size: int, local_rank: int | None, device_type: str, hosts) -> DistributedContext:
+    told_rank, told_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if world_size == 1:
+        local_rank = int(told_rank or 0) if local_rank is None else local_rank
+        local_world_size = 1
+    elif told_rank is not None and told_size is not None:
+        local_rank = int(told_rank) if local_rank is None else local_rank
+        local_world_size = int(told_size)
+    else:
+        by_rank = hosts()
+        mine = [index for index, host in enumerate(by_rank) if host == _host()]
+        if local_rank is None:
+            local_rank = int(told_rank) if told_rank is not None else mine.index(rank)
+        local_world_size = len(mine)
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    return DistributedContext(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, device=device
+    )
+
+
+# Making the groups.
+
+
+def _single_communicator(device: torch.device) -> _C.collective.Communicator:
+    if device.type == "cuda" and _C.build_info()["cuda"] is not None:
+        return _C.collective.make_cuda_single_communicator(device.index)
+    return _C.collective.make_single_communicator()
+
+
+def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
+    context, members, timeout_seconds = groups.context, groups.members, groups._timeout_seconds
+    index = members.index(context.rank)
+    groups.control = _C.collective.make_c10d_control(_gloo_group(groups).group_name, timeout_seconds)
+    if context.device.type == "cuda":
+        groups.control.exchange(b"", "connecting NCCL")  # NCCL waits without end for a rank that does not come
+        groups.gather = _nccl_communicator(store, f"{prefix}/gather", index, len(members), context.device)
+        groups.scatter = _nccl_communicator(store, f"{prefix}/scatter", index, len(members), context.device)
+    else:
+        groups.gather = _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
+        groups.scatter = _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
+    parts = [groups.control, groups.gather, groups.scatter]
+
+    def stop_all() -> None:
+        for part in parts:
+            part.abort()
+
+    groups._watch = FailureWatch(store, prefix, index, members, parts[1:], stop_all, timeout_seconds)
+    # The thread must end before the interpreter does, also when nobody closes.
+    groups._stop_watch_at_exit = weakref.finalize(groups, groups._watch.stop)
+    if context.device.type == "cuda":
+        with groups.guard("the first collectives"):
+            _warm_up(groups)
+
+
+def _gloo_group(groups: RankGroups) -> dist.ProcessGroup:
+    timeout = datetime.timedelta(seconds=groups._timeout_seconds)
+    everybody = len(groups.members) == groups.context.world_size
+    try:
+        group = dist.new_group(
+            None if everybody else list(groups.members),
+            timeout=timeout,
+            backend="gloo",
+            use_local_synchronization=not everybody,
+        )
+    except RuntimeError as error:
+        raise _C.RankFailure(
+            f"rank {groups.context.rank} could not connect to the others ({first_line(error)}); where ranks are on "
+            "several nodes, GLOO_SOCKET_IFNAME must name the network interface that reaches them"
+        ) from error
+    groups._groups.append(group)
+    return group
+
+
+def _nccl_communicator(
+    store: dist.Store, key: str, index: int, size: int, device: torch.device
+) -> _C.collective.Communicator:
+    if index == 0:
+        store.set(key, _C.collective.make_nccl_id())
+    return _C.collective.make_nccl_communicator(store.get(key), rank=index, size=size, device=device.index)
+
+
+def _warm_up(groups: RankGroups) -> None:
+    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not."""
+    size = len(groups.members)
+    memory = torch.zeros(3, size, 4, device=groups.context.device)
+    whole, scratch, shard = (part.data_ptr() for part in memory)
+    with torch.cuda.device(groups.context.device):
+        for communicator in (groups.gather, groups.scatter):
+            communicator.all_gather(whole, 16)
+            communicator.reduce_scatter_mean(whole, shard, scratch, 4, _C.DType.FLOAT32)
+        torch.cuda.current_stream().synchronize()
+        for communicator in (groups.gather, groups.scatter):
+            communicator.check()
+
+
+# Words.
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"; runs of neighbours are drawn together."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def describe_disagreement(name: str, values: dict[int, str]) -> str:
+    """Who has which value, each shown from shortly before the first difference."""
+    distinct = sorted(set(values.values()), key=lambda value: min(r for r, v in values.items() if v == value))
+    start = max(len(os.path.commonprefix(distinct)) - _SHOWN_CHARACTERS // 4, 0)
+    shown = []
+    for value in distinct:
+        part = value[start : start + _SHOWN_CHARACTERS]
+        part = f"{'...' if start else ''}{part}{'...' if len(value) > start + _SHOWN_CHARACTERS else ''}"
+        shown.append(f"{format_ranks([rank for rank, other in values.items() if other == value])}: {part}")
+    return f"ranks disagree on {name}; it must be the same on all. " + "; ".join(shown)
