@@ -24,6 +24,8 @@ WITH_PYTHON = [page for page in PAGES if page.script() and page.name != "README.
 
 NOT_RUN: dict[str, int] = {}
 
+MARKDOWN = sorted(path for folder in ("", "docs/**/", "benchmark/**/") for path in ROOT.glob(f"{folder}*.md"))
+
 
 def by_name(page):
     return page.name
@@ -174,3 +176,19 @@ def test_quoted_error_messages_exist():
     for fragment in fragments:
         pattern = "…[^\n]{0,80}?".join(re.escape(part.strip(" ")) + " ?" for part in fragment.split("…"))
         assert any(re.search(pattern, message) for message in messages), fragment
+
+
+def prose_lines(text):
+    """Number and text of lines that are no code, no table and no heading."""
+    code = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith(("```", "~~~")):
+            code = not code
+        elif not code and not line.startswith(("    ", "|", "#")):
+            yield number, line
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_of_prose_are_not_longer_than_120(page):
+    lines = prose_lines(page.read_text(encoding="utf-8"))
+    assert [number for number, line in lines if len(line) > 120] == []
