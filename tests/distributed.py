@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -148,10 +149,14 @@ def _run_fork(folder, rank, variables):
 
 
 def free_port():
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody listens on; below those that connections get, which could take it before a
+    rank listens.
+    """
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _wait(processes, timeout_seconds, stop_after_failure):
