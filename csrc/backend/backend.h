@@ -55,7 +55,7 @@ class Backend : public DeviceAllocator {
   // PyTorch's allocator does not call this.
   virtual void follow_compute() = 0;
 
-  // Keeps `queue` busy for so long (common/queue_delays.h).
+  // Keeps `queue` busy for so long (backend/delaying_backend.h).
   virtual void delay(Queue queue, double seconds) = 0;
 
   virtual Event record(Queue queue) = 0;

@@ -62,7 +62,7 @@ void register_options(py::module_& module) {
   py::enum_<BiasCorrection>(module, "BiasCorrection")
       .value("APPLIED", BiasCorrection::kApplied)
       .value("NONE", BiasCorrection::kNone);
-  py::class_<DelayOptions>(module, "DelayOptions", "A simulated link, and random delays (common/queue_delays.h).")
+  py::class_<DelayOptions>(module, "DelayOptions", "A simulated link, and random delays (backend/delaying_backend.h).")
       .def(py::init<>())
       .def_readwrite("bytes_per_second", &DelayOptions::bytes_per_second)
       .def_readwrite("latency_seconds", &DelayOptions::latency_seconds)

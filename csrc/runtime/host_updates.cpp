@@ -1,8 +1,6 @@
 #include "runtime/host_updates.h"
 
-#include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 namespace patrickstar {
@@ -60,9 +58,6 @@ Event HostUpdates::submit(HostUpdate update) {
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   for (const Event& event : update.after) backend_.synchronize(event);
-  if (const double seconds = delays_.random_seconds(); seconds > 0) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-  }
   const HostSpanScope scope(span);
   for (const Restore& restore : update.restores) {
     compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "common/queue_delays.h"
 #include "common/tracing.h"
 #include "common/work_queue.h"
 #include "optim/compute.h"
@@ -52,8 +51,8 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 
 class HostUpdates {
  public:
-  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer, QueueDelays& delays)
-      : backend_(backend), compute_(compute), tracer_(tracer), delays_(delays) {}
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer)
+      : backend_(backend), compute_(compute), tracer_(tracer) {}
 
   // Complete when the update is.
   Event submit(HostUpdate update);
@@ -64,7 +63,6 @@ class HostUpdates {
   Backend& backend_;
   optim::Compute& compute_;
   Tracer& tracer_;
-  QueueDelays& delays_;
   WorkQueue queue_;
 };
 

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "backend/delaying_backend.h"
 #include "common/check.h"
 #include "memory/interleave.h"
 #include "runtime/host_regions.h"
@@ -71,10 +72,9 @@ OpenRuntime::OpenRuntime(Layout layout, std::vector<std::string> param_names,
     : options(options),
       mutex(mutex),
       collectives(std::move(collectives)),
-      backend(make_backend(options)),
+      backend(make_delaying_backend(make_backend(options), options.delays)),
       host_threads(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
       pool(host_threads.num_threads, host_threads.worker_cpus),
-      delays(options.delays),
       host_compute(optim::make_host_compute(pool)),
       cuda_compute(make_device_compute(options)),
       slots(*backend, options.cuda_device >= 0 ? kCudaSlotWaste : 0.0),
@@ -86,7 +86,7 @@ OpenRuntime::OpenRuntime(Layout layout, std::vector<std::string> param_names,
       store(std::move(layout), std::move(param_names)),
       tracer(*backend, store, slots),
       traces(tracer),
-      transfer(*backend, store, tracer, delays),
+      transfer(*backend, store, tracer),
       pager(core()),
       gather(core(), pager),
       tracker(core(), pager),
@@ -127,10 +127,10 @@ void OpenRuntime::shut_down() {
 }
 
 Core OpenRuntime::core() {
-  return {*backend,     store,    slots,         arena,
-          transfer,     pool,     *host_compute, cuda_compute ? *cuda_compute : *host_compute,
-          recorder,     counters, tracer,        delays,
-          *collectives, mutex};
+  return {*backend, store,    slots,         arena,
+          transfer, pool,     *host_compute, cuda_compute ? *cuda_compute : *host_compute,
+          recorder, counters, tracer,        *collectives,
+          mutex};
 }
 
 }  // namespace patrickstar

@@ -55,7 +55,6 @@ struct OpenRuntime {
   std::unique_ptr<Backend> backend;
   HostThreads host_threads;
   ThreadPool pool;
-  QueueDelays delays;
   std::unique_ptr<optim::Compute> host_compute;
   std::unique_ptr<optim::Compute> cuda_compute;  // null on the simulated device
   SlotPool slots;

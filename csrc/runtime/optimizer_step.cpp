@@ -25,7 +25,7 @@ OptimizerStep::OptimizerStep(Core core, Pager& pager, GradientFlow& gradients, S
     : core_(core),
       pager_(pager),
       gradients_(gradients),
-      updates_(core.backend, core.host_compute, core.tracer, core.delays),
+      updates_(core.backend, core.host_compute, core.tracer),
       speculation_(core.store.layout().num_chunks(), core.arena, updates_, core.backend, speculation,
                    reserve_bytes(core.store.layout())),
       jobs_(core, gradients),

@@ -25,7 +25,6 @@ Pager::~Pager() { core_.backend.set_pressure_handler(nullptr); }
 void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
   ++clock_;
   ++core_.counters.num_moments;
-  core_.backend.delay(Queue::kCompute, core_.delays.random_seconds());
   core_.tracer.begin_moment(phase, acquired);
   core_.recorder.begin_moment(phase, acquired, tide_of_running_moment());
   const auto t = static_cast<size_t>(core_.recorder.position());

@@ -40,7 +40,6 @@ struct Core {
   Recorder& recorder;
   Counters& counters;
   Tracer& tracer;
-  QueueDelays& delays;
   Collectives& collectives;
   std::recursive_timed_mutex& mutex;
 };

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "backend/delaying_backend.h"
 #include "plan/planner.h"
 #include "runtime/pager.h"
 #include "runtime/placement.h"

@@ -37,7 +37,6 @@ Event TransferEngine::upload_to(ArrayId id, void* to, const Slot& slot) {
   }
   {
     const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
-    backend_.delay(Queue::kUpload, delays_.transfer_seconds(num_bytes));
     backend_.copy(Queue::kUpload, to, array.block.data, num_bytes);
   }
   array.block_busy_until = backend_.record(Queue::kUpload);
@@ -53,7 +52,6 @@ void TransferEngine::download(ArrayId id) {
   backend_.wait(Queue::kDownload, backend_.record(Queue::kCompute));
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
-    backend_.delay(Queue::kDownload, delays_.transfer_seconds(num_bytes));
     backend_.copy(Queue::kDownload, array.block.data, array.slot.data, num_bytes);
   }
   array.host_ready = backend_.record(Queue::kDownload);

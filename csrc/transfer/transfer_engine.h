@@ -12,7 +12,6 @@
 
 #include "backend/backend.h"
 #include "chunk/chunk_store.h"
-#include "common/queue_delays.h"
 #include "common/tracing.h"
 
 namespace patrickstar {
@@ -24,8 +23,8 @@ struct TransferCounters {
 
 class TransferEngine {
  public:
-  TransferEngine(Backend& backend, ChunkStore& store, Tracer& tracer, QueueDelays& delays)
-      : backend_(backend), store_(store), tracer_(tracer), delays_(delays) {}
+  TransferEngine(Backend& backend, ChunkStore& store, Tracer& tracer)
+      : backend_(backend), store_(store), tracer_(tracer) {}
 
   void upload(ArrayId id);
   void download(ArrayId id);
@@ -54,7 +53,6 @@ class TransferEngine {
   Backend& backend_;
   ChunkStore& store_;
   Tracer& tracer_;
-  QueueDelays& delays_;
   TransferCounters counters_;
 };
 
