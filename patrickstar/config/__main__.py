@@ -9,7 +9,7 @@ from patrickstar.config.editor_schema import make_json_schema
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command ``python -m patrickstar.config``."""
     parser = argparse.ArgumentParser(
         prog="python -m patrickstar.config", description="What a configuration file may have."
     )

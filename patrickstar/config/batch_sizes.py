@@ -12,11 +12,11 @@ class BatchSizes:
     """The three sizes of a run."""
 
     train_batch_size: int
-    """Samples of a step on all ranks."""
+    """Number of samples of one optimizer step, on all ranks."""
     micro_batch_size: int
-    """Samples of a forward on one rank."""
+    """Number of samples of one forward on one rank."""
     accumulation_steps: int
-    """Backwards of a step."""
+    """Number of backward passes of one optimizer step."""
 
 
 def resolve_batch_sizes(config: Config, num_ranks: int) -> BatchSizes:

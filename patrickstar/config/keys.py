@@ -33,7 +33,7 @@ class Key:
 
     @property
     def path(self) -> str:
-        """The dotted name."""
+        """The dotted name, with those of the sections that it is in."""
         return f"{self.section}.{self.name}" if self.section else self.name
 
     @property

@@ -14,110 +14,110 @@ _WITH_COMMS_LOGGER = no_effect("it is the communication logger's, which is not t
 
 
 class TensorBoardConfig(Section):
-    """``tensorboard``."""
+    """The section ``tensorboard``: figures written to TensorBoard's event files."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures go there."""
+    """Whether figures are written to TensorBoard."""
     output_path: Annotated[Text, HONOURED] = ""
-    """The folder; relative to the working directory."""
+    """The folder for event files, absolute or relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
-    """A folder in that one."""
+    """Name of the run's folder in ``output_path``."""
 
 
 class WandbConfig(Section):
-    """``wandb``: Weights & Biases."""
+    """The section ``wandb``: figures reported to Weights & Biases."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures go there."""
+    """Whether figures are reported to Weights & Biases."""
     group: Annotated[Text | None, HONOURED] = None
-    """The group of runs."""
+    """Name of the group that the run belongs to."""
     team: Annotated[Text | None, HONOURED] = None
-    """The entity that owns the project."""
+    """The entity (user or team) that owns the project."""
     project: Annotated[Text, HONOURED] = "deepspeed"
-    """The project."""
+    """Name of the project that the run belongs to."""
 
 
 class CsvMonitorConfig(Section):
-    """``csv_monitor``."""
+    """The section ``csv_monitor``: figures written to a CSV file."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether figures go there."""
+    """Whether figures are written to ``metrics.csv``."""
     output_path: Annotated[Text, HONOURED] = ""
-    """The folder; relative to the working directory."""
+    """The folder for CSV files, absolute or relative to the working directory."""
     job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
-    """A folder in that one."""
+    """Name of the run's folder in ``output_path``."""
 
 
 class FlopsProfilerConfig(Section):
-    """``flops_profiler``: the floating point operations of one step, counted."""
+    """The section ``flops_profiler``: a count of the floating point operations of one step."""
 
     enabled: Annotated[Switch, HONOURED] = False
-    """Whether one step is counted."""
+    """Whether the floating point operations of one step are counted."""
     profile_step: Annotated[AtLeast0, HONOURED] = 1
-    """After how many steps; that one is counted."""
+    """Number of steps that are done before the one that is counted."""
     recompute_fwd_factor: Annotated[NonNegative, HONOURED] = 0.0
-    """How much of the forward backward runs again: 1 with activation checkpointing of the whole model."""
+    """Share of the forward that backward computes again: 1 with activation checkpointing of the whole model."""
     module_depth: Annotated[Integer, Field(ge=-1), HONOURED] = -1
-    """How deep modules are listed; -1: to the deepest."""
+    """Depth down to which modules are listed; -1: down to the deepest."""
     top_modules: Annotated[AtLeast0, HONOURED] = 1
-    """How many modules of each depth are listed."""
+    """Number of modules that are listed at each depth."""
     detailed: Annotated[Switch, HONOURED] = True
-    """Whether modules are listed at all."""
+    """Whether modules are listed, beside the totals of the model."""
     output_file: Annotated[FilePath | None, HONOURED] = None
-    """Where the text goes; None: standard output."""
+    """Path of the file that the counts are written to; None: standard output."""
 
 
 class CometConfig(Section):
-    """``comet``: Comet experiments."""
+    """The section ``comet``: figures reported to Comet."""
 
     enabled: Annotated[Switch, refused("there is no reporter to Comet; use tensorboard, wandb or csv_monitor")] = False
-    """Report to it."""
+    """Whether figures are reported to Comet."""
     samples_log_interval: Annotated[AtLeast1, _WITH_COMET] = 100
-    """Samples between two reports."""
+    """Number of samples between two reports."""
     project: Annotated[Text | None, _WITH_COMET] = None
-    """The project."""
+    """Name of the project in Comet."""
     workspace: Annotated[Text | None, _WITH_COMET] = None
-    """The workspace."""
+    """Name of the workspace in Comet."""
     api_key: Annotated[Text | None, _WITH_COMET] = None
-    """The key."""
+    """The key for access to Comet."""
     experiment_name: Annotated[Text | None, _WITH_COMET] = None
-    """The experiment's name."""
+    """Name of the experiment in Comet."""
     experiment_key: Annotated[Text | None, _WITH_COMET] = None
-    """The experiment's key."""
+    """Comet's identifier of the experiment, of 32 to 50 letters and digits."""
     online: Annotated[Switch | None, _WITH_COMET] = None
-    """Whether it reports over the network."""
+    """Whether figures are sent to Comet's server; else they are stored on this machine."""
     mode: Annotated[Text | None, _WITH_COMET] = None
-    """Whether it goes on with an experiment."""
+    """How the experiment is started: ``"get"`` (an existing one), ``"create"`` (a new one) or ``"get_or_create"``."""
 
 
 class CommsLoggerConfig(Section):
-    """``comms_logger``: DeepSpeed's log of collectives."""
+    """The section ``comms_logger``: DeepSpeed's log of collectives."""
 
     enabled: Annotated[
         Switch, refused('collectives are not logged; use profile ({"step": 4, "output": "profile"}), which shows them')
     ] = False
-    """Log collectives."""
+    """Whether collectives are logged, with their times and sizes."""
     prof_all: Annotated[Switch, _WITH_COMMS_LOGGER] = True
-    """All of them."""
+    """Whether all collectives are logged; else those of ``prof_ops``."""
     prof_ops: Annotated[Names, _WITH_COMMS_LOGGER] = ()
-    """Or these."""
+    """Names of the collectives that are logged, such as ``"all_reduce"``."""
     verbose: Annotated[Switch, _WITH_COMMS_LOGGER] = False
-    """Each one."""
+    """Whether each collective is printed as it happens."""
     debug: Annotated[Switch, _WITH_COMMS_LOGGER] = False
-    """With the caller."""
+    """Whether the name of the calling function is added to each collective's name."""
 
 
 class ThroughputTimerConfig(Section):
-    """``timers.throughput``."""
+    """The section ``timers.throughput``: how DeepSpeed measures throughput."""
 
     enabled: Annotated[Switch, no_effect("the line of ``steps_per_print`` has the throughput")] = True
-    """Measure samples per second."""
+    """Whether samples per second are measured."""
     synchronized: Annotated[Switch, no_effect("the throughput is measured without waiting for the GPU")] = True
-    """Wait for the GPU before each measurement."""
+    """Whether the host waits for the GPU before each measurement."""
 
 
 class TimersConfig(Section):
-    """``timers``."""
+    """The section ``timers``: what DeepSpeed measures in every step."""
 
     throughput: ThroughputTimerConfig = Field(default_factory=ThroughputTimerConfig)
-    """The throughput."""
+    """The measurement of throughput, in samples per second."""

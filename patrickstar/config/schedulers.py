@@ -44,9 +44,9 @@ class LRRangeTestParams(Section):
     lr_range_test_step_size: Annotated[AtLeast1, HONOURED] = 2000
     """Steps over which the rate grows by ``lr_range_test_step_rate`` times the first one."""
     lr_range_test_step_rate: Annotated[Number, HONOURED] = 1.0
-    """How fast it grows."""
+    """Growth of the rate in each ``lr_range_test_step_size`` steps, as a multiple of the first rate."""
     lr_range_test_staircase: Annotated[Switch, HONOURED] = False
-    """Whether it grows in stairs."""
+    """Whether the rate grows once in ``lr_range_test_step_size`` steps; else it grows in every step."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
@@ -55,29 +55,29 @@ class OneCycleParams(Section):
     """``scheduler.params`` of ``OneCycle``: up and down once, then decay; the momentum goes the other way."""
 
     cycle_min_lr: Annotated[PerGroup, HONOURED]
-    """The learning rate at both ends of the cycle."""
+    """The learning rate at both ends of the cycle; a list gives one for each parameter group."""
     cycle_max_lr: Annotated[PerGroup, HONOURED]
-    """The learning rate in its middle."""
+    """The learning rate in the middle of the cycle; a list gives one for each parameter group."""
     decay_lr_rate: Annotated[Number, HONOURED] = 0.0
-    """How fast the rate decays after the cycle."""
+    """After d intervals of decay the learning rate is ``cycle_min_lr`` / (1 + this x d)."""
     cycle_first_step_size: Annotated[AtLeast1, HONOURED] = 2000
-    """Steps up."""
+    """Number of steps in which the learning rate rises."""
     cycle_second_step_size: Annotated[AtLeast0 | None, HONOURED] = None
-    """Steps down; None: as many as up."""
+    """Number of steps in which the learning rate falls; None: ``cycle_first_step_size``."""
     cycle_first_stair_count: Annotated[AtLeast0, HONOURED] = 0
-    """Stairs on the way up; 0: none."""
+    """Number of stairs in which the learning rate rises; 0: in every step."""
     cycle_second_stair_count: Annotated[AtLeast0 | None, HONOURED] = None
-    """Stairs on the way down; None: as many as up."""
+    """Number of stairs in which the learning rate falls; None: ``cycle_first_stair_count``."""
     decay_step_size: Annotated[AtLeast0, HONOURED] = 0
-    """Steps between two decays; 0: no decay."""
+    """Number of steps of one interval of decay after the cycle; 0: no decay."""
     cycle_momentum: Annotated[Switch, HONOURED] = True
     """Whether the momentum (the first of ``betas``) cycles too."""
     cycle_min_mom: Annotated[PerGroup, HONOURED] = 0.8
     """The least momentum, in the middle of the cycle."""
     cycle_max_mom: Annotated[PerGroup, HONOURED] = 0.9
-    """The largest momentum, at both ends."""
+    """The largest momentum, at both ends of the cycle."""
     decay_mom_rate: Annotated[Number, HONOURED] = 0.0
-    """How fast the momentum changes after the cycle."""
+    """After d intervals of decay the momentum is ``cycle_max_mom`` x (1 + this x d)."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
@@ -88,11 +88,11 @@ class WarmupLRParams(Section):
     warmup_min_lr: Annotated[PerGroup, HONOURED] = 0.0
     """The learning rate that the warm-up begins with."""
     warmup_max_lr: Annotated[PerGroup | None, HONOURED] = None
-    """The learning rate that it ends with; None: the optimizer's."""
+    """The learning rate that the warm-up ends with; None: that of the optimizer."""
     warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
-    """Its steps; at least 2 are taken."""
+    """Number of steps of the warm-up; less than 2 counts as 2."""
     warmup_type: Warmup = "log"
-    """``"log"`` or ``"linear"``."""
+    """Shape of the warm-up: ``"log"`` (logarithmic) or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
@@ -101,15 +101,15 @@ class WarmupDecayLRParams(Section):
     """``scheduler.params`` of ``WarmupDecayLR``: the rate rises, then falls to 0 in a line."""
 
     total_num_steps: Annotated[AtLeast1 | None, HONOURED] = None
-    """Steps of the whole run. It must be given; None is left where it is ``"auto"``."""
+    """Number of steps of the whole run. It must be given, as a number or as ``"auto"``, which leaves None."""
     warmup_min_lr: Annotated[PerGroup, HONOURED] = 0.0
     """The learning rate that the warm-up begins with."""
     warmup_max_lr: Annotated[PerGroup, HONOURED] = 1e-3
-    """The learning rate that it ends with."""
+    """The learning rate that the warm-up ends with."""
     warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
-    """Its steps; at least 2 are taken."""
+    """Number of steps of the warm-up; less than 2 counts as 2."""
     warmup_type: Warmup = "log"
-    """``"log"`` or ``"linear"``."""
+    """Shape of the warm-up: ``"log"`` (logarithmic) or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
@@ -118,62 +118,62 @@ class WarmupCosineLRParams(Section):
     """``scheduler.params`` of ``WarmupCosineLR``: the rate rises to the optimizer's, then falls as a cosine."""
 
     total_num_steps: Annotated[AtLeast1 | None, HONOURED] = None
-    """Steps of the whole run. It must be given; None is left where it is ``"auto"``."""
+    """Number of steps of the whole run. It must be given, as a number or as ``"auto"``, which leaves None."""
     warmup_min_ratio: Annotated[Number, HONOURED] = 0.0
-    """What the warm-up begins with, as a share of the optimizer's learning rate."""
+    """The learning rate that the warm-up begins with, as a share of the optimizer's."""
     warmup_num_steps: Annotated[AtLeast0, HONOURED] = 1000
-    """Its steps; at least 2 are taken."""
+    """Number of steps of the warm-up; less than 2 counts as 2."""
     cos_min_ratio: Annotated[Number, HONOURED] = 1e-4
-    """What the cosine ends with, as a share of the optimizer's learning rate."""
+    """The learning rate that the cosine ends with, as a share of the optimizer's."""
     warmup_type: Warmup = "log"
-    """``"log"`` or ``"linear"``."""
+    """Shape of the warm-up: ``"log"`` (logarithmic) or ``"linear"``."""
     last_batch_iteration: LastBatch = -1
     """The step to go on from; -1: from the beginning."""
 
 
 class LRRangeTest(Section):
-    """``scheduler`` with type ``LRRangeTest``."""
+    """The section ``scheduler`` with type ``LRRangeTest``, a schedule of DeepSpeed."""
 
     type: Annotated[Literal["LRRangeTest"], HONOURED]
-    """Which schedule."""
+    """Name of the schedule: ``"LRRangeTest"``."""
     params: LRRangeTestParams = Field(default_factory=LRRangeTestParams)
-    """Its parameters."""
+    """Parameters of ``LRRangeTest``, by their names."""
 
 
 class OneCycle(Section):
-    """``scheduler`` with type ``OneCycle``."""
+    """The section ``scheduler`` with type ``OneCycle``, a schedule of DeepSpeed."""
 
     type: Annotated[Literal["OneCycle"], HONOURED]
-    """Which schedule."""
+    """Name of the schedule: ``"OneCycle"``."""
     params: OneCycleParams
-    """Its parameters."""
+    """Parameters of ``OneCycle``, by their names."""
 
 
 class WarmupLR(Section):
-    """``scheduler`` with type ``WarmupLR``."""
+    """The section ``scheduler`` with type ``WarmupLR``, a schedule of DeepSpeed."""
 
     type: Annotated[Literal["WarmupLR"], HONOURED]
-    """Which schedule."""
+    """Name of the schedule: ``"WarmupLR"``."""
     params: WarmupLRParams = Field(default_factory=WarmupLRParams)
-    """Its parameters."""
+    """Parameters of ``WarmupLR``, by their names."""
 
 
 class WarmupDecayLR(Section):
-    """``scheduler`` with type ``WarmupDecayLR``."""
+    """The section ``scheduler`` with type ``WarmupDecayLR``, a schedule of DeepSpeed."""
 
     type: Annotated[Literal["WarmupDecayLR"], HONOURED]
-    """Which schedule."""
+    """Name of the schedule: ``"WarmupDecayLR"``."""
     params: WarmupDecayLRParams = Field(default_factory=WarmupDecayLRParams)
-    """Its parameters."""
+    """Parameters of ``WarmupDecayLR``, by their names."""
 
 
 class WarmupCosineLR(Section):
-    """``scheduler`` with type ``WarmupCosineLR``."""
+    """The section ``scheduler`` with type ``WarmupCosineLR``, a schedule of DeepSpeed."""
 
     type: Annotated[Literal["WarmupCosineLR"], HONOURED]
-    """Which schedule."""
+    """Name of the schedule: ``"WarmupCosineLR"``."""
     params: WarmupCosineLRParams = Field(default_factory=WarmupCosineLRParams)
-    """Its parameters."""
+    """Parameters of ``WarmupCosineLR``, by their names."""
 
 
 class TorchScheduleParams(Section):
@@ -186,9 +186,9 @@ class TorchSchedule(Section):
     """``scheduler`` with the name of a class of ``torch.optim.lr_scheduler``."""
 
     type: Annotated[str, BeforeValidator(_torch_schedule), HONOURED]
-    """Which schedule."""
+    """Name of the schedule: that of its class."""
     params: TorchScheduleParams = Field(default_factory=TorchScheduleParams)
-    """Its parameters."""
+    """Arguments of that class, without the optimizer."""
 
 
 SCHEDULERS: dict[str, type[Section]] = {

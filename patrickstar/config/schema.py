@@ -89,19 +89,19 @@ class AdamConfig(Section):
     """``optimizer.params``: the defaults of every parameter group."""
 
     lr: Annotated[NonNegative, HONOURED] = 1e-3
-    """Learning rate, at least 0."""
+    """The learning rate, at least 0."""
     betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
-    """Decay rates of the two moments, each in [0, 1)."""
+    """Decay rates of the first and second moment, each in [0, 1)."""
     eps: Annotated[NonNegative, HONOURED] = 1e-8
-    """Added to the denominator, at least 0."""
+    """Number that is added to the denominator of the update, at least 0."""
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
-    """L2 term with Adam, decoupled decay with AdamW; at least 0."""
+    """Factor of weight decay, at least 0: an L2 term with Adam, decoupled with AdamW."""
     use_hybrid_adam: Annotated[Switch, HONOURED] = True
     """Whether optimizer states may live on the device where its memory has a margin; else all are on the host."""
     adam_w_mode: Annotated[
         Switch | None, mapped("optimizer.type", "``True`` makes Adam AdamW; AdamW is AdamW with either value")
     ] = None
-    """Decoupled weight decay. None: as ``type`` says."""
+    """Whether weight decay is decoupled, as in AdamW; None: as ``type`` says."""
     torch_adam: Annotated[
         Switch,
         mapped(
@@ -109,34 +109,34 @@ class AdamConfig(Section):
             "formulas are those of ``torch.optim`` in either case; with ``True``, AdamW's default decay is too (0.01)",
         ),
     ] = False
-    """PyTorch's Adam instead of DeepSpeed's."""
+    """Whether PyTorch's Adam is used instead of DeepSpeed's."""
     bias_correction: Annotated[Switch, HONOURED] = True
     """Whether the moments' bias of the first steps is corrected, as ``torch.optim`` does."""
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
-    """Adam's AMSGrad variant."""
+    """Whether Adam's AMSGrad variant is used."""
     fp32_optimizer_states: Annotated[
         Switch, refused("moments are float32, which exactness is built on; leave it out", only=(True,))
     ] = True
-    """Moments in float32; False: in the parameters' dtype."""
+    """Whether moments are float32; else they have the parameters' dtype."""
     max_grad_norm: Annotated[
         NonNegative | None,
         refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
     ] = None
-    """Clipping, where some scripts put it."""
+    """Largest norm of the gradients, for scripts that give it here instead of as ``gradient_clipping``."""
 
 
 _IN_PARAMS = no_effect("as in DeepSpeed, it counts in ``optimizer.params`` alone")
 
 
 class OptimizerConfig(Section):
-    """``optimizer``."""
+    """The section ``optimizer``: which Adam, its options, and when it updates."""
 
     type: Annotated[OptimizerType, BeforeValidator(_optimizer_type), HONOURED] = OptimizerType.ADAM
     """``"Adam"`` or ``"AdamW"``, in any case. With ``patrickstar.initialize``, Adam is AdamW too unless
     ``params.adam_w_mode`` is ``False``, as with DeepSpeed.
     """
     params: AdamConfig = Field(default_factory=AdamConfig)
-    """Its options."""
+    """Options of the optimizer: the defaults of every parameter group."""
     speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
     """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
     memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
@@ -157,63 +157,63 @@ class OptimizerConfig(Section):
             only=("never",),
         ),
     ] = "never"
-    """Updates by the GPU of states that stay on the host, in version 0.6 and before."""
+    """When the GPU updates states that stay in host memory, as version 0.6 and older could."""
     torch_adam: Annotated[Switch, _IN_PARAMS] = False
-    """Where some scripts put ``params.torch_adam``."""
+    """``params.torch_adam``, for scripts that give it here."""
     adam_w_mode: Annotated[Switch | None, _IN_PARAMS] = None
-    """Where some scripts put ``params.adam_w_mode``."""
+    """``params.adam_w_mode``, for scripts that give it here."""
     legacy_fusion: Annotated[Switch, no_effect("all updates are fused")] = False
-    """An older way to group parameters in DeepSpeed's LAMB."""
+    """Whether DeepSpeed's float16 optimizer uses its older code for fused Adam."""
 
 
 class Fp16Config(Section):
-    """``fp16``: float16 training with loss scaling (DeepSpeed's keys and semantics)."""
+    """The section ``fp16``: float16 training with loss scaling (DeepSpeed's keys and semantics)."""
 
     enabled: Annotated[Switch, HONOURED] = True
-    """False is the same as leaving the section out."""
+    """Whether training is in float16; False is the same as leaving the section out."""
     loss_scale: Annotated[NonNegative, HONOURED] = 0.0
-    """A static scale, or 0 for a dynamic one."""
+    """A static loss scale, or 0 for a dynamic one."""
     initial_scale_power: Annotated[AtLeast0, Field(le=127), HONOURED] = 16
-    """The dynamic scale starts at 2 to this power."""
+    """Power of 2 that the dynamic scale starts at."""
     loss_scale_window: Annotated[AtLeast1, HONOURED] = 1000
-    """The dynamic scale doubles in the step that follows so many without overflow."""
+    """Number of steps without overflow; in the step that follows them the dynamic scale doubles."""
     hysteresis: Annotated[AtLeast1, HONOURED] = 2
     """The dynamic scale halves at this many overflows, and at each one after that until the count begins anew; with 1,
     at every overflow.
     """
     min_loss_scale: Annotated[Positive, HONOURED] = 1.0
-    """The dynamic scale never falls below this."""
+    """Value that the dynamic scale never falls below."""
     consecutive_hysteresis: Annotated[Switch, HONOURED] = False
-    """Whether that count begins anew with each step without overflow; else only a doubling of the scale does that."""
+    """Whether the count of overflows begins anew with each step without one; else only when the scale doubles."""
     auto_cast: Annotated[Switch, HONOURED] = False
-    """Floating point inputs are cast to float16. They are in either case."""
+    """Whether floating point inputs are cast to float16. They are in either case."""
     fp16_master_weights_and_grads: Annotated[
         Switch, refused("masters are float32, which exactness is built on; leave it out")
     ] = False
-    """Masters and gradients of the optimizer in float16."""
+    """Whether the optimizer's master weights and gradients are float16."""
 
 
 class Bf16Config(Section):
-    """``bf16``: bfloat16 training; no loss scaling is needed."""
+    """The section ``bf16``: bfloat16 training; no loss scaling is needed."""
 
     enabled: Annotated[Switch, HONOURED] = True
-    """False is the same as leaving the section out."""
+    """Whether training is in bfloat16; False is the same as leaving the section out."""
     check_grad_overflow: Annotated[
         Switch, OtherSpelling("check_overflow"), no_effect("a step whose gradients are not finite is always skipped")
     ] = True
-    """Whether gradients that are not finite skip the step."""
+    """Whether a step is skipped when its gradients are not finite."""
     immediate_grad_update: Annotated[
         Switch, no_effect("gradients are summed as backward makes them; ``optimizer.speculation`` starts updates there")
     ] = False
-    """Gradients go into the optimizer's copies during backward."""
+    """Whether gradients are added to the optimizer's copies of them during backward."""
     bf16_master_weights_and_grads: Annotated[
         Switch, refused("masters are float32, which exactness is built on; leave it out")
     ] = False
-    """Masters and gradients of the optimizer in bfloat16."""
+    """Whether the optimizer's master weights and gradients are bfloat16."""
     bf16_optimizer_states: Annotated[
         Switch, refused("moments are float32, which exactness is built on; leave it out")
     ] = False
-    """Moments in bfloat16."""
+    """Whether the optimizer's moments are bfloat16."""
 
 
 class MemTracerConfig(Section):
@@ -222,7 +222,7 @@ class MemTracerConfig(Section):
     """
 
     use_async_mem_monitor: Annotated[Switch, no_effect("the allocator's exact counters are always used")] = True
-    """The first PatrickStar's polling thread."""
+    """Whether a thread polls memory use, as the first PatrickStar did."""
     warmup_gpu_chunk_mem_ratio: Annotated[Share, HONOURED] = 0.1
     """Share of the device budget for chunks in the warm-up step (and always, with a static partition)."""
     overall_gpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
@@ -243,27 +243,27 @@ class OptsConfig(Section):
     """``client.opts``: options of the first PatrickStar that this design always improves on."""
 
     with_mem_saving_comm: Annotated[Switch, no_effect("collectives work in place on whole chunks")] = False
-    """Chunks are broadcast one by one instead of all at once."""
+    """Whether chunks are broadcast one by one instead of all at once."""
     with_mem_cache: Annotated[Switch, no_effect("device slots and host blocks are always reused")] = False
-    """Memory of chunks is kept for the next one."""
+    """Whether the memory of released chunks is kept for later ones."""
     with_async_move: Annotated[Switch, no_effect("transfers are always asynchronous")] = False
-    """Chunks move beside compute."""
+    """Whether chunks are moved while the GPU computes."""
 
 
 class ClientConfig(Section):
-    """``client``."""
+    """The section ``client``: what chunks may take of memory, and options of the first PatrickStar."""
 
     mem_tracer: MemTracerConfig = Field(default_factory=MemTracerConfig)
-    """Memory shares."""
+    """Shares of device and host memory that chunks may take."""
     opts: OptsConfig = Field(default_factory=OptsConfig)
-    """Accepted options without effect."""
+    """Options of the first PatrickStar, accepted without effect."""
 
 
 class ProfileConfig(Section):
     """``profile``: one step as a trace, a picture and a summary. ``python -m patrickstar.profile`` asks for it."""
 
     step: Annotated[AtLeast1, HONOURED] = 4
-    """Which step of the engine, counted from 1. The first measures, the second is the first with a plan."""
+    """Which step of the engine is profiled, counted from 1. The first measures, the second is the first with a plan."""
     output: Annotated[FilePath, HONOURED] = "profile"
     """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
     matplotlib) and ``step<N>.txt``.
@@ -274,21 +274,21 @@ class DelaysConfig(Section):
     """``delays``: delays made on purpose, for tests and benchmarks. They change no number."""
 
     link_gbps: Annotated[NonNegative, HONOURED] = 0.0
-    """A simulated link between host and device: 10^9 bytes per second, each way; 0: as fast as memory is copied."""
+    """Speed of a simulated link of host and device, in 10^9 bytes/s each way; 0: as fast as memory is copied."""
     link_latency_us: Annotated[NonNegative, HONOURED] = 0.0
-    """What every transfer takes beside that, in microseconds."""
+    """Time that every transfer over the simulated link takes beside that of its bytes, in microseconds."""
     max_random_us: Annotated[NonNegative, HONOURED] = 0.0
-    """Random delays up to this before every transfer, moment of compute and update on the host, in microseconds."""
+    """Largest random delay before every transfer, moment of compute and update on the host, in microseconds."""
     seed: Annotated[AtLeast0, HONOURED] = 0
-    """Of the random delays."""
+    """Seed of the random delays."""
 
 
 class HostThreadsConfig(Section):
     """``host_threads``: the threads that update, copy and touch host memory. They change no number."""
 
     num_threads: Annotated[AtLeast0, Field(le=_MOST_THREADS), HONOURED] = 0
-    """How many, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU but for
-    one core, which launches kernels. A cgroup's CPU quota is not exceeded.
+    """Number of threads, with the one that hands out the work; 0: one for each CPU that the process may use, with a GPU
+    but for one core, which launches kernels. A cgroup's CPU quota is not exceeded.
     """
     affinity: Annotated[HostAffinity, HONOURED] = HostAffinity.AUTO
     """``"pinned"``: each has a CPU of its own, cores before their further hyper-threads, spread over NUMA nodes.

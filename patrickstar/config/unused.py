@@ -32,29 +32,29 @@ _NO_TENSOR_PARALLELISM = "a layer is not cut over ranks; leave it out: memory is
 
 
 class ActivationCheckpointingConfig(Section):
-    """``activation_checkpointing``: options of DeepSpeed's own ``checkpoint`` function."""
+    """The section ``activation_checkpointing``: options of DeepSpeed's own ``checkpoint`` function."""
 
     partition_activations: Annotated[Switch, no_effect("no rank computes the activations of another one")] = False
-    """Cut saved activations over model-parallel ranks."""
+    """Whether each saved activation is divided over the model-parallel ranks."""
     number_checkpoints: Annotated[AtLeast0 | None, _OWN_CHECKPOINTING] = None
-    """How many there are."""
+    """Number of activation checkpoints, for the size of the buffer of ``contiguous_memory_optimization``."""
     contiguous_memory_optimization: Annotated[Switch, _OWN_CHECKPOINTING] = False
-    """Saved activations in one buffer."""
+    """Whether divided activations are copied into one contiguous buffer."""
     cpu_checkpointing: Annotated[
         Switch,
         no_effect(
             "chunks leave the GPU to make room for activations; ``torch.autograd.graph.save_on_cpu`` moves these too"
         ),
     ] = False
-    """Saved activations in host memory."""
+    """Whether saved activations are kept in host memory."""
     synchronize_checkpoint_boundary: Annotated[Switch, _OWN_CHECKPOINTING] = False
-    """Wait for the GPU at each of them."""
+    """Whether the host waits for the GPU at each activation checkpoint."""
     profile: Annotated[Switch, no_effect("the section ``profile`` has times")] = False
-    """Time each of them."""
+    """Whether forward and backward of each activation checkpoint are timed."""
 
 
 class DataTypesConfig(Section):
-    """``data_types``."""
+    """The section ``data_types``: dtypes other than the compute dtype."""
 
     grad_accum_dtype: Annotated[
         FloatType | None, no_effect("gradients are summed in float32, which loses nothing that a 16-bit sum keeps")
@@ -63,56 +63,56 @@ class DataTypesConfig(Section):
     param_dtype: Annotated[
         FloatType | None, no_effect("``bf16`` and ``fp16`` say it; another one than theirs is refused")
     ] = None
-    """Dtype of parameters."""
+    """Dtype of parameters; None: the compute dtype."""
     buffer_dtype: Annotated[
         Text | None, refused("buffers keep their dtype; leave it out, and cast them in the model", only=(None,))
     ] = None
-    """Dtype of buffers."""
+    """Dtype that buffers are cast to; None: they keep theirs."""
     keep_in_fp32_modules: Annotated[Names, no_effect("buffers keep their dtype")] = ()
-    """Buffers that stay float32, or ``"auto"``."""
+    """Names of the buffers that stay float32, or ``"auto"``."""
 
 
 class TorchAutocastConfig(Section):
-    """``torch_autocast``."""
+    """The section ``torch_autocast``: mixed precision by ``torch.autocast``."""
 
     enabled: Annotated[
         Switch, refused("parameters are in the compute dtype already; use bf16 or fp16, or torch.autocast in the loop")
     ] = False
-    """Run the forward in ``torch.autocast``."""
+    """Whether the forward is run in ``torch.autocast``."""
     dtype: Annotated[Text | None, _OFF] = None
-    """Its dtype."""
+    """Dtype of ``torch.autocast``, such as ``"bfloat16"``."""
     lower_precision_safe_modules: Annotated[Names | None, _OFF] = None
-    """Modules whose gradients may be reduced in it."""
+    """Classes of modules whose gradients may be reduced in that dtype."""
 
 
 class CheckpointWriterConfig(Section):
-    """``checkpoint.writer``."""
+    """The section ``checkpoint.writer``: how DeepSpeed writes the files of a checkpoint."""
 
     type: Annotated[Text, _OWN_FILES] = "FAST"
-    """Which writer."""
+    """Which writer is used: ``"FAST"``, ``"PYTHON"`` or ``"MOCK"`` (writes nothing)."""
     io_buffer_size: Annotated[AtLeast0, _OWN_FILES] = 67_108_864
-    """Bytes of its buffer."""
+    """Size of the writer's buffer in host memory, in bytes."""
     io_buffer_double: Annotated[Switch, _OWN_FILES] = True
-    """Two of them."""
+    """Whether the buffer is double: one half is filled while the other is written."""
     io_multiplier: Annotated[AtLeast0, _OWN_FILES] = 1
-    """Writers of a process."""
+    """Factor that the number of parallel writers is multiplied by."""
     data_parallel: Annotated[Text | None, _OWN_FILES] = None
-    """Which ranks write."""
+    """Which ranks write: all (``"REPLICA"``), one for each ``"SOCKET"`` or ``"MACHINE"``, or the first (None)."""
     show_statistics: Annotated[Switch, _OWN_FILES] = False
-    """Print its speed."""
+    """Whether the writer's figures, such as its speed, are printed."""
     decoupled: Annotated[Switch, _OWN_FILES] = False
-    """Write beside training."""
+    """Whether files are written by another process, while training goes on."""
 
 
 class ParallelWriteConfig(Section):
-    """``checkpoint.parallel_write``."""
+    """The section ``checkpoint.parallel_write``: which ranks write a checkpoint at the same time."""
 
     pipeline_stage: Annotated[Switch, _ONE_PIPELINE_STAGE] = False
-    """All stages write."""
+    """Whether all pipeline stages write their layers at the same time."""
 
 
 class CheckpointConfig(Section):
-    """``checkpoint``."""
+    """The section ``checkpoint``: how checkpoints of the training state are saved and loaded."""
 
     tag_validation: Annotated[
         Literal["WARN", "IGNORE", "FAIL"],
@@ -121,206 +121,206 @@ class CheckpointConfig(Section):
     ] = "WARN"
     """What happens when ranks give different tags: ``"Ignore"``, ``"Warn"`` or ``"Fail"``, in any case."""
     load_universal: Annotated[Switch, no_effect("every checkpoint loads on any number of ranks")] = False
-    """Load a checkpoint that was converted for other numbers of ranks."""
+    """Whether a universal checkpoint is loaded: one that was converted for other numbers of ranks."""
     use_node_local_storage: Annotated[
         Switch, refused("a checkpoint is one folder that all ranks reach; give save_checkpoint such a folder")
     ] = False
-    """Each node has its part of a checkpoint."""
+    """Whether each node keeps its parts of a checkpoint in storage of its own, without a shared file system."""
     checkpoint_serialization: Annotated[Switch, _OWN_FILES] = True
-    """How tensors are written."""
+    """Whether ``torch.save`` writes its zip format; False: the older one."""
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig)
-    """Who writes."""
+    """Which ranks write a checkpoint at the same time."""
     writer: CheckpointWriterConfig = Field(default_factory=CheckpointWriterConfig)
-    """A faster writer."""
+    """Which writer makes the files, and its options."""
 
 
 class InnerTensorParallelConfig(Section):
-    """``tensor_parallel.tp``."""
+    """The section ``tensor_parallel.tp``: sizes and groups of DeepSpeed's tensor parallelism."""
 
     tp_size: Annotated[AtLeast1, refused(_NO_TENSOR_PARALLELISM, only=(1,))] = 1
-    """Ranks that a layer is cut over."""
+    """Number of ranks that each layer is divided over."""
     tp_grain_size: Annotated[AtLeast1, _OFF] = 1
-    """Size that cuts are multiples of."""
+    """Number that the sizes of a layer's parts are multiples of."""
     mpu: Annotated[Anything, refused(_NO_TENSOR_PARALLELISM, only=(None,))] = None
-    """An object that knows the groups of ranks."""
+    """An object that knows the ranks' groups for model and data parallelism."""
     tp_group: Annotated[Anything, refused(_NO_TENSOR_PARALLELISM, only=(None,))] = None
-    """The group of ranks."""
+    """The group of ranks that a layer is divided over."""
 
 
 class TensorParallelConfig(Section):
-    """``tensor_parallel``."""
+    """The section ``tensor_parallel``: DeepSpeed's automatic tensor parallelism."""
 
     autotp_size: Annotated[AtLeast0, refused(_NO_TENSOR_PARALLELISM, only=(0, 1))] = 0
-    """Ranks that a layer is cut over; 0: off."""
+    """Number of ranks that each layer is divided over; 0: tensor parallelism is off."""
     dtype: Annotated[Anything, _OFF] = "float16"
-    """Dtype of parameters."""
+    """Dtype that the parameters of the model are converted to."""
     tp_overlap_comm: Annotated[Switch, _OFF] = False
-    """Collectives beside compute."""
+    """Whether all-reduces of tensor parallelism overlap compute."""
     tp: InnerTensorParallelConfig = Field(default_factory=InnerTensorParallelConfig)
-    """Sizes and groups."""
+    """Sizes and groups of tensor parallelism."""
     injection_policy_tuple: Annotated[Anything, _OFF] = None
-    """Layers to replace."""
+    """Names of the layers that DeepSpeed replaces by divided ones."""
     partition_config: Annotated[Anything, _OFF] = None
-    """How layers are cut."""
+    """Rules, by patterns of parameter names, that say how each layer is divided."""
     preset_model: Annotated[Text | None, _OFF] = None
-    """How layers are cut, by the model's name."""
+    """Name of a built-in set of such rules, such as ``"llama"`` or ``"mixtral"``."""
     keep_module_on_host: Annotated[Switch, _OFF] = False
-    """Load a checkpoint into host memory first."""
+    """Whether loaded checkpoints stay in host memory instead of going to the GPU at once."""
     kernel_inject: Annotated[Switch, OtherSpelling("replace_with_kernel_inject"), _OFF] = False
-    """Kernels for inference."""
+    """Whether layers are replaced by DeepSpeed's kernels for inference."""
     vocab_parallel_lm_head: Annotated[Switch | None, _OFF] = None
-    """Cut the last layer by words."""
+    """Whether the output layer of a language model is divided over ranks by words of the vocabulary."""
     vocab_parallel_ce_backend: Annotated[Text, _OFF] = "torch"
-    """Who computes its loss."""
+    """What computes the cross entropy of that divided output layer."""
 
 
 class CompileConfig(Section):
-    """``compile``."""
+    """The section ``compile``: ``torch.compile`` and DeepSpeed's passes over compiled graphs (DeepCompile)."""
 
     deepcompile: Annotated[
         Switch, refused("there are no compiler passes; leave it out: transfers are planned from the first step")
     ] = False
-    """DeepSpeed's passes over compiled graphs."""
+    """Whether DeepSpeed's passes change compiled graphs."""
     enabled: Annotated[Switch, no_effect("``engine.compile`` compiles, with what it is given")] = False
-    """An older spelling: ``torch.compile`` of the module."""
+    """Whether ``torch.compile`` compiles the module (an older key of DeepSpeed)."""
     disable: Annotated[Switch, no_effect("``engine.compile`` compiles, with what it is given")] = False
-    """An older spelling: no ``torch.compile``."""
+    """Whether compilation is switched off (an older key of DeepSpeed)."""
     backend: Annotated[Text, no_effect("``engine.compile`` compiles, with what it is given")] = "inductor"
-    """Of ``torch.compile``."""
+    """Name of the backend of ``torch.compile``."""
     kwargs: Annotated[Anything, no_effect("``engine.compile`` compiles, with what it is given")] = None
-    """Of ``torch.compile``."""
+    """Further arguments of ``torch.compile``."""
     autoep_non_moe: Annotated[Switch, _NO_COMPILER] = False
-    """Compile what surrounds expert layers."""
+    """Whether what surrounds expert layers is compiled, with expert parallelism."""
     free_activation: Annotated[Switch, _NO_COMPILER] = False
-    """Free activations early."""
+    """Whether activations are freed as early as possible."""
     free_activation_threshold: Annotated[AtLeast0, _NO_COMPILER] = 10_485_760
-    """Bytes of those that are freed."""
+    """Least size, in bytes, of the activations that are freed early."""
     offload_activation: Annotated[Switch, _NO_COMPILER] = False
-    """Activations in host memory."""
+    """Whether activations that backward needs are moved to host memory."""
     offload_activation_pin_memory: Annotated[Switch, _NO_COMPILER] = True
-    """In pinned memory."""
+    """Whether the host memory for activations is pinned (page-locked)."""
     offload_opt_states: Annotated[Switch, _NO_COMPILER] = False
-    """Optimizer states in host memory."""
+    """Whether optimizer states are moved to host memory during forward and backward."""
     offload_parameters: Annotated[Switch, _NO_COMPILER] = False
-    """Parameters in host memory."""
+    """Whether parameters are moved to host memory."""
     double_buffer: Annotated[Switch, _NO_COMPILER] = True
-    """Two buffers for collectives."""
+    """Whether there are two buffers for reductions: one is filled while the other is reduced."""
     symmetric_memory: Annotated[Switch, _NO_COMPILER] = False
-    """Collectives by symmetric memory."""
+    """Whether collectives use PyTorch's symmetric memory."""
     debug_log: Annotated[Switch, _NO_COMPILER] = False
-    """Write graphs."""
+    """Whether compiled graphs are written to files, for debugging."""
     sync_before_reduce: Annotated[Switch, _NO_COMPILER] = False
-    """Wait there."""
+    """Whether compiled code waits for the device before each reduction of gradients, for debugging."""
     sync_after_reduce: Annotated[Switch, _NO_COMPILER] = False
-    """Wait there."""
+    """Whether compiled code waits for the device after each reduction of gradients, for debugging."""
     sync_before_allgather: Annotated[Switch, _NO_COMPILER] = False
-    """Wait there."""
+    """Whether compiled code waits for the device before each all-gather of parameters, for debugging."""
     sync_after_allgather: Annotated[Switch, _NO_COMPILER] = False
-    """Wait there."""
+    """Whether compiled code waits for the device after each all-gather of parameters, for debugging."""
     keep_int_input_tensors: Annotated[Switch, _NO_COMPILER] = True
-    """Keep values of integer inputs."""
+    """Whether stored integer inputs of a graph keep their values instead of dummy ones."""
     keep_all_input_tensors: Annotated[Switch, _NO_COMPILER] = False
-    """Keep values of all inputs."""
+    """Whether all stored inputs of a graph keep their values instead of dummy ones."""
     passes: Annotated[Names | None, _NO_COMPILER] = None
-    """Which passes."""
+    """Names of the passes over graphs, such as ``"z1"`` or ``"z3"``; None: chosen by DeepSpeed."""
 
 
 class HybridEngineConfig(Section):
-    """``hybrid_engine``."""
+    """The section ``hybrid_engine``: one engine for training and for generation with DeepSpeed's inference kernels."""
 
     enabled: Annotated[
         Switch, refused("there is no second engine for inference; leave it out and call generate() on the module")
     ] = False
-    """Replace layers for ``generate``."""
+    """Whether layers are replaced by inference kernels for ``generate``."""
     max_out_tokens: Annotated[AtLeast1, _OFF] = 512
-    """Longest output."""
+    """Largest number of tokens of a generated sequence, its prompt included."""
     inference_tp_size: Annotated[AtLeast1, _OFF] = 1
-    """Ranks that a layer is cut over."""
+    """Number of ranks that each layer is divided over in generation."""
     release_inference_cache: Annotated[Switch, _OFF] = False
-    """Free the cache of keys and values."""
+    """Whether the cache of keys and values is freed after each generation."""
     pin_parameters: Annotated[Switch, _OFF] = True
-    """Pinned parameters."""
+    """Whether the parameters of all layers are gathered before generation (stage 3); else layer by layer."""
     tp_gather_partition_size: Annotated[AtLeast1, _OFF] = 8
-    """Layers that are gathered at a time."""
+    """Number of layers that are gathered at a time, with ``inference_tp_size`` above 1."""
     enable_cuda_graph: Annotated[Switch, _OFF] = False
-    """CUDA graphs."""
+    """Whether generation is captured into CUDA graphs."""
 
 
 class PipelineConfig(Section):
-    """``pipeline``: options of DeepSpeed's ``PipelineModule``."""
+    """The section ``pipeline``: options of DeepSpeed's ``PipelineModule``."""
 
     stages: Annotated[Anything, _ONE_PIPELINE_STAGE] = "auto"
-    """How many."""
+    """Number of pipeline stages, or ``"auto"``."""
     partition: Annotated[Text, _ONE_PIPELINE_STAGE] = "best"
-    """How layers are divided."""
+    """Method by which layers are divided into stages."""
     seed_layers: Annotated[Switch, _ONE_PIPELINE_STAGE] = False
-    """A seed for each layer."""
+    """Whether each layer is initialised with a seed of its own."""
     activation_checkpoint_interval: Annotated[AtLeast0, _ONE_PIPELINE_STAGE] = 0
-    """Layers between two saved activations."""
+    """Number of layers that each activation checkpoint covers; 0: no activation checkpointing."""
     pipe_partitioned: Annotated[Switch, _ONE_PIPELINE_STAGE] = True
-    """Cut what stages send."""
+    """Whether activations sent between stages are divided over the model-parallel ranks."""
     grad_partitioned: Annotated[Switch, _ONE_PIPELINE_STAGE] = True
-    """Cut what they send back."""
+    """Whether gradients sent between stages are divided over the model-parallel ranks."""
 
 
 class ProgressiveLayerDropConfig(Section):
-    """``progressive_layer_drop``."""
+    """The section ``progressive_layer_drop``: layers that are skipped at random in training."""
 
     enabled: Annotated[Switch, refused("the engine drops no layers; leave it out, and do it in the model")] = False
-    """Drop layers at random."""
+    """Whether layers are skipped at random."""
     theta: Annotated[Number, _OFF] = 1.0
-    """Least share that is kept."""
+    """Share of layers that are kept in the long run, which the kept share falls to from 1."""
     gamma: Annotated[Number, _OFF] = 0.001
-    """How fast it falls."""
+    """Rate, per step, at which the kept share falls to ``theta``."""
 
 
 class EigenvalueConfig(Section):
-    """``eigenvalue``."""
+    """The section ``eigenvalue``: the largest eigenvalue of each layer's Hessian, estimated by power iteration."""
 
     enabled: Annotated[Switch, refused("it belongs to quantized training, which is not supported; leave it out")] = (
         False
     )
-    """Estimate curvature."""
+    """Whether eigenvalues are estimated."""
     verbose: Annotated[Switch, _OFF] = False
-    """Print it."""
+    """Whether the estimates are printed."""
     max_iter: Annotated[AtLeast1, _OFF] = 100
-    """Iterations."""
+    """Largest number of power iterations for one estimate."""
     tol: Annotated[NonNegative, _OFF] = 0.01
-    """Tolerance."""
+    """Relative change of an estimate below which its iterations end."""
     stability: Annotated[NonNegative, _OFF] = 1e-6
-    """Added to the denominator."""
+    """Number that is added to the norm that vectors are divided by."""
     gas_boundary_resolution: Annotated[AtLeast1, _OFF] = 1
-    """Steps between two estimates."""
+    """Number of optimizer steps between two estimates."""
     layer_name: Annotated[Text, _OFF] = "bert.encoder.layer"
-    """Which layers."""
+    """Dotted name of the list of layers in the model."""
     layer_num: Annotated[AtLeast0, _OFF] = 0
-    """How many."""
+    """Number of layers in that list."""
 
 
 class ElasticityConfig(Section):
-    """``elasticity``."""
+    """The section ``elasticity``: a batch size that suits many numbers of GPUs."""
 
     enabled: Annotated[
         Switch, refused("the number of ranks is fixed for a run; leave it out: a checkpoint resumes on any number")
     ] = False
-    """Batch sizes for many numbers of GPUs."""
+    """Whether DeepSpeed chooses the batch size so that many numbers of GPUs can train with it."""
     max_train_batch_size: Annotated[AtLeast1, _OFF] = 2000
-    """Largest batch."""
+    """Largest train batch size that may be chosen."""
     micro_batch_sizes: Annotated[Anything, _OFF] = (2, 4, 6)
-    """Micro-batches to choose from."""
+    """List of the micro-batch sizes that may be chosen, in samples of one GPU."""
     min_gpus: Annotated[AtLeast1, _OFF] = 1
-    """Fewest GPUs."""
+    """Least number of GPUs that the batch size has to suit."""
     max_gpus: Annotated[AtLeast1, _OFF] = 10000
-    """Most GPUs."""
+    """Largest number of GPUs that the batch size has to suit."""
     num_gpus_per_node: Annotated[AtLeast1, _OFF] = 1
-    """GPUs of a node."""
+    """Number of GPUs in each node."""
     model_parallel_size: Annotated[AtLeast1, _OFF] = 1
-    """Ranks that a layer is cut over."""
+    """Number of ranks that each layer is divided over."""
     min_time: Annotated[Integer, _OFF] = 0
-    """Minutes between two changes."""
+    """Least number of minutes between two changes of the number of GPUs; 0: not known."""
     prefer_larger_batch: Annotated[Switch, _OFF] = True
-    """Which batch is chosen."""
+    """Whether the largest of equally suitable batch sizes is chosen; else the smallest."""
     ignore_non_elastic_batch_info: Annotated[Switch, _OFF] = False
-    """Ignore the batch sizes at top level."""
+    """Whether batch sizes at top level are ignored; else they are an error."""
     version: Annotated[Number, _OFF] = 0.2
-    """Version of the rules."""
+    """Version of DeepSpeed's rules for elasticity."""
