@@ -19,7 +19,7 @@ def configure(*accepted: Any, **options: Any) -> None:
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called."""
+    """Whether :func:`configure` was called in this process."""
     return _is_configured
 
 

@@ -37,7 +37,7 @@ def init_distributed(dist_backend: str | None = None, **accepted: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed was entered."""
+    """Whether the default process group of ``torch.distributed`` exists."""
     return dist.is_available() and dist.is_initialized()
 
 

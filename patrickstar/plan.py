@@ -46,9 +46,9 @@ class Answer:
     """What the command found out."""
 
     num_params: int
-    """Of the model."""
+    """Number of elements in all parameters of the model."""
     machine: Machine
-    """Whose rates were used."""
+    """The machine whose rates the prediction was made with."""
     setting: Setting
     """The budgets of one GPU."""
     cluster: Cluster
@@ -60,10 +60,10 @@ class Answer:
     model_flops: float
     """Of one GPU's step, recomputation not counted."""
     clipping: float
-    """Largest norm; 0: none."""
+    """The largest global norm of gradients; 0: they are not clipped."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The answer in JSON's types, as ``--json`` prints it."""
         case, step = self.chosen, self.chosen.step
         return {
             "num_parameters": self.num_params,

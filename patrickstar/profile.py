@@ -19,7 +19,7 @@ from patrickstar.config import PROFILE_VARIABLE, ProfileConfig
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The parser of this command's options, script and script arguments."""
     defaults = ProfileConfig()
     description = "Runs a training script and profiles one step of its engine: a trace, a picture and a summary."
     parser = argparse.ArgumentParser(prog="python -m patrickstar.profile", description=description)

@@ -43,4 +43,4 @@ def register_external_parameter(module: Any, parameter: Any) -> None:
 
 
 def unregister_external_parameter(module: Any, parameter: Any) -> None:
-    """Accepted, as :func:`register_external_parameter`."""
+    """Accepted and without effect, as :func:`register_external_parameter`."""

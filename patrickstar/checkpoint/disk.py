@@ -47,7 +47,7 @@ class Disk:
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Ends a descriptor."""
+        """Closes a descriptor of :meth:`create` or :meth:`open`."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes an empty folder."""
+        """Removes a folder, which must be empty."""
         path.rmdir()
 
 

@@ -34,7 +34,7 @@ DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How weights are exported."""
+    """How :func:`export` writes weights: dtype, file sizes, names and further files."""
 
     dtype: torch.dtype | None = torch.float32
     """Of floating point parameters; None: that in which each is held."""
@@ -47,7 +47,7 @@ class ExportOptions:
     peers: Peers = dataclasses.field(default_factory=OneRank)
     """The ranks that export together; their file system is one."""
     disk: Disk = dataclasses.field(default_factory=Disk)
-    """The file system."""
+    """The file system calls that writing uses; tests replace them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def export(
             with phase(peers, what):
                 if is_first:
                     folder.publish()
-                    folder.settle()
+                    folder.make_name_durable()
         finally:
             if is_first:
                 folder.discard()

@@ -150,7 +150,7 @@ class NewFolder:
         self.path = target.parent / f"{_SAVING}{target.name}-{token}"
         """Where the files are written; after :meth:`publish`, what had their name before."""
         self.disk = disk
-        """The file system."""
+        """The file system calls that writing uses; tests replace them."""
         self._target = target
         self._is_settled = True
 
@@ -183,8 +183,8 @@ class NewFolder:
         else:
             self.disk.rename(self.path, self._target)
 
-    def settle(self) -> None:
-        """Brings the name to the disk; only then may what had it before be discarded."""
+    def make_name_durable(self) -> None:
+        """Syncs the folder above, so that the name outlives a crash; only then may what had it before be discarded."""
         try:
             self.disk.sync_folder(self._target.parent)
         except OSError:

@@ -36,11 +36,11 @@ class StoredFile:
     """One file of a checkpoint."""
 
     num_bytes: int
-    """All its bytes."""
+    """Size of the whole file in bytes, header included."""
     header_bytes: int
     """Those before the first tensor's."""
     header_crc32c: int
-    """Checksum of the latter."""
+    """CRC-32C checksum of these :attr:`header_bytes` bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +48,17 @@ class StoredShard:
     """Where elements [begin, end) of a flattened tensor are."""
 
     file: str
-    """The file's name."""
+    """Name of the file that holds the shard, a key of :attr:`Manifest.files`."""
     offset: int
     """From the file's begin, in bytes."""
     num_bytes: int
-    """Of the elements."""
+    """Size of the shard's elements in bytes."""
     begin: int
-    """First element."""
+    """Index of the first element in the flattened tensor."""
     end: int
     """One past the last element."""
     crc32c: int
-    """Checksum of the bytes."""
+    """CRC-32C checksum of the elements' bytes in the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,13 @@ class StoredTensor:
     """One tensor and its shards."""
 
     name: str
-    """Name in the module."""
+    """The parameter's or buffer's name in the user's module; of a random number generator, its rank and own name."""
     kind: str
-    """See :class:`patrickstar.checkpoint.shards.TensorRange`."""
+    """One of ``KINDS``, which :attr:`patrickstar.checkpoint.shards.TensorRange.kind` explains."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor, all shards together."""
     dtype: torch.dtype
-    """Of its elements."""
+    """The dtype in which its elements are stored."""
     order: tuple[int, ...] | None
     """In which it is flattened."""
     shards: tuple[StoredShard, ...]
@@ -94,19 +94,19 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """See the module's docstring."""
+    """The content of a checkpoint: its files, the tensors in them, and what else was saved."""
 
     num_ranks: int
-    """That saved."""
+    """Number of ranks that saved the checkpoint."""
     files: Mapping[str, StoredFile]
-    """By name."""
+    """The safetensors files by name, without the manifest itself."""
     tensors: Mapping[tuple[str, str], StoredTensor]
-    """By key."""
+    """The tensors by :attr:`StoredTensor.key`: their name and the role of their kind."""
     state: Mapping[str, Any]
     """What else was saved, in JSON's types: step counts, options, the user's state."""
 
     def to_bytes(self) -> bytes:
-        """The manifest's file."""
+        """The bytes of the manifest's file: JSON behind its own checksum."""
         described = {
             "format": FORMAT,
             "version": VERSION,

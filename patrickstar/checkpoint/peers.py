@@ -22,24 +22,24 @@ class Peers(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's index."""
+        """This rank's index, from 0 to :attr:`size` - 1."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks that save or load together."""
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Gives every rank all ranks' messages, by rank. Raises when one of them is gone."""
 
 
 class OneRank:
-    """A rank alone."""
+    """The only rank of a model, which has nobody to agree with."""
 
     rank = 0
     size = 1
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Its own message."""
+        """A list of ``message`` alone."""
         return [message]
 
 
@@ -54,7 +54,7 @@ class GroupPeers:
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """All ranks' messages."""
+        """Gathers the messages of all ranks, by rank; they may differ in length. Collective: all ranks call it."""
         with _C.HostAllocations():
             length = torch.tensor([len(message)], device=self._device)
             lengths = [int(other) for other in self._gather(length)]
@@ -74,7 +74,7 @@ class Turn:
     """What this rank says at the end of a phase, and what all ranks said."""
 
     say: Any = None
-    """Of JSON's types."""
+    """This rank's message to all ranks; of JSON's types."""
     heard: list[Any] = dataclasses.field(default_factory=list)
     """By rank; filled when the phase is over on all ranks."""
 

@@ -36,7 +36,7 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        """Its folder."""
+        """The checkpoint's own folder, which has the manifest in it."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
         self._shard_memory, self._range_memory = Scratch(), Scratch()
@@ -57,7 +57,7 @@ class Checkpoint:
         return cls(find_checkpoint(directory, tag))
 
     def close(self) -> None:
-        """Ends its files. Idempotent."""
+        """Closes the folder and all files that were opened in it. Idempotent."""
         for fd in (*self._files.values(), self._folder):
             if fd >= 0:
                 os.close(fd)

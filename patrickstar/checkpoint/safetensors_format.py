@@ -47,11 +47,11 @@ class FileTensor:
     key: str
     """Its name in the file."""
     dtype: torch.dtype
-    """Of its elements."""
+    """The dtype of its elements in the file."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """The shape that the file's header gives it."""
     num_bytes: int
-    """Its bytes."""
+    """Size of its elements in the file, in bytes."""
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:

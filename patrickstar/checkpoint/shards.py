@@ -37,11 +37,11 @@ class TensorRange:
     ``rng``: a random number generator's state.
     """
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor, not of the range."""
     dtype: torch.dtype
-    """Of the elements."""
+    """The dtype in which this rank holds or wants the elements."""
     begin: int
-    """First element."""
+    """Index of the first element in the flattened tensor."""
     end: int
     """One past the last element."""
     order: tuple[int, ...] | None = None
@@ -54,12 +54,12 @@ class TensorRange:
 
     @property
     def numel(self) -> int:
-        """Elements in the range."""
+        """Number of elements in the range; may be 0."""
         return self.end - self.begin
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the range."""
+        """Size of the range's elements in bytes, in :attr:`dtype`."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -80,14 +80,14 @@ class TensorShard(TensorRange):
 
 
 class ShardSource(Protocol):
-    """What a rank holds."""
+    """Gives one rank's part of the tensors when a checkpoint is saved."""
 
     def shards(self) -> Iterable[TensorShard]:
         """All its shards. Values are read later, one at a time. What several ranks hold alike, one of them gives."""
 
 
 class ShardSink(Protocol):
-    """What a rank wants."""
+    """Takes one rank's part of the tensors when a checkpoint is loaded."""
 
     def wanted(self) -> Iterable[TensorRange]:
         """Every tensor of the model, with the range that it holds; an empty one where others hold it all. A moment

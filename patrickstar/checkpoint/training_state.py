@@ -22,13 +22,13 @@ class TrainingState:
     groups: list[dict[str, Any]]
     """The optimizer's groups: ``params``, their names, and ``options``."""
     loss_scaler: dict[str, float] | None
-    """The loss scaler's state."""
+    """State of the loss scaler, by name; None where the loss is not scaled."""
     lr_scheduler: Any
     """The scheduler's ``state_dict()``, or None."""
     extra_states: dict[str, Any]
     """Of modules with ``get_extra_state``, by name."""
     client_state: dict[str, Any]
-    """The user's."""
+    """The values that ``save_checkpoint`` took as ``client_state``, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types.

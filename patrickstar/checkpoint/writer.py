@@ -43,9 +43,9 @@ class SaveOptions:
     peers: Peers = dataclasses.field(default_factory=OneRank)
     """The ranks that save together; their file system is one."""
     disk: Disk = dataclasses.field(default_factory=Disk)
-    """The file system."""
+    """The file system calls that writing uses; tests replace them."""
     latest: Latest = Latest.NEW
-    """Where ``latest`` leads afterwards."""
+    """Whether the file ``latest`` leads to the new checkpoint afterwards, or stays as it is."""
 
 
 def save(
@@ -95,7 +95,7 @@ def save(
             raise
         with phase(peers, f"checkpoint {tag!r} is complete in {target.parent}, but 'latest' may not lead to it"):
             if is_first:
-                folder.settle()
+                folder.make_name_durable()
                 folder.discard()  # what was replaced: on a full disk that is the room for the next file
                 if options.latest is Latest.NEW:
                     folder.point_latest()

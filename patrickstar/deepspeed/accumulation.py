@@ -40,8 +40,8 @@ class Accumulation:
         """Whether no micro-batch of the next step was done yet."""
         return self._index == 0 and self._num_backwards == 0
 
-    def say_boundary(self, is_boundary: bool) -> None:
-        """The caller decides from now on."""
+    def set_boundary(self, is_boundary: bool) -> None:
+        """The caller decides from now on whether the step ends with the present micro-batch."""
         self._said = is_boundary
 
     def note_backward(self) -> None:
@@ -80,7 +80,7 @@ class CallersAccumulation(Accumulation):
 
     @property
     def step_updates(self) -> bool:
-        """Yes."""
+        """Always True: each step that the caller makes updates."""
         return True
 
     @property
@@ -88,14 +88,14 @@ class CallersAccumulation(Accumulation):
         """Backwards since the last step."""
         return self._num_backwards
 
-    def say_boundary(self, is_boundary: bool) -> None:
-        """Raises StateError: there is nothing to say."""
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Raises StateError: every step updates, so there is no boundary to set."""
         raise _C.StateError(
             "set_gradient_accumulation_boundary with managed_gradient_accumulation False: every step() updates; call "
             "step() where the boundary is"
         )
 
     def end_micro_batch(self) -> None:
-        """The step is over."""
+        """Ends the step: each backward since the last one counts as a micro-batch that is done."""
         self.num_done += self._num_backwards
         self._num_backwards = 0

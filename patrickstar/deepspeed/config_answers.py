@@ -23,7 +23,7 @@ class ConfigAnswers:
         return self._session.config
 
     def zero_optimization_stage(self) -> int:
-        """``zero_optimization.stage``."""
+        """``zero_optimization.stage`` of the configuration, from 0 to 3."""
         return self._config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
@@ -39,7 +39,7 @@ class ConfigAnswers:
         return self.zero_optimization_stage() >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Yes: ``save_16bit_model`` always can."""
+        """Always True: ``save_16bit_model`` needs no option."""
         return True
 
     def fp16_enabled(self) -> bool:
@@ -55,7 +55,7 @@ class ConfigAnswers:
         return self._config.fp16.loss_scale if self._config.fp16 is not None else _FP16_DYNAMIC
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether that is 0."""
+        """Whether :meth:`loss_scale` is 0, which stands for a dynamic loss scale."""
         return self.loss_scale() == _FP16_DYNAMIC
 
     def initial_dynamic_scale(self) -> float:
@@ -63,19 +63,19 @@ class ConfigAnswers:
         return 2.0 ** (self._config.fp16.initial_scale_power if self._config.fp16 is not None else 16)
 
     def gradient_clipping(self) -> float:
-        """``gradient_clipping``."""
+        """``gradient_clipping`` of the configuration: the largest global norm; 0: gradients are not clipped."""
         return self._config.gradient_clipping
 
     def managed_gradient_accumulation(self) -> bool:
-        """``managed_gradient_accumulation``."""
+        """Whether the engine counts micro-batches to tell which ``step()`` updates; False: each one does."""
         return self._config.managed_gradient_accumulation
 
     def steps_per_print(self) -> int | None:
-        """``steps_per_print``."""
+        """Optimizer steps from one printed line to the next; None: none is printed."""
         return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """``wall_clock_breakdown``."""
+        """Whether printed lines say how long the host was in forward, backward and step."""
         return self._config.wall_clock_breakdown
 
     def optimizer_name(self) -> str:
@@ -87,7 +87,7 @@ class ConfigAnswers:
         return self._config.optimizer.params.model_dump(exclude_unset=True)
 
     def scheduler_name(self) -> str | None:
-        """``scheduler.type``."""
+        """``scheduler.type`` of the configuration, such as ``"WarmupLR"``; None without a scheduler."""
         return self._config.scheduler.type if self._config.scheduler is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:

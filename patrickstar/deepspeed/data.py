@@ -1,4 +1,4 @@
-"""The loader of ``training_data``."""
+"""The data loader that ``patrickstar.initialize`` makes of ``training_data``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of ``patrickstar.initialize``."""
+"""The engine that ``patrickstar.initialize`` returns, with the methods of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     optimizer: HybridAdam
     """The optimizer; its ``step`` is called by :meth:`step`."""
     training_dataloader: DataLoader[Any] | None
-    """The loader of ``training_data``."""
+    """The data loader made of ``training_data``, which gives this rank's micro-batches; None without such data."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the caller says which :meth:`step` updates."""
-        self._accumulation.say_boundary(is_boundary)
+        self._accumulation.set_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` updated parameters."""
@@ -187,21 +187,21 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     # Options and counts.
 
     def get_lr(self) -> list[float]:
-        """The groups' learning rates."""
+        """The present learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
-        """The groups' betas."""
+        """Adam's ``betas`` of each parameter group; DeepSpeed calls them momentum."""
         return [group["betas"] for group in self.optimizer.param_groups]
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far."""
+        """Micro-batches since the beginning of the training; a loaded checkpoint's are counted on."""
         return self._accumulation.num_done
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process among all processes of the run, from 0."""
         return self._session.ranks.context.rank
 
     @property
@@ -224,11 +224,11 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         return self._micro_batch_size * self._accumulation.num_micro_batches * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch."""
+        """Samples in one rank's micro-batch."""
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of each rank in one optimizer step."""
         return self._accumulation.num_micro_batches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -262,10 +262,10 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         super().close()
 
     def discard(self) -> None:
-        """As :meth:`patrickstar.engine.engine.Engine.discard`."""
+        """Frees all chunks; parameters have no elements then (:meth:`patrickstar.engine.engine.Engine.discard`)."""
         take_attributes(self._session)
         super().discard()
 
     def destroy(self) -> None:
-        """The same as :meth:`close`."""
+        """The same as :meth:`close`, by DeepSpeed's name."""
         self.close()

@@ -17,7 +17,7 @@ from patrickstar.module.param_states import MOMENTS
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The float32 value."""
+    """The value that the optimizer updates, whole and in float32."""
     states = open_session().states
     return states.value(param).float() if states.is_trained(param) else None
 

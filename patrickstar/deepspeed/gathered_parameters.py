@@ -98,7 +98,9 @@ class _Gathered:
         become_ordinary(param, self._values.clone())
 
     def change(self) -> _Change | None:
-        """None when nothing changed."""
+        """Which elements the user has changed (a mask), and their new values in float32, both on the CPU; None: no
+        element.
+        """
         now = self._param.detach()
         if now.shape != self._values.shape or now.dtype != self._values.dtype:
             raise ValueError(

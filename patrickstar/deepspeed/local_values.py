@@ -29,7 +29,7 @@ from patrickstar.module.param_states import MOMENTS
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The float32 values."""
+    """This rank's part of the value that the optimizer updates, in float32."""
     if not isinstance(param, ChunkedParameter):
         return _flat(safe_get_full_fp32_param(param))
     return _read(open_session(), param, _C.ArrayKind.MASTER)

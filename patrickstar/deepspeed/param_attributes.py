@@ -42,7 +42,7 @@ def put_attributes(session: Session) -> None:
 
 
 def take_attributes(session: Session) -> None:
-    """Takes them off again."""
+    """Removes what :func:`put_attributes` has written on the parameters."""
     for param in session.module.parameters():
         for name in _NAMES:
             vars(param).pop(name, None)

@@ -183,5 +183,5 @@ class SavingEngine(Engine):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """``module.load_state_dict``."""
+        """``module.load_state_dict``, and what that returns: missing and unexpected keys."""
         return self.load_state_dict(state_dict, strict)

@@ -33,9 +33,9 @@ class _Entry:
     names: list[str]
     """All that it goes by, in the order of the ``state_dict``; tied weights have several."""
     held: torch.Tensor
-    """The parameter or buffer."""
+    """The module's parameter or buffer that has the values."""
     dtype: torch.dtype
-    """In the file."""
+    """The dtype of the values in the file."""
 
 
 def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk: Disk | None = None) -> None:
@@ -129,7 +129,7 @@ class _PartialFile:
         return self
 
     def write(self, data: bytes | memoryview) -> int:
-        """Appends all of it."""
+        """Appends all of ``data``, and returns its length."""
         try:
             write_all(self._disk, self._fd, memoryview(data))
         except OSError as error:
@@ -173,7 +173,7 @@ class _Content(Protocol):
         """The values of the next entry."""
 
     def finish(self) -> None:
-        """All were there."""
+        """Completes the file; called after the last entry was added."""
 
 
 class _SafetensorsContent:
@@ -196,13 +196,13 @@ class _SafetensorsContent:
         )
 
     def add(self, entry: _Entry, values: torch.Tensor) -> None:
-        """Appends it."""
+        """Appends the values, converted to the entry's dtype."""
         with _C.HostAllocations():
             stored = values.to(entry.dtype).contiguous()
         self._file.write(bytes_of(stored))
 
     def finish(self) -> None:
-        """The header said all."""
+        """Gives the file its name; its header was written at the beginning."""
         self._file.finish()
 
 
@@ -215,7 +215,7 @@ class _TorchContent:
         self._failure: OSError | None = None
 
     def add(self, entry: _Entry, values: torch.Tensor) -> None:
-        """Keeps it."""
+        """Keeps the values, converted to the entry's dtype, until :meth:`finish` writes them."""
         with _C.HostAllocations():
             values = values.to(entry.dtype)
         for name in entry.names:
@@ -231,7 +231,7 @@ class _TorchContent:
         return len(data)
 
     def flush(self) -> None:
-        """For PyTorch."""
+        """Does nothing; ``torch.save`` calls it on what it writes to."""
 
     def finish(self) -> None:
         """Writes the pickle, then all values."""

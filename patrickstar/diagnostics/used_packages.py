@@ -19,9 +19,9 @@ class UsedPackage:
     """A package that a part of PatrickStar imports, and the versions of it that work."""
 
     name: str
-    """As pip knows it."""
+    """The distribution's name, as ``pip install`` takes it."""
     purpose: str
-    """What needs it."""
+    """The part of PatrickStar that needs it, in words for ``python -m patrickstar.env``."""
     extra: str
     """``pip install 'patrickstar[extra]'`` brings it; or :data:`REQUIRED`."""
     minimum: tuple[int, ...]

@@ -26,7 +26,7 @@ _open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Core:
-    """What a session drives."""
+    """What a session drives: the layout of chunks, the runtime, and the allocator's mode."""
 
     layout: _C.Layout
     runtime: _C.Runtime

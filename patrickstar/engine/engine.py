@@ -41,7 +41,7 @@ class Engine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes on this rank."""
         return self._session.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

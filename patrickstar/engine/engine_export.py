@@ -19,7 +19,7 @@ from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 def export_session(
     session: Session, directory: str | os.PathLike[str], dtype: torch.dtype | None, max_file_bytes: int
 ) -> Path:
-    """See ``Engine.export_weights``."""
+    """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
     names = _export_names(session.module)
     options = ExportOptions(

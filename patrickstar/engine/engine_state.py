@@ -48,14 +48,14 @@ class Scheduler(Protocol):
     """A learning-rate scheduler of PyTorch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """The schedule's state, kept in the checkpoint."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Sets its state."""
+        """Sets the state that :meth:`state_dict` gave when the checkpoint was saved."""
 
 
 class RankPeers:
-    """An engine's ranks."""
+    """The ranks of an engine, as checkpoints talk to them: over its control group."""
 
     def __init__(self, session: Session):
         self._control = session.ranks.control
@@ -63,7 +63,7 @@ class RankPeers:
         self.size = self._control.size
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """All ranks' messages."""
+        """Gives every rank all ranks' messages, by rank."""
         return self._control.exchange(message)
 
 
@@ -168,7 +168,7 @@ class EngineSink:
         return _range(name, kind, param.shape, dtype)
 
     def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        """Takes one of them."""
+        """Puts the elements of one wanted range where the engine holds them; see ``ShardSink.write``."""
         if wanted.order is not None:
             self._write_own(wanted, values)
             return
@@ -228,7 +228,7 @@ def save_session(
     options: SaveOptions | None = None,
     frozen: Frozen = Frozen.SAVED,
 ) -> Path:
-    """See ``Engine.save_checkpoint``."""
+    """Saves the checkpoint that ``Engine.save_checkpoint`` describes, and returns its folder."""
     session.check_whole()
     check_between_steps(session, "save_checkpoint")
     options = options or SaveOptions(peers=RankPeers(session))

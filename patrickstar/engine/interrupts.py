@@ -42,7 +42,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class _State:
-    """Of the main thread."""
+    """Signals and open blocks; only the main thread changes it."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -50,7 +50,7 @@ class _State:
         self.is_open = False
         """Whether the innermost block is one of ``allowed``, in which nothing was delivered yet."""
         self.handlers: dict[int, _Handler] = {}
-        """The user's."""
+        """The user's handlers, by signal number."""
         self.waiting: dict[int, FrameType | None] = {}
         """Signals that have come, in their order, each once."""
 

@@ -105,7 +105,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """The same as :attr:`loss_scale`."""
+        """The same as :attr:`loss_scale`, by another of DeepSpeed's names."""
         return self.loss_scale
 
     @property

@@ -38,7 +38,7 @@ class TakenOver(NamedTuple):
     """What a user's optimizer says."""
 
     type: OptimizerType
-    """Adam or AdamW."""
+    """Adam or AdamW, by the class of the user's optimizer."""
     groups: list[dict[str, Any]]
     """``params`` (the user's ``Parameter`` objects), ``lr``, ``betas``, ``eps``, ``weight_decay`` of each group, as
     they are now."""

@@ -71,7 +71,7 @@ class _Teardown:
         self._parts: list[Callable[[], object]] = []
 
     def callback(self, undo: Callable[[], object]) -> None:
-        """One more part."""
+        """Adds a call to what :meth:`close` does, before those that were added earlier."""
         self._parts.append(undo)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class TrainedParams:
         self._drop_gradients_of(spec for spec in self._untrained if spec.param.requires_grad)
 
     def remove(self) -> None:
-        """Takes all hooks off."""
+        """Removes the gradient hooks from all parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -25,7 +25,7 @@ class Decision:
     key: str
     """Of the configuration, with dots between sections: ``"optimizer.params.lr"``."""
     value: Any
-    """What it is."""
+    """The value that the host gives the key."""
     source: str
     """Who says so, for the error: ``"TrainingArguments.learning_rate"``."""
 

@@ -24,7 +24,7 @@ _REPORTING = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb",
 
 
 def precision_of(args: TrainingArguments) -> str:
-    """``"bf16"``, ``"fp16"`` or ``"no"``."""
+    """The precision that the arguments ask for, by Accelerate's names: ``"bf16"``, ``"fp16"`` or ``"no"``."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 

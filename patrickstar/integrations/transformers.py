@@ -148,7 +148,7 @@ class PatrickStarTrainerMixin:
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine places it."""
+        """Does nothing: the engine decides where parameters are."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As the Trainer's; one of DeepSpeed's where the configuration has a ``scheduler``."""
@@ -339,8 +339,8 @@ def _has_engine_checkpoint(folder: str) -> bool:
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):
-    """``transformers.Trainer`` in an engine."""
+    """A ``transformers.Trainer`` whose model trains in an engine."""
 
 
 class PatrickStarSeq2SeqTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer`` in an engine."""
+    """A ``transformers.Seq2SeqTrainer`` whose model trains in an engine."""

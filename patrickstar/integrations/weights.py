@@ -24,7 +24,7 @@ _EXPORT_FOLDER = ".weights"
 
 
 class LoadedKeys(NamedTuple):
-    """As ``nn.Module.load_state_dict`` returns it."""
+    """Names in the module that the folder lacks, and names in the folder that the module lacks."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]

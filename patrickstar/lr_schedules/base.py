@@ -47,7 +47,7 @@ class Schedule(LRScheduler):
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration."""
+        """The present iteration, as ``last_batch_iteration``."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

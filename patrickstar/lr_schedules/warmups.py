@@ -20,7 +20,7 @@ class WarmupType(str, enum.Enum):
     LOG = "log"
     """log(i + 1) / log(n), which is 1 at iteration n - 1 already."""
     LINEAR = "linear"
-    """i / n."""
+    """i / n, the same rise at each iteration."""
 
 
 class WarmupLR(Schedule):

@@ -38,7 +38,7 @@ class AdoptedParams:
         deferred: DeferredInit | None,
     ):
         self.specs: list[ChunkedSpec] = plan.chunked
-        """By parameter id."""
+        """The parameters that go into chunks; the index is the parameter's id in the core."""
         self.layout = layout
         self.runtime = runtime
         self._observer = observer

@@ -49,7 +49,7 @@ class ParamHandle:
     storage: int
     """Address of the chunk's storage object; all parameters and views of the chunk share it."""
     shape: torch.Size
-    """Its shape."""
+    """The shape of the whole parameter, on any number of ranks."""
     stride: tuple[int, ...]
     """Its strides in elements; dense, in the memory order the user gave it."""
     offset: int
@@ -64,7 +64,7 @@ class ParamHandle:
     observer: Observer
     """Who is told about uses, and reads and writes values."""
     uses: _C.UseObserver
-    """The observer's."""
+    """``observer.uses``: the core's object that torch functions report uses to."""
 
 
 def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:
@@ -136,7 +136,7 @@ def _is_chunked(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _way_of(func: Callable[..., Any]) -> _C.Way:
+def _dispatch_way(func: Callable[..., Any]) -> _C.Way:
     """What ``func`` does with a parameter's memory; see csrc/bind/torch_function.h."""
     if func in _METADATA:
         return _C.Way.LOOK
@@ -385,7 +385,7 @@ class ChunkedView(torch.Tensor):
 
 
 _torch_function = _C.torch_function(
-    types=(ChunkedParameter, ChunkedView), way_of=_way_of, write=_write, refuse=_refuse, as_view=_as_view
+    types=(ChunkedParameter, ChunkedView), way_of=_dispatch_way, write=_write, refuse=_refuse, as_view=_as_view
 )
 ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_function
 

@@ -89,7 +89,7 @@ def _holding_everything(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _tied(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters under several names."""
+    """The parameters that the module has under several names."""
     names: dict[nn.Parameter, int] = {}
     for _, param in module.named_parameters(remove_duplicate=False):
         names[param] = names.get(param, 0) + 1

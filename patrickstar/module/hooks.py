@@ -23,7 +23,7 @@ class _Hooked:
 
     hook: _C.ModuleHook
     owned: list[int]
-    """What the module owns."""
+    """Ids of the parameters that the module itself has, not those of modules inside it."""
     handles: tuple[RemovableHandle, ...]
 
 
@@ -77,7 +77,7 @@ class ModuleHooks:
             hook.finish_learning([i for i in hooked.owned if i in seen or (i not in touched and i in got_gradient)])
 
     def remove(self) -> None:
-        """Takes all hooks off."""
+        """Removes the hooks from all modules."""
         for child in list(self._hooked):
             self._remove_from(child)
 

@@ -124,7 +124,7 @@ class ManagedParams:
             managed.param.grad = kept
 
     def zero_grad(self) -> None:
-        """Drops their gradients."""
+        """Sets the gradients of these parameters to None."""
         for managed in self.params:
             managed.param.grad = None
 
@@ -143,7 +143,7 @@ class ManagedParams:
             }
 
     def remove(self) -> None:
-        """Takes the casts off."""
+        """Removes the hooks that cast the inputs and outputs of modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -18,7 +18,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 
 MOMENTS = {"exp_avg": _C.ArrayKind.MOMENTUM, "exp_avg_sq": _C.ArrayKind.VARIANCE}
-"""Adam's, by PyTorch's names."""
+"""Adam's moments: PyTorch's name in the optimizer's state, and the core's array kind."""
 
 
 class ParamStates:

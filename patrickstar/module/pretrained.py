@@ -59,7 +59,7 @@ class SafetensorsFolder:
         self._keys = dict(keys)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """The shape of tensor ``name``; its values are not read."""
         key = self._keys[name]
         return tuple(self._open[self._files[key]].get_slice(key).get_shape())
 
@@ -167,7 +167,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """From tensors to files."""
+    """The file of each tensor, by the tensor's name, as the index file ``index`` says."""
     try:
         said = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -61,9 +61,9 @@ class StepFigures:
     host_gib: float | None = None
     """The most host memory that model data took."""
     tokens_per_second: float | None = None
-    """Of all ranks."""
+    """Of all ranks since the line before: the first rank's tokens times the number of ranks."""
     samples_per_second: float | None = None
-    """Of all ranks."""
+    """Of all ranks since the line before: the first rank's samples times the number of ranks."""
     tflops: float | None = None
     """Of the model, per rank."""
     stalls: Stalls | None = None
@@ -72,7 +72,7 @@ class StepFigures:
     """Milliseconds of the host's time per step, by phase."""
 
     def text(self) -> str:
-        """The line."""
+        """The line that is printed; figures that are None are left out."""
         parts = [
             f"step {self.step}",
             _part("loss {:.4f}", self.loss),
@@ -114,7 +114,7 @@ def _part(pattern: str, value: object) -> str | None:
 
 
 def _exponent(value: float | None) -> str | None:
-    """``3.00e-4``."""
+    """A number like ``3.00e-4``, without zeros that pad the exponent; None stays None."""
     if value is None:
         return None
     mantissa, exponent = f"{value:.2e}".split("e")
@@ -122,7 +122,7 @@ def _exponent(value: float | None) -> str | None:
 
 
 def _thousands(value: float | None) -> str | None:
-    """``13.2k``."""
+    """A number of three significant digits in thousands or millions, like ``13.2k``; None stays None."""
     if value is None:
         return None
     for unit, name in ((1e6, "M"), (1e3, "k")):

@@ -17,15 +17,15 @@ class ProfiledStep:
     """What the step was, beside its forward."""
 
     step: int
-    """Counted from 1."""
+    """Number of the optimizer step, counted from 1."""
     seconds: float
     """From its first forward to the end of its optimizer step."""
     num_tokens: int
-    """Of this rank."""
+    """Tokens of this rank in the step, over all its micro-batches."""
     num_parameters: int
-    """Of the model."""
+    """Number of elements in all parameters of the model."""
     num_trainable: int
-    """Of these."""
+    """Number of these elements that require a gradient."""
 
 
 class FlopsProfiler:

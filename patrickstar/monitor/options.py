@@ -16,11 +16,11 @@ class MonitorOptions:
     wall_clock_breakdown: bool = False
     """Whether the line says how long the host was in forward, backward and step."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
-    """TensorBoard's event files."""
+    """Whether and where TensorBoard's event files are written."""
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
-    """One CSV file."""
+    """Whether and where metrics are written as one CSV file."""
     wandb: WandbConfig = WandbConfig()
-    """Weights & Biases."""
+    """Whether metrics go to Weights & Biases, and to which project."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """The operations of one step."""
 

@@ -55,16 +55,16 @@ class TensorBoardSink:
         self._writer = SummaryWriter(log_dir=str(Path(options.output_path) / options.job_name))
 
     def write(self, step: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """See :class:`Sink`."""
+        """Adds each metric of the step as a scalar at ``num_samples``."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, num_samples)
 
     def flush(self) -> None:
-        """See :class:`Sink`."""
+        """Writes pending events to the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """See :class:`Sink`."""
+        """Writes pending events and closes the file."""
         self._writer.close()
 
 
@@ -84,14 +84,14 @@ class WandbSink:
             self._run = wandb.init(project=options.project, group=options.group, entity=options.team)
 
     def write(self, step: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """See :class:`Sink`."""
+        """Logs the metrics of the step at ``num_samples``, which is W&B's ``step``."""
         self._run.log(dict(values), step=num_samples)
 
     def flush(self) -> None:
-        """See :class:`Sink`."""
+        """Does nothing: W&B sends what is logged by itself."""
 
     def close(self) -> None:
-        """See :class:`Sink`."""
+        """Finishes the run if it is the sink's own; the user's goes on."""
         if self._is_own:
             self._run.finish()
             self._is_own = False
@@ -121,13 +121,13 @@ class CsvSink:
             self._file.flush()
 
     def write(self, step: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """See :class:`Sink`."""
+        """Appends a row: the step, the samples and all of ``METRICS``, empty where a metric is not known."""
         self._writer.writerow([step, num_samples, *(values.get(name, "") for name in METRICS)])
 
     def flush(self) -> None:
-        """See :class:`Sink`."""
+        """Hands buffered rows to the operating system, so that other processes can read them."""
         self._file.flush()
 
     def close(self) -> None:
-        """See :class:`Sink`."""
+        """Writes buffered rows and closes the file."""
         self._file.close()

@@ -39,11 +39,11 @@ class RunFacts:
     """What does not change in a run."""
 
     num_parameters: int
-    """Of the whole model."""
+    """Number of elements in all parameters of the whole model, on all ranks together."""
     num_trainable: int
-    """Of these."""
+    """Number of these elements that require a gradient."""
     rank: int = 0
-    """Of this process."""
+    """The rank of this process, over all nodes."""
     num_ranks: int = 1
     """How many work on different samples."""
     device: torch.device = torch.device("cpu")

@@ -36,7 +36,7 @@ class LossScaling:
 
     @property
     def loss_scale(self) -> float:
-        """The same."""
+        """The same as :attr:`cur_scale`, by another of DeepSpeed's names."""
         return self.cur_scale
 
     @property
@@ -51,7 +51,7 @@ class LossScaling:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """The same."""
+        """The same as :attr:`dynamic`, by another of DeepSpeed's names."""
         return self.dynamic
 
     @property

@@ -82,7 +82,7 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """All GPUs."""
+        """Number of GPUs on all nodes together."""
         return self.nodes * self.gpus_per_node
 
     def of_size(self, num_gpus: int) -> Cluster:
@@ -118,7 +118,7 @@ class Cluster:
 
     @property
     def latency_seconds(self) -> float:
-        """Of each collective."""
+        """Latency of each gather and scatter, on top of the time of its bytes; 0 with one rank."""
         if self.num_ranks == 1:
             return 0.0
         network_hops = 0 if self.link.gbps is None else self.nodes - 1

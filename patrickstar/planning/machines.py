@@ -23,7 +23,7 @@ class Gpu:
     matmul_tflops: float
     """Sustained by 16-bit matrix products of a transformer's sizes, 1e12 operations per second."""
     matmul_float32_tflops: float
-    """The same in float32."""
+    """Sustained by float32 matrix products of such sizes, 1e12 operations per second."""
     attention_tflops: float
     """Sustained by 16-bit fused attention, counted as if nothing were masked."""
     memory_gbps: float
@@ -33,7 +33,7 @@ class Gpu:
 
     @property
     def memory_bytes_per_second(self) -> float:
-        """``memory_gbps`` in bytes."""
+        """:attr:`memory_gbps` in bytes per second."""
         return self.memory_gbps * 1e9
 
     def matmul_flops(self, dtype: torch.dtype) -> float:
@@ -58,21 +58,21 @@ class Machine:
     """Where the numbers come from."""
     gpu: Gpu
     gpu_bytes: int
-    """Of the GPU's memory."""
+    """Size of the GPU's memory in bytes."""
     upload_gbps: float
     """Host to device, both directions busy, 1e9 bytes per second."""
     download_gbps: float
     """Device to host, both directions busy."""
     transfer_latency_seconds: float
-    """Of one transfer."""
+    """Added to the time of the bytes in each transfer between host and device."""
     host_adam_gparams: float
     """Updates on the host with the threads that one GPU has (15 on 16 cores), 1e9 parameters per second."""
     device_adam_gparams: float
-    """Updates on the GPU."""
+    """Adam updates on the GPU, 1e9 parameters per second."""
     socket_memory_gbps: float
     """Of the memory of one socket of the host, reads and writes together."""
     gpus_per_socket: int
-    """That share it."""
+    """GPUs of a node that share the memory bandwidth of one socket."""
     nvlink_gather_gbps: float
     """Of gathers within a node: bytes from other GPUs per second at each GPU ("bus bandwidth")."""
     nvlink_scatter_gbps: float
@@ -85,7 +85,7 @@ class Machine:
     """Of work that the launching thread queues before it waits."""
 
     def rates(self) -> _C.Rates:
-        """What the simulator takes."""
+        """These figures as the simulator takes them (csrc/plan/simulator.h); collectives take no time."""
         rates = _C.Rates()
         rates.upload_gbps = self.upload_gbps
         rates.download_gbps = self.download_gbps

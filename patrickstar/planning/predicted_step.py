@@ -40,11 +40,11 @@ class Prediction:
     """A step in the steady state."""
 
     seconds: float
-    """Of the step."""
+    """From the end of one step to the end of the next."""
     compute_seconds: float
     """Forward and backward on the GPU, when nothing waits."""
     device_adam_seconds: float
-    """Updates on the GPU."""
+    """Adam updates on the GPU, on its compute queue."""
     upload_seconds: float
     """The upload queue is busy."""
     download_seconds: float
@@ -54,19 +54,19 @@ class Prediction:
     scatter_seconds: float
     """The queue of scatters is busy (several ranks)."""
     host_adam_seconds: float
-    """The host updates."""
+    """The host is busy with Adam updates."""
     stall_seconds: dict[str, float]
     """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``, ``collective``."""
     uploaded_bytes: int
-    """Per step."""
+    """From host to device, per rank and step."""
     downloaded_bytes: int
-    """Per step."""
+    """From device to host, per rank and step."""
     gathered_bytes: int
     """From other ranks, per step."""
     scattered_bytes: int
     """To other ranks, per step."""
     peak_bytes: int
-    """Of the device."""
+    """The most device memory in use in the step: tide, optimizer states and chunks."""
     host_memory_seconds: float = 0.0
     """What transfers and updates take of the host's memory bandwidth, where ranks share it; 0: not counted."""
 
@@ -119,7 +119,7 @@ class StepTimes:
 
     @classmethod
     def of_core(cls, times: Mapping[str, Any]) -> StepTimes:
-        """What ``_C.Runtime.step_times`` gave."""
+        """Of the dict that ``_C.Runtime.step_times`` returns."""
         rates = {name: getattr(times["rates"], name) for name in _RATES}
         return cls(rates, list(times["compute_seconds"]), [update.name for update in times["updates"]])
 

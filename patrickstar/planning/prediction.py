@@ -66,15 +66,17 @@ class Setting:
     """What an engine is given, on each rank."""
 
     device_bytes: int
-    """``device_memory``."""
+    """Budget of device memory in bytes, the configuration's ``device_memory``."""
     host_bytes: int
-    """``host_memory``."""
+    """Budget of host memory in bytes, the configuration's ``host_memory``."""
     margin_use_ratio: float = 0.8
-    """``client.mem_tracer.margin_use_ratio``."""
+    """Share of the device memory left after compute copies and the tide that optimizer states may take
+    (``client.mem_tracer.margin_use_ratio``).
+    """
     hybrid_adam: bool = True
-    """``optimizer.params.use_hybrid_adam``."""
+    """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
-    """``optimizer.speculation``."""
+    """Whether updates on the host start during backward (``optimizer.speculation``)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,9 @@ class Case:
     """What becomes of one chunk size."""
 
     chunk_numel: int
-    """Elements."""
+    """Elements in a chunk of this size."""
     plan: Plan
-    """Its plan."""
+    """What an engine with such chunks would move when."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
     num_speculated_chunks: int

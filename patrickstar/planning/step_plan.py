@@ -22,7 +22,7 @@ class PlannedChunk:
     """What a plan knows of a chunk: enough to tell whether a layout is the one it was made for."""
 
     numel: int
-    """Elements."""
+    """Elements of the chunk over all ranks."""
     shard_numel: int
     """Elements of one rank's share."""
     dtype: str
@@ -38,7 +38,7 @@ class Plan:
     """The access sequence of a step, and what is moved when."""
 
     chunks: tuple[PlannedChunk, ...]
-    """By chunk."""
+    """The chunks of the layout, by chunk id."""
     timeline: list[dict[str, Any]]
     """The moments that it was made for, as ``_C.make_plan`` takes them."""
     steps: list[dict[str, Any]]
@@ -46,9 +46,9 @@ class Plan:
     problem: dict[str, Any]
     """The rest of ``_C.make_plan``'s arguments: costs and limits in bytes."""
     uploaded_bytes: int
-    """Per step."""
+    """From host to device per step, in the steady state."""
     downloaded_bytes: int
-    """Per step."""
+    """From device to host per step, in the steady state."""
     least_limit_bytes: int
     """The smallest limit under which every moment fits."""
     times: StepTimes | None = None

@@ -22,15 +22,15 @@ class TimedTimeline:
     """A timeline, and how long its moments take on the device when nothing waits."""
 
     moments: list[dict[str, Any]]
-    """As ``_C.make_plan`` takes them."""
+    """The moments of the step in their order, each a dict as ``_C.make_plan`` takes it."""
     seconds: list[float]
-    """By moment."""
+    """Time of the device's operations in each moment."""
     waste_bytes: int
     """The most that the chunks which a moment begins with hold beside the parameters that it asks for."""
 
     @property
     def tide_peak_bytes(self) -> int:
-        """The highest tide."""
+        """The highest tide of the step: memory of the device that is not the chunks'."""
         return max((moment["tide_peak_bytes"] for moment in self.moments), default=0)
 
 
@@ -123,7 +123,7 @@ class _AccessModel:
             self._seconds_before += use.seconds
 
     def end_backward(self) -> None:
-        """What is left retires."""
+        """Releases what backward still holds; gradients that are still there retire."""
         self._release_transient()
         for hold in self._backward:
             self._release_backward(hold.params)

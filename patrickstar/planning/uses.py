@@ -80,7 +80,7 @@ class StepUses:
     flops: float
     """Floating point operations of all matrix products, recomputation included."""
     num_operations: int
-    """Kernels that are launched."""
+    """Number of operations that launch a kernel: neither views nor allocations."""
     static_bytes: int
     """Of the tide: buffers and parameters that stay with PyTorch."""
 
@@ -94,7 +94,7 @@ class UseRecorder(_C.UseListener):
         self._clock = 0
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Drops the uses that were recorded; the clock goes on."""
         self.uses = []
 
     def tick(self) -> int:
@@ -103,12 +103,12 @@ class UseRecorder(_C.UseListener):
         return self._clock
 
     def open_scope(self, params: list[int], until: _C.HoldUntil) -> int:
-        """A module's call begins."""
+        """Records that a module's call begins, and returns the time."""
         self.uses.append(Use(Call.OPEN_SCOPE, params, until))
         return self.tick()
 
     def close_scope(self) -> None:
-        """The innermost call ends."""
+        """Records that the innermost module call ends."""
         self.uses.append(Use(Call.CLOSE_SCOPE, []))
 
     def touch(self, params: list[int]) -> int:
@@ -121,13 +121,13 @@ class UseRecorder(_C.UseListener):
         self.uses.append(Use(Call.ENTER_BACKWARD, params, begin=begin, end=end))
 
     def read_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
-        """There are no values."""
+        """Does nothing: parameters on the meta device have no values."""
 
     def write_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
-        """There are no values."""
+        """Does nothing: parameters on the meta device have no values."""
 
     def has_gradient(self, param: int) -> bool:
-        """Gradients are not kept."""
+        """Always False: gradients are not kept here."""
         return False
 
 

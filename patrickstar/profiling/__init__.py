@@ -76,7 +76,7 @@ class StepProfiler:
             self._runtime.start_trace()
 
     def end_step(self) -> None:
-        """After each step."""
+        """Called after each optimizer step; writes the files once the step that is asked for is traced."""
         self._num_steps += 1
         trace = None if self._written else self._runtime.take_trace()
         if trace is None:
@@ -86,7 +86,7 @@ class StepProfiler:
         logger.info("profile of step %d: %s", self._num_steps, ", ".join(map(str, files)))
 
     def close(self) -> None:
-        """When the engine closes."""
+        """Called when the engine closes; warns if nothing was written."""
         if not self._written:
             logger.warning(
                 "profile: the engine was closed after %d steps, before step %d was over; nothing was written",

@@ -49,9 +49,9 @@ class Summary:
     optimizer_seconds: float
     """The end of the step, after backward; part of ``seconds``."""
     upload: Work
-    """Host to device."""
+    """Copies from host to device; bytes."""
     download: Work
-    """Device to host."""
+    """Copies from device to host; bytes."""
     gather: Work
     """Values from other ranks, waits for these included; bytes."""
     scatter: Work

@@ -42,13 +42,13 @@ class DistributedContext:
     rank: int = 0
     """From 0 to `world_size` - 1, over all nodes."""
     world_size: int = 1
-    """Processes of the run."""
+    """Number of processes in the run, over all nodes."""
     local_rank: int = 0
     """From 0 to `local_world_size` - 1, among those on this node; the index of this process's GPU."""
     local_world_size: int = 1
     """Processes of the run on this node: they share its cores, memory and links."""
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    """Where this process computes."""
+    """The device on which this process computes."""
 
 
 class RankGroups:
@@ -61,7 +61,7 @@ class RankGroups:
     control: _C.collective.ControlGroup
     """Agreement on small values, over the hosts."""
     gather: _C.collective.Communicator
-    """For all-gathers."""
+    """For all-gathers of chunks among the members."""
     scatter: _C.collective.Communicator
     """For reduce-scatters, independent of `gather`."""
 

@@ -33,7 +33,7 @@ class ConfiguredOptimizer:
             )
         self._optimizer = optimizers[0]
         self.taken = groups_of(self._optimizer)
-        """What it says."""
+        """Class, groups and options of the user's optimizer."""
 
     def hand_over(self, hybrid: HybridAdam) -> None:
         """State and groups go to ``hybrid``, made of ``taken.groups`` ([Note: the user's optimizer])."""

@@ -24,4 +24,4 @@ def _find() -> ModuleType:
 
 
 pl = _find()
-"""The package."""
+"""The package of Lightning that all of this integration uses."""

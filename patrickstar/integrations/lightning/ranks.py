@@ -25,17 +25,17 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
         super().__init__(**kwargs)
         self._timeout_seconds = timeout_seconds
         self.num_nodes = 1
-        """Set by the ``Trainer``."""
+        """Number of machines in the run; the ``Trainer`` sets it."""
 
     @property
     def root_device(self) -> torch.device:
-        """Where this process computes."""
+        """The device on which this process computes: that of its local rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
-        """On this node."""
+        """Number of processes on this node, one per device."""
         return len(self.parallel_devices or ())
 
     @property
@@ -45,7 +45,7 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part."""
+        """Which part of the data is this rank's, as arguments of ``DistributedSampler``."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
@@ -72,7 +72,7 @@ class RankedStrategy(pl.strategies.ParallelStrategy):
         return _reduce(tensor, group, reduce_op)
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
+        """Returns when all ranks have called it; at once where ``torch.distributed`` is not initialized."""
         if dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 

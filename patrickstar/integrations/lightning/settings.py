@@ -28,7 +28,7 @@ class HostSettings:
     precision: str
     """The ``Trainer``'s, such as ``"bf16-mixed"``."""
     compute_dtype: torch.dtype
-    """What that means."""
+    """The dtype of forward and backward which that precision means."""
     gradient_clip_val: float | None
     """The ``Trainer``'s largest global norm; None or 0: the configuration decides."""
     optimizer: TakenOver | None

@@ -48,7 +48,7 @@ class CheckpointFormat(enum.Enum):
 
 
 class ModuleInit(enum.Enum):
-    """Where ``configure_model`` builds."""
+    """On which device ``configure_model`` builds the module's layers."""
 
     CPU = "cpu"
     """In host memory, whole on each rank, with the values that its code gives."""
@@ -61,7 +61,7 @@ class AfterRun(enum.Enum):
     """What is whole again in host memory, on each rank, when a run is over."""
 
     MODULE = "module"
-    """The module."""
+    """The module; its optimizer's state is dropped."""
     EVERYTHING = "everything"
     """The module, and after ``fit`` the user's optimizer with its state (8 bytes per parameter more)."""
     NOTHING = "nothing"
@@ -107,7 +107,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes ``Trainer(strategy="patrickstar")`` known."""
+        """Registers the strategy with Lightning, for ``Trainer(strategy="patrickstar")``."""
         strategy_registry.register(
             cls.strategy_name, cls, description="Parameters, gradients and Adam states in chunks", override=True
         )
@@ -137,7 +137,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @property
     def precision_plugin(self) -> PatrickStarPrecision:
-        """What ``Trainer(precision=...)`` means here."""
+        """The plugin that does what ``Trainer(precision=...)`` asks for; ``"32-true"`` where nothing is asked for."""
         if self._precision_plugin is None:
             self._precision_plugin = PatrickStarPrecision()
         return self._precision_plugin
@@ -156,7 +156,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: see :class:`ModuleInit`."""
+        """The context of ``configure_model``: new tensors are made on the device that :class:`ModuleInit` says."""
         with torch.device(self._module_init.value):
             yield
 
@@ -252,20 +252,20 @@ class PatrickStarStrategy(RankedStrategy):
     # call of the module is a forward.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step``."""
+        """Runs the module's ``training_step``; in automatic optimization all of it is one forward of the engine."""
         step = functools.partial(super().training_step, *args, **kwargs)
         return self.engine.run_forward(step) if self.lightning_module.automatic_optimization else step()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``validation_step``."""
+        """Runs the module's ``validation_step`` as one forward of the engine."""
         return self.engine.run_forward(functools.partial(super().validation_step, *args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``test_step``."""
+        """Runs the module's ``test_step`` as one forward of the engine."""
         return self.engine.run_forward(functools.partial(super().test_step, *args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step``."""
+        """Runs the module's ``predict_step`` as one forward of the engine."""
         return self.engine.run_forward(functools.partial(super().predict_step, *args, **kwargs))
 
     # Checkpoints.
@@ -331,7 +331,9 @@ class PatrickStarStrategy(RankedStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Values into chunks."""
+        """Loads the checkpoint's parameters and buffers; of a folder, where an optimizer trains, the engine's whole
+        state.
+        """
         folder, tag = checkpoint.get("patrickstar_folder"), folders.tag_of(checkpoint)
         if folder is None or tag is None:
             super().load_model_state_dict(checkpoint, strict)

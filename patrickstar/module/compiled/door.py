@@ -60,7 +60,7 @@ def get_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Sets it."""
+    """Sets what a call of ``module`` runs, behind its door where it has one; None: its own ``_call_impl``."""
     door = module.__dict__.get(_ATTRIBUTE)
     if isinstance(door, Door):
         door.run = call

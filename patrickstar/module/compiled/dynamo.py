@@ -30,7 +30,7 @@ class Compiler:
     """Backend, mode and options of one ``torch.compile``."""
 
     compile: Callable[[Callable[..., Any]], Callable[..., Any]]
-    """Gives the compiled function."""
+    """Takes a function and returns it compiled."""
     one_graph: bool
     """Whether what it compiles must be one graph (``fullgraph=True``), or is known to nobody but itself."""
     cuda_graphs: bool = False

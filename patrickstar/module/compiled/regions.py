@@ -30,7 +30,7 @@ class Region:
     module: nn.Module
     compiler: Compiler
     compiled: bool
-    """Whether it is already."""
+    """Whether the module's call is compiled with ``compiler`` already."""
 
 
 @dataclasses.dataclass

@@ -45,7 +45,7 @@ class CompiledUnits:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether anything is."""
+        """Whether the module or a part of it runs compiled."""
         return bool(self._units)
 
     def compile(self, module: nn.Module, compiler: Compiler) -> None:
