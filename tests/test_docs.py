@@ -141,6 +141,14 @@ def test_all_pages_are_in_the_table_of_contents():
     assert listed | {"index.md"} == there
 
 
+def test_paths_on_the_page_about_extending_exist():
+    """Of the tree's sources, tests and tools; what it proposes has no path there."""
+    text = Page(DOCS / "extending.md").text
+    paths = re.findall(r"`((?:csrc|patrickstar|tests|tools)/[^`\s]*)`", text)
+    assert len(set(paths)) > 100
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def python_messages(path: Path) -> str:
     """All string literals of a module, what is filled in as ``…``, one per line."""
     texts = []
