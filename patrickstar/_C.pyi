@@ -1,7 +1,8 @@
 """The core of PatrickStar: chunks, transfers, planner, hybrid Adam, loss scaling (csrc/bind).
 
 Addresses are integers: ``tensor.data_ptr()``, or ``storage._cdata`` for a storage, or ``stream.cuda_stream``. Chunks
-and parameters are their indices in the layout. tests/test_stub.py compares this file with the module.
+and parameters are their indices in the layout. ``tools/make_stub.py --check`` compares this file with
+the module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +258,7 @@ class Priority(_Enum):
 class ThreadPool:
     """Threads that share the work of loops; the calling thread is one of them, and never pinned."""
 
-    def __init__(self, num_threads: int, worker_cpus: Sequence[int] = ...) -> None: ...
+    def __init__(self, num_threads: int, worker_cpus: Sequence[int] = []) -> None: ...
     @property
     def num_threads(self) -> int: ...
     @property
@@ -266,7 +267,9 @@ class ThreadPool:
     @property
     def pinned_cpus(self) -> list[int]:
         """Where workers are pinned indeed."""
-    def parallel_for(self, size: int, grain: int, fn: Callable[[int, int], object], priority: Priority = ...) -> None:
+    def parallel_for(
+        self, size: int, grain: int, fn: Callable[[int, int], object], priority: Priority = Priority.URGENT
+    ) -> None:
         """Calls ``fn(begin, end)`` on disjoint ranges that cover [0, size). For tests."""
 
 class HostEvent:
@@ -308,7 +311,7 @@ def make_plan(
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     *,
     limit_bytes: int,
-    payload_limit_bytes: int = ...,
+    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
@@ -375,7 +378,7 @@ def simulate(
     updates: Sequence[UpdateAt],
     numels: Sequence[int],
     limit_bytes: int,
-    payload_limit_bytes: int = ...,
+    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     num_ranks: int = 1,
@@ -393,7 +396,7 @@ def choose_plan(
     updates: Sequence[UpdateAt],
     numels: Sequence[int],
     limit_bytes: int,
-    payload_limit_bytes: int = ...,
+    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
@@ -433,7 +436,7 @@ class HostArena:
     """Host memory for payloads, not pinned."""
 
     def __init__(
-        self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = ..., num_failures: int = 0
+        self, limit_bytes: int, prepares: bool = False, nodes: Sequence[int] = [], num_failures: int = 0
     ) -> None: ...
     def reserve(self, sizes: Sequence[int], /) -> None: ...
     def prepare_ahead(self) -> None: ...
@@ -531,7 +534,7 @@ class GroupOptions:
         eps: float,
         weight_decay: float,
         mode: WeightDecay,
-        bias_correction: BiasCorrection = ...,
+        bias_correction: BiasCorrection = BiasCorrection.APPLIED,
     ) -> None: ...
 
 class UseListener:
@@ -563,7 +566,7 @@ class ModuleHook:
     """The forward hooks of one module (csrc/bind/use_observer.h)."""
 
     def __init__(
-        self, observer: UseObserver | None = None, params: Sequence[int] = ..., until: HoldUntil = ...
+        self, observer: UseObserver | None = None, params: Sequence[int] = [], until: HoldUntil = HoldUntil.SCOPE_END
     ) -> None: ...
     def before_forward(self, module: object, args: object, /) -> None: ...
     def after_forward(self, module: object, args: object, output: object, /) -> None: ...
@@ -661,13 +664,15 @@ class Runtime(UseListener):
     @property
     def num_committed(self) -> int: ...
     @property
-    def replays(self) -> bool: ...
+    def replays(self) -> bool:
+        """The running step goes as planned so far."""
+
     @property
     def num_pressure_evictions(self) -> int: ...
     def begin_forward(self, tracking: Tracking, attempt: Attempt, /) -> None: ...
     def end_forward(self) -> None: ...
     def begin_backward(
-        self, expected_groups: Sequence[GroupOptions] = ..., expected_grad_scale: float = 1.0
+        self, expected_groups: Sequence[GroupOptions] = [], expected_grad_scale: float = 1.0
     ) -> None: ...
     def fold_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...
@@ -755,16 +760,25 @@ class optim:
         def is_dynamic(self) -> bool: ...
         @property
         def is_at_minimum(self) -> bool: ...
-        def update(self, overflow: bool) -> None: ...
-        def state(self) -> dict[str, float | int]: ...
+        def update(self, overflow: bool) -> None:
+            """Once per optimizer step, also a skipped one."""
+
+        def state(self) -> dict[str, float | int]:
+            """What ``set_state`` takes."""
+
         def set_state(
             self, *, scale: float, iteration: int, last_overflow_iteration: int, hysteresis_left: int
-        ) -> None: ...
+        ) -> None:
+            """Restores ``state``. Raises ValueError when no run can lead to it."""
 
     @staticmethod
-    def isa() -> str: ...
+    def isa() -> str:
+        """The ISA whose kernels this process uses."""
+
     @staticmethod
-    def supported_isas() -> list[str]: ...
+    def supported_isas() -> list[str]:
+        """The ISAs this processor has, narrowest first."""
+
     @staticmethod
     def adam(
         isa: str,
@@ -778,7 +792,14 @@ class optim:
         numel: int,
         threads: int | ThreadPool,
         **kwargs: float,
-    ) -> None: ...
+    ) -> None:
+        """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
+
+        ``master``, ``momentum`` and ``variance`` are float32, ``grad`` and ``param`` of their dtypes; ``param`` may be
+        ``grad``, or 0. ``threads``: a pool, or how many threads. ``kwargs``: the fields of AdamScalars, all of them.
+        Raises ValueError for null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
+        """
+
     @staticmethod
     def adam_apart(
         isa: str,
@@ -793,17 +814,28 @@ class optim:
         num_threads: int,
         new_states: Sequence[int],
         **kwargs: float,
-    ) -> None: ...
+    ) -> None:
+        """As ``adam``, but the new states go to ``new_states`` (master, momentum, variance), and the old ones stay."""
+
     @staticmethod
-    def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None: ...
+    def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None:
+        """out[i] = round(in[i]), in float32."""
+
     @staticmethod
-    def cast_to_float(isa: str, in_: int, in_dtype: DType, out: int, numel: int, num_threads: int) -> None: ...
+    def cast_to_float(isa: str, in_: int, in_dtype: DType, out: int, numel: int, num_threads: int) -> None:
+        """out[i] = in[i], out float32."""
+
     @staticmethod
-    def add(isa: str, sum: int, x: int, dtype: DType, numel: int, num_threads: int) -> None: ...
+    def add(isa: str, sum: int, x: int, dtype: DType, numel: int, num_threads: int) -> None:
+        """sum[i] = round(sum[i] + x[i]), both of ``dtype``."""
+
     @staticmethod
-    def add_to_float(isa: str, sum: int, x: int, x_dtype: DType, numel: int, num_threads: int) -> None: ...
+    def add_to_float(isa: str, sum: int, x: int, x_dtype: DType, numel: int, num_threads: int) -> None:
+        """sum[i] += x[i], sum float32."""
+
     @staticmethod
-    def sum_squares(isa: str, x: int, dtype: DType, numel: int, partials: int, num_threads: int) -> None: ...
+    def sum_squares(isa: str, x: int, dtype: DType, numel: int, partials: int, num_threads: int) -> None:
+        """partials[b] = sum of squares of block b of SQUARES_BLOCK elements; float64, one for each block begun."""
 
     # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
     @staticmethod
@@ -818,7 +850,9 @@ class optim:
         numel: int,
         stream: int,
         **kwargs: float,
-    ) -> None: ...
+    ) -> None:
+        """As ``adam``."""
+
     @staticmethod
     def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...
     @staticmethod

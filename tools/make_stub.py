@@ -1,0 +1,198 @@
+"""Makes a stub from the extension patrickstar._C, and compares patrickstar/_C.pyi with it.
+
+    python tools/make_stub.py            # prints the stub that the extension gives by itself
+    python tools/make_stub.py --check    # prints what patrickstar/_C.pyi has otherwise; exits with 1 if there is any
+
+Which names there are, their kinds and bases, and the names, order, defaults, and keyword-only and positional-only
+markers of parameters are the extension's: the stub must say the same. Its types must be the extension's or narrower
+ones, and what has a docstring in the extension must have one in the stub.
+
+The types themselves stay handwritten, and so do the names of positional-only parameters, because pybind11's signatures,
+from which pybind11-stubgen too makes its stubs, do not have them: there a dict or a list that C++ builds is a bare
+``dict`` or ``list``, a callable or an optional result is an ``object``, a parameter without ``py::arg`` is ``arg0``,
+and the CUDA part is missing unless it is compiled in. The stub's docstrings may say more than the extension's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from patrickstar import _C
+
+STUB = Path(__file__).resolve().parent.parent / "patrickstar" / "_C.pyi"
+# What an extension without the CUDA part lacks.
+CUDA_ONLY = re.compile(r"collective\.(make_)?(nccl|cuda)_|optim\.cuda_")
+# Every object has them, or pickle alone calls them.
+NOT_LISTED = {*vars(object), "__getstate__", "__setstate__"} - {"__init__"}
+SIGNATURE = re.compile(r"(\w*\(.*\) -> .*)\n*")
+
+
+def signature(text: str | None) -> str | None:
+    """The signature that a docstring of pybind11 begins with, from the parenthesis on, with types as in a stub."""
+    match = SIGNATURE.match(text or "")
+    if match is None:
+        return None
+    line = re.sub(r"<([\w.]+): -?\d+>", r"\1", match.group(1))  # the representation of an enum's member
+    line = re.sub(r"(?:\w+::)+(\w+)", r"\1", line)  # a class that is registered later than the function
+    line = re.sub(r"\b(?:patrickstar\._C|collections\.abc|typing|typing_extensions)\.", "", line)
+    line = re.sub(r"\bSupports(Int|Float) \| SupportsIndex", lambda found: found.group(1).lower(), line)
+    line = line.replace(" = None", " | None = None")
+    return re.sub(r"Annotated\[(.*?), \"FixedSize\(\d+\)\"\]", r"\1", line[line.index("(") :])
+
+
+def declared(source: str, text: str | None = None) -> ast.stmt:
+    """The statement, with a docstring if ``text`` has one beside a signature and an enum's list of members."""
+    node = ast.parse(source).body[0]
+    text = re.sub(r"\s*\bMembers:\n.*", "", SIGNATURE.sub("", text or "", count=1), flags=re.DOTALL).strip()
+    if text:
+        node.body.insert(0, ast.Expr(ast.Constant(text)))
+    return node
+
+
+def made_function(name: str, function: Any, owner: Any, is_method: bool) -> ast.stmt:
+    """A function of the extension as a stub has it."""
+    marker = "" if is_method or owner is _C else "@staticmethod\n"
+    node = declared(f"{marker}def {name}{signature(function.__doc__)}: ...", function.__doc__)
+    if is_method:
+        (node.args.posonlyargs or node.args.args)[0] = ast.arg("self")
+    unnamed = [index for index, arg in enumerate(node.args.args, 1) if re.fullmatch(r"arg\d+", arg.arg)]
+    node.args.posonlyargs += node.args.args[: max(unnamed, default=0)]
+    del node.args.args[: max(unnamed, default=0)]
+    return node
+
+
+def made(owner: Any = _C) -> list[ast.stmt]:
+    """The body of the stub for a module or a class of the extension."""
+    body: list[ast.stmt] = []
+    for name, value in vars(owner).items():
+        is_dunder = name.startswith("__") and name.endswith("__")
+        if name in NOT_LISTED or (name.startswith("_") and not is_dunder):
+            continue
+        function = value.__func__ if isinstance(value, staticmethod) else value
+        if callable(function) and signature(function.__doc__):
+            body.append(made_function(name, function, owner, inspect.isclass(owner) and function is value))
+        elif isinstance(value, property):
+            kind = signature(value.fget.__doc__).rpartition("-> ")[2]
+            if type(value) is not property:
+                body.append(declared(f"{name}: ClassVar[{kind}]"))
+            elif value.fset is not None:
+                body.append(declared(f"{name}: {kind}"))
+            else:
+                body.append(declared(f"@property\ndef {name}(self) -> {kind}: ...", value.__doc__))
+        elif is_dunder:
+            continue  # the __init__ of a class that Python cannot make, or what Python gives each module and class
+        elif inspect.ismodule(value) or inspect.isclass(value):
+            bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base.__name__ != "pybind11_object"]
+            node = declared(f"class {name}({', '.join(bases)}): ...", value.__doc__)
+            is_error = inspect.isclass(value) and issubclass(value, BaseException)
+            body.append(node)
+            node.body += [] if is_error else made(value)
+        else:
+            assert not callable(value), f"{name} has no signature"
+            body.append(declared(("{}: {}" if owner is _C else "{}: ClassVar[{}]").format(name, type(value).__name__)))
+    return body
+
+
+def flat(body: list[ast.stmt], prefix: str = "") -> dict[str, ast.stmt]:
+    """{qualified name: declaration}; a class also has what its private bases declare, of which C++ knows nothing."""
+    private = {node.name: node.body for node in body if isinstance(node, ast.ClassDef) and node.name.startswith("_")}
+    names: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AnnAssign):
+            name = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else node.name
+            assert prefix + name not in names, f"{prefix}{name} is declared twice"
+            if name not in private:
+                names[prefix + name] = node
+                if isinstance(node, ast.ClassDef):
+                    inherited = [item for base in node.bases for item in private.get(ast.unparse(base), [])]
+                    names |= flat([*inherited, *node.body], f"{prefix}{name}.")
+    return names
+
+
+def shape(node: ast.stmt) -> tuple[str, list[ast.expr | None]]:
+    """What a declaration must have the same in both, and its types."""
+    if isinstance(node, ast.ClassDef):
+        return f"class({', '.join(base for base in map(ast.unparse, node.bases) if not base.startswith('_'))})", []
+    if isinstance(node, ast.AnnAssign):
+        return "attribute", [node.annotation]
+    args, words, types = node.args, [], [node.returns]
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults + args.kw_defaults
+    for index, (arg, default) in enumerate(zip(positional + args.kwonlyargs, defaults, strict=True)):
+        words += ["*"] if index == len(positional) else []
+        words.append("_" if arg in args.posonlyargs and arg.arg != "self" else arg.arg)
+        types.append(arg.annotation)
+        if default is not None:  # its value: a number, a list, a member of an enum, a constant of the extension
+            words[-1] += f"={eval(ast.unparse(default), dict(vars(_C)))!r}"
+    for stars, arg in (("*", args.vararg), ("**", args.kwarg)):
+        words += [stars + arg.arg] if arg else []
+        types.append(arg.annotation if arg else None)
+    return f"{''.join(f'@{ast.unparse(item)} ' for item in node.decorator_list)}def ({', '.join(words)})", types
+
+
+def parts(node: ast.expr) -> list[ast.expr]:
+    """The types of a union, or the one type."""
+    is_union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
+    return [*parts(node.left), *parts(node.right)] if is_union else [node]
+
+
+def narrows(ours: ast.expr | None, theirs: ast.expr | None) -> bool:
+    """Whether type ``ours`` is ``theirs`` or says more. None: there is no type; ``Any`` is never good enough."""
+    if ours is None or theirs is None:
+        return theirs is None
+    some, others = parts(ours), parts(theirs)
+    if "object" in map(ast.unparse, others) or "Any" in map(ast.unparse, some):
+        return "Any" not in map(ast.unparse, some)
+    if len(some) > 1 or len(others) > 1:
+        matches = [[narrows(a, b) for b in others] for a in some]
+        return all(map(any, matches)) and all(map(any, zip(*matches, strict=True)))
+    if not isinstance(ours, ast.Subscript) or not isinstance(theirs, ast.Subscript):
+        is_bare = ast.unparse(theirs) in ("dict", "list", "tuple", "Callable") and isinstance(ours, ast.Subscript)
+        return ast.unparse(ours.value if is_bare else ours) == ast.unparse(theirs)
+    some, others = ([*one.slice.elts] if isinstance(one.slice, ast.Tuple) else [one.slice] for one in (ours, theirs))
+    is_same = ast.unparse(ours.value) == ast.unparse(theirs.value) and len(some) == len(others)
+    return is_same and all(map(narrows, some, others))
+
+
+def difference(ours: ast.stmt, theirs: ast.stmt) -> str | None:
+    """What the stub's declaration has otherwise than the extension's, or None."""
+    (our_shape, our_types), (their_shape, their_types) = shape(ours), shape(theirs)
+    if our_shape != their_shape:
+        return f"is {our_shape} in the stub, {their_shape} in the extension"
+    for pair in zip(our_types, their_types, strict=True):
+        if not narrows(*pair):
+            return "has type {} in the stub, {} in the extension".format(*(one and ast.unparse(one) for one in pair))
+    text = None if isinstance(theirs, ast.AnnAssign) else ast.get_docstring(theirs)
+    return f"has no docstring in the stub; in the extension: {text}" if text and not ast.get_docstring(ours) else None
+
+
+def differences(stub: str) -> list[str]:
+    """What the text of a stub has otherwise than the extension, one line each."""
+    ours, theirs = flat(ast.parse(stub).body), flat(made())
+    missing = [f"{name} is in the extension alone" for name in theirs if name not in ours]
+    left_out = CUDA_ONLY if _C.build_info()["cuda"] is None else re.compile("(?!)")
+    extra = [f"{name} is in the stub alone" for name in ours if name not in theirs and not left_out.match(name)]
+    found = {name: difference(ours[name], theirs[name]) for name in ours if name in theirs}
+    return missing + extra + [f"{name} {text}" for name, text in found.items() if text]
+
+
+def main() -> int:
+    """The command; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare patrickstar/_C.pyi with the extension")
+    is_check = parser.parse_args().check
+    lines = differences(STUB.read_text()) if is_check else [ast.unparse(node) for node in made()]
+    print("\n".join(lines))
+    return int(is_check and bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
