@@ -15,7 +15,7 @@ def delayed(seed: int, speculation: str, **config):
     result = make_config("bf16", default_chunk_size=4096, **config)
     result["optimizer"] |= {"speculation": speculation}
     result["optimizer"]["params"]["use_hybrid_adam"] = False
-    return {**result, "delays": {"max_random_us": 3000, "seed": seed}}
+    return {**result, "delays": {"max_random_us": 2000, "seed": seed}}
 
 
 @pytest.mark.parametrize("speculation", ["never", "always", "commit"])

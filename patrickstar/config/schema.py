@@ -278,7 +278,7 @@ class DelaysConfig(Section):
     link_latency_us: Annotated[NonNegative, HONOURED] = 0.0
     """Time that every transfer over the simulated link takes beside that of its bytes, in microseconds."""
     max_random_us: Annotated[NonNegative, HONOURED] = 0.0
-    """Largest random delay before every transfer, moment of compute and update on the host, in microseconds."""
+    """Largest random delay, in microseconds: before every transfer, before compute, and after a wait on the host."""
     seed: Annotated[AtLeast0, HONOURED] = 0
     """Seed of the random delays."""
 
