@@ -42,7 +42,7 @@ SINGLE_THREADED = [
 ]
 # The core's parts by themselves, then whole steps with its threads at work: updates on the host, transfers with delays,
 # memory that other threads ask for, ranks, engines that end in the middle of it. Left out is what counts the process's
-# mappings or allocations, which are the sanitizer's here (tests/test_engine_lifetimes.py::test_a_hundred_engines).
+# mappings or allocations, which are the sanitizer's here (test_engine_lifetimes.py::test_a_hundred_engines).
 TESTS = [
     "tests/memory",
     "tests/chunk",
@@ -50,11 +50,11 @@ TESTS = [
     "tests/collective",
     "tests/optim/test_gradient_statistics.py",
     "tests/profiling/test_trace.py::test_models",
-    "tests/test_delays.py",
-    "tests/test_engine.py",
-    "tests/test_engine_lifetimes.py::test_engines_of_two_ranks",
-    "tests/test_memory_pressure.py",
-    "tests/test_speculation.py",
+    "tests/engine/test_delays.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/test_engine_lifetimes.py::test_engines_of_two_ranks",
+    "tests/engine/test_memory_pressure.py",
+    "tests/engine/test_speculation.py",
     "tests/ranks/test_training.py",
 ]
 

@@ -14,7 +14,8 @@ from typing import Any
 from patrickstar.diagnostics.used_packages import PACKAGES, REQUIRED
 
 MINIMUM_TORCH = (2, 6)
-# As in build_backend/patrickstar_pins.py, which an installed package does not have; tests/test_env.py compares them.
+# As in build_backend/patrickstar_pins.py, which an installed package does not have;
+# tests/diagnostics/test_env.py compares them.
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

@@ -1,7 +1,7 @@
 """Packages beside PyTorch: what each is for, which versions PatrickStar works with, and which of them are here.
 
 Standard library only, as ``python -m patrickstar.env`` must be. ``pyproject.toml`` has the same requirements as extras;
-``tests/test_env.py`` compares the two.
+``tests/diagnostics/test_env.py`` compares the two.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from transformers import Trainer
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.lightning import PatrickStarStrategy
 from patrickstar.integrations.transformers import PatrickStarTrainer
-from tests.compiled.forms import BACKEND
 from tests.integrations import lightning_runs
 from tests.integrations.test_accelerate import assert_equal_loops, parts, run_loop
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
+from tests.module.compiled.forms import BACKEND
 
 BUDGET = 640_000
 """Bytes of the device, of 1.7 MB of model data: one of two blocks at a time."""

@@ -157,7 +157,7 @@ def recorded_runs():
                 yield pytest.param(path, index, id=f"{path.stem}-{index}")
 
 
-@pytest.mark.parametrize(("path", "index"), recorded_runs())
+@pytest.mark.parametrize(("path", "index"), list(recorded_runs()))
 def test_predicted_steps_against_measured_ones(path, index):
     """Every recorded case: within 5 % on one GPU, within 10 % on several of one node."""
     result = json.loads(path.read_text())

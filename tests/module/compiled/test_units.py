@@ -15,8 +15,8 @@ from torch import nn
 from patrickstar import _C, StateError, torch_scope
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.runtime import initialize_engine
-from tests.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
 from tests.models import MODELS, Case, token_batch
+from tests.module.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
 from tests.training import assert_same, least_device_memory, make_config, train, train_plain
 
 CONFIG = make_config(default_chunk_size=2048)

@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from patrickstar.runtime import initialize_engine
-from tests.compiled.forms import (
+from tests.models import MODELS, Case
+from tests.module.compiled.forms import (
     AFTER,
     BACKEND,
     BEFORE,
@@ -17,7 +18,6 @@ from tests.compiled.forms import (
     train_compiled_plain,
     without_wrappers,
 )
-from tests.models import MODELS, Case
 from tests.training import (
     Run,
     assert_same,

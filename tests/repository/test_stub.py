@@ -8,7 +8,7 @@ import pytest
 
 import patrickstar
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STUB = Path(patrickstar.__file__).with_name("_C.pyi").read_text()
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import patrickstar as deepspeed
 from tests.bits import assert_same_bits
+from tests.deepspeed.test_initialize import config, data, net, plain_run
 from tests.distributed import run_ranks
-from tests.initialize.test_initialize import config, data, net, plain_run
 
 STEPS = 3
 

@@ -90,7 +90,7 @@ def test_where_adam_runs(use_hybrid_adam):
 _ISA_SCRIPT = """
 import hashlib, json, sys, torch
 torch.set_num_threads(2)
-from tests.test_equality import WIDE
+from tests.engine.test_equality import WIDE
 from tests.training import make_config, train
 digests = {}
 for precision in ("fp32", "bf16", "fp16"):

@@ -8,8 +8,8 @@ from torch import nn
 
 from patrickstar.module.compiled.dynamo import make_compiler, without_wrappers
 from patrickstar.module.compiled.regions import cut_compiled, cut_for
-from tests.compiled.forms import BACKEND, Tower
 from tests.models import MODELS
+from tests.module.compiled.forms import BACKEND, Tower
 
 
 class Block(nn.Sequential):

@@ -17,7 +17,7 @@ from patrickstar.lr_schedules import WarmupLR
 from patrickstar.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from patrickstar.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from patrickstar.zero import ZeroParamStatus
-from tests.initialize.test_initialize import config, data, net
+from tests.deepspeed.test_initialize import config, data, net
 
 BATCHES = list(DataLoader(data(), batch_size=4))
 

@@ -17,8 +17,8 @@ from patrickstar import CheckpointError, torch_scope
 from patrickstar.checkpoint.disk import Disk
 from patrickstar.deepspeed.weights_file import save_16bit_weights
 from tests.bits import assert_same_bits
+from tests.deepspeed.test_initialize import config
 from tests.distributed import run_ranks
-from tests.initialize.test_initialize import config
 
 WIDTH, LAYERS = 64, 8
 NAMES = ["pytorch_model.bin", "model.safetensors"]

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from tests.engine.test_equality import WIDE
 from tests.models import MODELS
-from tests.test_equality import WIDE
 from tests.training import assert_same, least_device_memory, make_config, train
 
 

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import patrickstar as deepspeed
 from patrickstar import _C, StateError, torch_scope, utils
+from tests.deepspeed.test_initialize import config, data
 from tests.distributed import run_ranks
-from tests.initialize.test_initialize import config, data
 
 BATCHES = list(DataLoader(data(), batch_size=4))
 

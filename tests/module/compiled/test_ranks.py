@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tests.compiled.forms import BACKEND, TOWER
 from tests.distributed import run_ranks
 from tests.models import Case
+from tests.module.compiled.forms import BACKEND, TOWER
 from tests.ranks.runs import Task, train_plain, train_tasks
 
 SMALL = {"device_memory": 500_000}

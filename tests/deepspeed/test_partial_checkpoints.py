@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 import patrickstar as deepspeed
 from patrickstar import CheckpointError, utils
 from patrickstar.checkpoint import latest_tag
+from tests.deepspeed.test_initialize import config, data
 from tests.distributed import run_ranks
-from tests.initialize.test_initialize import config, data
 
 BATCHES = list(DataLoader(data(), batch_size=4))
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 0.05}}}

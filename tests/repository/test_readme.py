@@ -1,4 +1,4 @@
-"""What the README shows works (its commands and links: tests/test_docs.py)."""
+"""What the README shows works (its commands and links: tests/repository/test_docs.py)."""
 
 import re
 

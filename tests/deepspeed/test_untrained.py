@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import patrickstar as deepspeed
 from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
-from tests.initialize.test_initialize import config, data, net
+from tests.deepspeed.test_initialize import config, data, net
 
 BATCHES = list(DataLoader(data(), batch_size=4))[:6]
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}

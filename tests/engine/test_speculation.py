@@ -7,8 +7,8 @@ import torch
 
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
+from tests.engine.test_equality import PRECISIONS, WIDE
 from tests.models import MODELS, VARIED
-from tests.test_equality import PRECISIONS, WIDE
 from tests.training import assert_same, least_device_memory, make_config, train
 
 
