@@ -56,7 +56,7 @@ TESTS = [
     "tests/engine/test_speculation.py",
     "tests/ranks/test_training.py",
 ]
-# What counts the process's mappings or memory, which are the sanitizer's here; test_a_hundred_engines is of this kind too.
+# What counts the process's mappings or memory, which are the sanitizer's here, as test_a_hundred_engines does.
 LEFT_OUT = ["tests/collective/test_messages.py::test_messages_that_python_reads"]
 
 _REPORT = re.compile(r"^(?:==\d+==ERROR: |WARNING: ThreadSanitizer: |.*: runtime error: )", re.MULTILINE)
