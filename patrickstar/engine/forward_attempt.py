@@ -70,15 +70,15 @@ class ForwardAttempt:
 
 
 class _Copies:
-    """Values of ``buffers`` as they are now, in host memory: one tensor per dtype and device, for few copies."""
+    """Values of ``buffers`` as they are now, in host memory: the bytes of a device's in one tensor, for few copies."""
 
     @torch.no_grad()
     def __init__(self, buffers: Iterable[torch.Tensor]):
         self._ids: set[int] = set()
-        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in buffers:
+        groups: dict[torch.device, list[torch.Tensor]] = {}
+        for buffer in sorted(buffers, key=torch.Tensor.element_size, reverse=True):  # so that all pieces are aligned
             self._ids.add(id(buffer))
-            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            groups.setdefault(buffer.device, []).append(buffer)
         self._groups = [(group, _to_host(group)) for group in groups.values()]
 
     def __contains__(self, buffer: torch.Tensor) -> bool:
@@ -87,14 +87,18 @@ class _Copies:
     @torch.no_grad()
     def restore(self) -> None:
         for group, values in self._groups:
-            pieces = values.to(group[0].device, non_blocking=True).split([buffer.numel() for buffer in group])
+            pieces = values.to(group[0].device, non_blocking=True).split([buffer.nbytes for buffer in group])
             for buffer, piece in zip(group, pieces, strict=True):
-                buffer.copy_(piece.view(buffer.shape))
+                buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 def _to_host(group: list[torch.Tensor]) -> torch.Tensor:
     if group[0].device.type == "cpu":
         with _C.HostAllocations():
-            return torch.cat([buffer.reshape(-1) for buffer in group])
-    flat = torch.cat([buffer.reshape(-1) for buffer in group])
+            return torch.cat([_bytes(buffer) for buffer in group])
+    flat = torch.cat([_bytes(buffer) for buffer in group])
     return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+
+
+def _bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.reshape(-1).view(torch.uint8)

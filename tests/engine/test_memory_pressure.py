@@ -141,16 +141,24 @@ def test_buffers_are_as_if_the_first_attempt_had_not_been(precision, caplog):
     assert expected.state["counter"].item() == expected.state["assigned"].item() == 4
 
 
+DTYPES = (torch.bool, torch.float64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int16)
+
+
 class CountsAndRunsOut(RunsOut):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("counter", torch.zeros((), dtype=torch.long))
         self.register_buffer("assigned", torch.zeros(()))
+        for dtype in DTYPES:
+            self.register_buffer(f"of_{str(dtype)[6:]}", torch.zeros(3, 5, dtype=dtype).t())
 
     def forward(self, input_ids, labels):
         self.norm(input_ids[:, :8].float().view(-1, 8))
         self.counter += 1
+        for dtype in DTYPES:
+            buffer = getattr(self, f"of_{str(dtype)[6:]}")
+            buffer.copy_(torch.full_like(buffer, self.counter.item() % 2, dtype=torch.float32))
         self.assigned = self.assigned + 1
         return super().forward(input_ids, labels)
 
