@@ -7,6 +7,7 @@ batch of values (a chunk's, or a unit of a model on the meta device) exists in b
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,6 +19,8 @@ from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, be
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, ParamPlan, statistics_dtype
+
+logger = logging.getLogger("patrickstar")
 
 _UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
 
@@ -114,9 +117,11 @@ class AdoptedParams:
         become_chunked(param, view, handle)
 
     def release(self) -> None:
-        """Ordinary parameters again, of the original dtype and device, chunk by chunk. Where values cannot be had any
-        more (another rank is gone), parameters are left without elements, and the error is raised at the end.
+        """Ordinary parameters again, of the original dtype and device, chunk by chunk. Frozen ones, of which chunks
+        keep the compute dtype alone, come back rounded to it; a line says so. Where values cannot be had any more
+        (another rank is gone), parameters are left without elements, and the error is raised at the end.
         """
+        self._tell_of_rounded()
         failure: Exception | None = None
         for chunk, params in enumerate(self._chunks):
             for param_id in self._taken.intersection(params):
@@ -140,6 +145,22 @@ class AdoptedParams:
         else:
             self.discard()
             self._deferred.undo()
+
+    def _tell_of_rounded(self) -> None:
+        specs = [self.specs[param_id] for param_id in sorted(self._taken)]
+        rounded = [
+            spec
+            for spec in specs
+            if not spec.trained and spec.param._patrickstar.original_dtype.itemsize > spec.compute_dtype.itemsize
+        ]
+        if rounded:
+            logger.info(
+                "%d frozen parameters (%s, ...) are given back with values rounded to %s, which chunks keep of them; "
+                "load them again where more is needed",
+                len(rounded),
+                rounded[0].name,
+                str(rounded[0].compute_dtype).removeprefix("torch."),
+            )
 
     def discard(self) -> None:
         """Frees all chunks; parameters are ordinary ones without elements afterwards."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from unittest import mock
 
 import pytest
@@ -120,7 +121,7 @@ def open_by_accelerate(module):
 
 
 ENTRIES = {
-    "initialize": (open_by_initialize, ("training.initialize", "Training")),
+    "initialize": (open_by_initialize, ("deepspeed.initialize", "Training")),
     "runtime": (open_by_runtime, ("runtime", "")),
     "accelerate": (open_by_accelerate, ("runtime", "")),
 }
@@ -196,6 +197,18 @@ def test_a_model_that_was_prepared_before_its_optimizer():
     accelerator.prepare(optimizer)
     assert accelerator.engine.module is module
     accelerator.engine.close()
+
+
+def test_frozen_values_that_come_back_rounded_are_named(caplog):
+    caplog.set_level(logging.INFO, "patrickstar")
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
+    trained, frozen = module[0].weight.detach().clone(), module[1].weight.detach().clone()
+    with failing(INTO_CHUNKS["hooks"]), pytest.raises(InjectedError):
+        open_by_runtime(module)
+    assert_same_bits(module[0].weight.detach(), trained)
+    assert_same_bits(module[1].weight.detach(), frozen.bfloat16().float())
+    (line,) = [message for message in caplog.messages if "rounded" in message]
+    assert "2 frozen parameters (1.weight, ...)" in line and "bfloat16" in line
 
 
 def test_what_a_user_gets_wrong():
