@@ -33,7 +33,9 @@ class RepeatableForwards:
 
     def end(self, attempt: ForwardAttempt) -> None:
         """``attempt`` came through: what it changed in place is copied from the next forward on."""
-        self._changing |= {id(buffer): buffer for buffer in attempt.changed_in_place()}
+        changing = {*self._changing, *map(id, attempt.changed_in_place())}
+        present = [place.buffers.get(place.name) for place in self._places]  # no longer those that were replaced
+        self._changing = {id(buffer): buffer for buffer in present if buffer is not None and id(buffer) in changing}
         if sum(buffer.nbytes for buffer in self._changing.values()) > MOST_COPIED_BYTES:
             self._changing.clear()
 

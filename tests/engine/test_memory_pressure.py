@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -161,6 +163,28 @@ class CountsAndRunsOut(RunsOut):
             buffer.copy_(torch.full_like(buffer, self.counter.item() % 2, dtype=torch.float32))
         self.assigned = self.assigned + 1
         return super().forward(input_ids, labels)
+
+
+def test_buffers_that_were_replaced_are_let_go_of():
+    class Replaces(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4))
+
+        def forward(self, input_ids, labels):
+            self.cache += 1
+            self.cache = self.cache.clone()
+            return super().forward(input_ids, labels)
+
+    engine, _ = initialize_engine(Replaces, 0, make_config())
+    data = MODELS["mlp"].batch(torch.Generator().manual_seed(0))
+    with engine:
+        engine(**data)
+        first = weakref.ref(engine.module.cache)
+        engine(**data)
+        engine(**data)
+        gc.collect()
+        assert first() is None and engine.module.cache.tolist() == [3.0] * 4
 
 
 def test_a_buffer_that_changes_for_the_first_time_cannot_be_undone():
