@@ -6,7 +6,7 @@ JOBS ?= 2
 GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 
-.PHONY: help build demo test test-gpu sanitize lint format check-cuda docs wheel env clean distclean
+.PHONY: help build demo test test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -18,8 +18,13 @@ build:  ## compile the extension in place; recompiles what changed
 demo: build  ## fine-tune GPT-2 within less memory than its states take (examples/finetune_gpt2.py)
 	$(RUN) --extras build,examples -- examples/finetune_gpt2.py --demo $(ARGS)
 
-test: build  ## all tests that need no GPU, two at a time (JOBS=1 ARGS="tests/optim -k adam")
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal
+
+test: build  ## the tests that need no GPU, but slow ones, two at a time (JOBS=1 ARGS="tests/optim -k adam")
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+test-all: build  ## those and the slow ones
+	$(PYTEST) $(ARGS)
 
 test-gpu: build  ## the tests that need one, or several, GPUs (GPU_JOBS=4: four at a time)
 	$(RUN) --extras build,test -- -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)

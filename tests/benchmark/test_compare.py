@@ -16,6 +16,8 @@ from benchmark.systems.launcher import run_system
 from benchmark.systems.run import Run
 from benchmark.systems.weights import build_meta_gpt, fill_parameters
 
+pytestmark = pytest.mark.slow
+
 MISSING = "deepspeed-zero3-offload"
 JOB = Job(
     system="fsdp2",

@@ -11,6 +11,8 @@ import pytest
 
 from tests.checkpoint.resumed_run import run
 
+pytestmark = pytest.mark.slow
+
 N, M = 4, 4
 DEVICE_MEMORY = 400_000
 UNLIKE = ("losses", "evictions", "skipped_before_saving")

@@ -65,6 +65,7 @@ def test_a_rank_that_raises():
         assert "rank 2: ValueError: the batch is bad (round 10)" in outcome.error
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs():
     # It is killed by the launcher here, as torchrun does.
     outcomes = rank_outcomes(3, gather_forever, sleep_long, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
@@ -108,6 +109,7 @@ def stop_heartbeat():
                 time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_missed_by_its_heartbeat():
     outcomes = rank_outcomes(3, stop_heartbeat, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
     for outcome in survivors(outcomes, 1):
@@ -120,6 +122,7 @@ def open_and_close(timeout_seconds):
         pass
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes():
     outcomes = rank_outcomes(4, open_and_close, 8, timeout_seconds=PATIENCE_SECONDS, absent=(1, 3))
     for outcome in survivors(outcomes, 1, 3):
@@ -127,6 +130,7 @@ def test_a_rank_that_never_comes():
         assert outcome.error == "RankFailure: ranks 1, 3 of 4 did not come within 8 s; see their output"
 
 
+@pytest.mark.slow
 def test_the_rank_with_the_store_never_comes():
     outcomes = rank_outcomes(2, open_and_close, 3, timeout_seconds=PATIENCE_SECONDS, absent=(0,))
     print(outcomes[1].error)

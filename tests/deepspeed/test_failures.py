@@ -301,6 +301,7 @@ def fail_on_ranks():
     return errors
 
 
+@pytest.mark.slow
 def test_two_ranks():
     by_rank = run_ranks(2, fail_on_ranks)
     for name, (path, _) in places_of("initialize").items():

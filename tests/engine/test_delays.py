@@ -10,6 +10,8 @@ from tests.engine.test_equality import WIDE
 from tests.models import MODELS
 from tests.training import assert_same, least_device_memory, make_config, train
 
+pytestmark = pytest.mark.slow
+
 
 def delayed(seed: int, speculation: str, **config):
     result = make_config("bf16", default_chunk_size=4096, **config)

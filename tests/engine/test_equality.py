@@ -103,6 +103,7 @@ print(json.dumps(digests))
 """
 
 
+@pytest.mark.slow
 def test_instruction_sets():
     """Scalar, AVX2 and AVX-512 give the same bits (each in a process of its own, 20 steps in three precisions)."""
     results = {}
@@ -136,6 +137,7 @@ def test_against_pytorch(name, optimizer):
     assert run.losses[0] == reference.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [*itertools.product(MODELS, ["fp32", "bf16"]), *((name, "fp16") for name in VARIED)],

@@ -80,6 +80,7 @@ def test_one_process():
     check(climb())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks(num_ranks):
     results = run_ranks(num_ranks, climb)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from example_runs import check_report, figure, is_png, run_example
 
+pytestmark = pytest.mark.slow
+
 TOPICS = {"103": "球赛队员冠军射门", "104": "股市银行利率基金", "107": "汽车轮胎油耗引擎"}
 COMMON = "的一是在不了有和人这中大为上个国我以要他"
 SMALL = ("--hidden", 32, "--layers", 1, "--heads", 2, "--lr", "3e-3", "--batch-size", 16)

@@ -30,6 +30,7 @@ def test_learns_the_python_reference(trained):
     assert is_png(folder / "gpt2-curves.png")
 
 
+@pytest.mark.slow
 def test_finetunes_a_local_model_on_own_text(trained, tmp_path):
     """Also every other flag: accumulation, checkpointing, bf16, budgets, chunk size."""
     folder, _ = trained
@@ -61,6 +62,7 @@ def test_demo_is_bitwise_equal_within_the_budget(tmp_path):
     assert "final state_dict: bitwise the same without the budget" in summary
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_with_their_batches_together(tmp_path):
     """The numbers up to rounding, the output once, and weights that load."""
     text = tmp_path / "text.txt"

@@ -16,6 +16,8 @@ from benchmark.common import SHAPES
 from patrickstar.plan import Plan
 from tests.bits import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--length", "16", "--vocab", "300"]
 TINY = [*MODEL, "--precision", "fp32", "--json"]
 

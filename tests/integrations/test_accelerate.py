@@ -253,6 +253,7 @@ def test_precision():
     assert model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_two_ranks(two_ranks):
     for rank in two_ranks:
         plain, own, resumed, recipe = rank["loops"]

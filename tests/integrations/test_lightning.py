@@ -176,6 +176,7 @@ def rank_runs(folder):
     return plain.losses, metrics[0]["loss"], sum(module.evaluated) / len(module.evaluated)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     (losses, metric, mean), (other_losses, other_metric, other_mean) = run_ranks(2, rank_runs, str(tmp_path))
     assert losses != other_losses and len(losses) == BATCHES  # each has its half of the data

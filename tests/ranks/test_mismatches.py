@@ -11,6 +11,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,8 @@ from patrickstar.ranks import failures as rank_failures
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.training import make_config
+
+pytestmark = pytest.mark.slow
 
 EXCHANGES = {
     "forward": ["forward"],

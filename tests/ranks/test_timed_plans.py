@@ -22,6 +22,8 @@ from tests.profiling.traces import total_bytes
 from tests.ranks.runs import rank_and_size, rows
 from tests.training import make_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 7
 MEASURED = 3  # the fourth step: in the first, ranks negotiate, and gradients leave in other moments than later
 SMALL = {"device_memory": "1MB", "default_chunk_size": 16384}

@@ -31,6 +31,7 @@ def by_name(page):
     return page.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=by_name)
 def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path):
     done = run_page(page, tmp_path)

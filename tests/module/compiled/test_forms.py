@@ -173,6 +173,7 @@ def test_accumulation():
     assert_close(unlimited, train_plain(TOWER, steps=4, accumulate=3, clipping=1.0), 1e-6)
 
 
+@pytest.mark.slow
 def test_inductor():
     """The backend of ``torch.compile(model)``: one block is compiled to C++, and six run it."""
     config = make_config("bf16", gradient_clipping=1.0, default_chunk_size=8192)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.distributed import run_ranks
 from tests.models import Case
 from tests.module.compiled.forms import BACKEND, TOWER
 from tests.ranks.runs import Task, train_plain, train_tasks
+
+pytestmark = pytest.mark.slow
 
 SMALL = {"device_memory": 500_000}
 

@@ -192,6 +192,7 @@ def test_refused():
             engine.run_forward(lambda: engine.compile(backend=BACKEND))
 
 
+@pytest.mark.slow
 def test_generate():
     """Of a wrapper, which gives the model's own, and of a model that is compiled itself."""
     tokens = torch.arange(1, 9).view(2, 4)
