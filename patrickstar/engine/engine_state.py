@@ -284,11 +284,10 @@ def load_session(
             _set_state(session, state, options.part)
             if lr_scheduler is not None:
                 lr_scheduler.load_state_dict(state.lr_scheduler)
-            if options.part is Part.MODULE:
-                pass  # it is no run that goes on
-            elif same_ranks:
+            goes_on = options.part is not Part.MODULE  # a run, and not its weights in another one
+            if goes_on and same_ranks:
                 set_rng_states(rng, session.device)
-            else:
+            elif goes_on:
                 logger.info("%s: random numbers go on as they are, the number of ranks is another", checkpoint.path)
         session.loaded_in_part = None
         if options.part is Part.EVERYTHING:

@@ -151,7 +151,8 @@ class BufferSync:
 
     def __init__(self, ranks: RankGroups, module: nn.Module):
         self._ranks = ranks
-        self._places = buffer_places(module) if len(ranks.members) > 1 else []
+        has_any = next(module.buffers(), None) is not None  # a place may be empty
+        self._places = buffer_places(module) if has_any and len(ranks.members) > 1 else []
         self._observed = [place.observe() for place in self._places]
 
     def run(self) -> None:

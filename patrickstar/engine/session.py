@@ -98,7 +98,6 @@ class Session:
         budgets: of memory.
         in_groups: the parameters that the optimizer has at first; gradients of others are dropped, and their values
             stay.
-        deferred: how to make the values of a model on the meta device.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
