@@ -35,6 +35,13 @@ def make_config(precision: str = "fp32", optimizer: str = "AdamW", **config: Any
     return result
 
 
+def make_host_config(precision: str, **config: Any) -> dict[str, Any]:
+    """The same with all optimizer states on the host, however little the activations of this machine's kernels take."""
+    result = make_config(precision, **config)
+    result["optimizer"]["params"]["use_hybrid_adam"] = False
+    return result
+
+
 def train(
     case: Case,
     config: dict[str, Any],

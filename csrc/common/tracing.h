@@ -16,6 +16,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -115,7 +116,11 @@ class TraceScope {
     if (tracer_ != nullptr) tracer_->begin_span(label);
   }
   ~TraceScope() {
-    if (tracer_ != nullptr) tracer_->end_span(track_);
+    if (tracer_ == nullptr) return;
+    try {
+      tracer_->end_span(track_);
+    } catch (const std::exception&) {  // the device has failed, which is on its way to the user; the span has no end
+    }
   }
   TraceScope(const TraceScope&) = delete;
   TraceScope& operator=(const TraceScope&) = delete;

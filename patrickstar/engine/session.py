@@ -219,12 +219,17 @@ class Session:
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call ``run`` of a module that holds all parameters: a forward, but within one ([Note: calls in place]).
 
-        Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype.
+        Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype. That
+        is part of the forward: one whose inputs found no room is run again with an emptier device.
         """
         if self._is_inside:
             return run(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
-        return self.forward(lambda: run(*args, **kwargs))
+
+        def forward() -> Any:
+            inputs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
+            return run(*inputs[0], **inputs[1])
+
+        return self.forward(forward)
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.compute_dtype

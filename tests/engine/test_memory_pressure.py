@@ -223,3 +223,24 @@ def test_a_backward_that_ran_out_of_memory_can_be_run_again():
         engine.backward(engine(**data)["loss"])
         optimizer.step()
         assert engine.report()["num_steps"] == 1
+
+
+def test_inputs_that_find_no_room(monkeypatch, caplog):
+    """Moving a batch to the device is part of the forward, which is run again where that ran out of memory."""
+    inputs = torch.randn(2, 64)
+    move = torch.Tensor.to
+    refused = []
+
+    def refuse_once(tensor, *args, **kwargs):
+        if tensor is inputs and not refused:
+            refused.append(tensor)
+            raise torch.OutOfMemoryError("no room for the batch")
+        return move(tensor, *args, **kwargs)
+
+    engine, _ = initialize_engine(lambda: nn.Linear(64, 8), 0, make_config())
+    with engine:
+        expected = engine(inputs)
+        monkeypatch.setattr(torch.Tensor, "to", refuse_once)
+        assert engine(inputs).equal(expected)
+    assert refused
+    assert any("run again" in message for message in caplog.messages)

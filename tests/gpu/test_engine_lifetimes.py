@@ -16,9 +16,10 @@ NUM_RANKS = min(max(torch.cuda.device_count(), 1), 2)
 
 
 def check(before, after):
+    """No more of anything; NCCL may close one of its own connections later than its communicator."""
     print(before, after)
-    assert after["threads"] == before["threads"]
-    assert after["descriptors"] == before["descriptors"]
+    assert after["threads"] <= before["threads"]
+    assert after["descriptors"] <= before["descriptors"]
     assert after["device_bytes"] <= before["device_bytes"] + 2 * MIB
 
 

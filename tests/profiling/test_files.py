@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.profiling import chrome_trace, summarize, write_profile
 from tests.models import Case, gpt2, token_batch
 from tests.profiling.traces import total_bytes, traced
-from tests.training import assert_same, make_config, train
+from tests.training import assert_same, make_config, make_host_config, train
 
 WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 PHASES = {"X", "C", "M"}
@@ -21,7 +21,7 @@ PHASES = {"X", "C", "M"}
 
 @pytest.fixture(scope="module")
 def result():
-    return traced(WIDE, make_config("bf16", device_memory="1200KB", gradient_clipping=1.0))
+    return traced(WIDE, make_host_config("bf16", device_memory="1200KB", gradient_clipping=1.0))
 
 
 def test_the_format(result):

@@ -9,7 +9,7 @@ from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, VARIED, Case, gpt2, token_batch
 from tests.profiling.traces import check, total_bytes, traced
-from tests.training import assert_same, least_device_memory, make_config, train
+from tests.training import assert_same, least_device_memory, make_config, make_host_config, train
 
 WIDE = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 
@@ -49,7 +49,7 @@ def test_models(name):
 @pytest.mark.parametrize("speculation", ["always", "never"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_accumulation_and_speculation(accumulate, speculation):
-    config = make_config("bf16", gradient_clipping=1e9, device_memory="1200KB")
+    config = make_host_config("bf16", gradient_clipping=1e9, device_memory="1200KB")
     config["optimizer"]["speculation"] = speculation
     result = traced(WIDE, config, accumulate=accumulate)
     check(result)
@@ -62,7 +62,7 @@ def test_accumulation_and_speculation(accumulate, speculation):
 
 def test_dropped_speculation():
     """Clipping acts: what was started in backward is there, marked, and does not count as updated."""
-    config = make_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
+    config = make_host_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
     config["optimizer"]["speculation"] = "always"
     result = traced(WIDE, config, step=1)
     check(result)
