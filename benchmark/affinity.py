@@ -20,7 +20,7 @@ from benchmark.adam import MIN_SECONDS_PER_CALL, OurAdam, interleaved_seconds
 from benchmark.common import provenance
 from patrickstar import _C
 from patrickstar.config import HostAffinity, HostThreadsConfig
-from patrickstar.machine.runtime_options import host_thread_options
+from patrickstar.machine.engine_options import host_thread_options
 
 BESIDE = "_beside_launching"  # ends the names of what was measured beside a busy thread
 

@@ -87,13 +87,6 @@ class AccessMode(_Enum):
     RETIRE: ClassVar[AccessMode]
 
 @final
-class Partition(_Enum):
-    """Who sets the limit for chunks on the device."""
-
-    TIDE: ClassVar[Partition]
-    STATIC: ClassVar[Partition]
-
-@final
 class StatePlacement(_Enum):
     """Where optimizer states may be."""
 
@@ -303,6 +296,9 @@ def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
 def check_transition(from_: str, to: str, /) -> None:
     """Raises StateError when a parameter may not go from one state to the other."""
 
+def shared_budgets(cuda_device: int) -> tuple[int, int, int] | None:
+    """(device bytes, host bytes, host bytes left) of the engines that are open on a device; None: none is."""
+
 def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
     """Least device memory for payloads: the largest module's chunks and their gradients'."""
 
@@ -311,7 +307,6 @@ def make_plan(
     costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
     *,
     limit_bytes: int,
-    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
@@ -326,7 +321,6 @@ class DeviceBudget:
     """How much of a device there is to plan with (csrc/runtime/placement.h)."""
 
     limit_bytes: int
-    payload_limit_bytes: int
     follows_tide: bool
     prefetches_far: bool
     margin_use_ratio: float
@@ -378,7 +372,6 @@ def simulate(
     updates: Sequence[UpdateAt],
     numels: Sequence[int],
     limit_bytes: int,
-    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     num_ranks: int = 1,
@@ -396,7 +389,6 @@ def choose_plan(
     updates: Sequence[UpdateAt],
     numels: Sequence[int],
     limit_bytes: int,
-    payload_limit_bytes: int = UNLIMITED,
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
@@ -443,7 +435,7 @@ class HostArena:
     def release_reserved(self) -> None: ...
     def allocate(self, num_bytes: int, /) -> int: ...
     def allocate_prepared(self, num_bytes: int, /) -> int: ...
-    def free(self, data: int, num_bytes: int, /) -> None: ...
+    def free(self, data: int, /) -> None: ...
     def trim(self) -> None: ...
     @property
     def used_bytes(self) -> int: ...
@@ -503,23 +495,38 @@ class SpeculationMode(_Enum):
     COMMIT: ClassVar[SpeculationMode]
 
 @final
-class RuntimeOptions:
-    """What a Runtime is made with; all fields have defaults."""
+class DeviceOptions:
+    """What the engines of one process share."""
 
     cuda_device: int
     """-1: the simulated device."""
     device_limit_bytes: int
     host_limit_bytes: int
-    ample_limit_bytes: int
-    ample_extra_bytes: int
+    limit_rounding_bytes: int
+    host_threads: HostThreadOptions
+    delays: DelayOptions
+    def __init__(self) -> None: ...
+
+@final
+class ResidencyOptions:
+    """Which optimizer states are on the device."""
+
     warmup_payload_ratio: float
     margin_use_ratio: float
-    partition: Partition
+    payload_limit_bytes: int
+    """Of what is fetched on demand; for tests that make memory scarce on a GPU."""
     state_placement: StatePlacement
-    host_threads: HostThreadOptions
+    def __init__(self) -> None: ...
+
+@final
+class EngineOptions:
+    """What a Runtime is made with; all fields have defaults."""
+
+    device: DeviceOptions
+    residency: ResidencyOptions
+    ample_limit_bytes: int
+    ample_extra_bytes: int
     speculation: SpeculationMode
-    delays: DelayOptions
-    limit_rounding_bytes: int
     def __init__(self) -> None: ...
 
 class GroupOptions:
@@ -637,7 +644,7 @@ class Runtime(UseListener):
         layout: Layout,
         param_names: Sequence[str],
         module_params: Sequence[Sequence[int]],
-        options: RuntimeOptions,
+        options: EngineOptions,
         collectives: Collectives | None = None,
     ) -> None: ...
     def bind_storage(self, chunk: int, storage: int, /) -> None: ...
@@ -676,6 +683,9 @@ class Runtime(UseListener):
     ) -> None: ...
     def fold_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...
+    def keep_joint_backward(self) -> bool:
+        """Whether the backward of another engine's loss gave gradients; if not, it counts for nothing."""
+
     def abort_forward(self) -> None: ...
     def abort_backward(self) -> None: ...
     def vacate_device(self, what: Vacate, /) -> None: ...

@@ -19,12 +19,11 @@ LAYERS = {
     "backend": 1,
     "chunk": 2,
     "trace": 3,
-    "plan": 3,
-    "transfer": 3,
     "optim": 3,
     "collective": 3,
-    "runtime": 4,
-    "bind": 5,
+    "plan": 4,
+    "engine": 5,
+    "bind": 6,
 }
 CUDA_PART = ("cuda_", "nccl_")
 CUDA_MACRO = "PATRICKSTAR_WITH_CUDA"

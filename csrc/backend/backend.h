@@ -4,7 +4,7 @@
 //              thread itself.
 //   kUpload    host to device copies, in order
 //   kDownload  device to host copies, in order
-//   kGather    collectives of values, in order (runtime/collectives.h)
+//   kGather    collectives of values, in order (engine/collectives.h)
 //   kScatter   collectives of gradients, in order
 //
 // Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]

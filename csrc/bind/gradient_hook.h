@@ -8,7 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/interned.h"
-#include "runtime/runtime.h"
+#include "engine/runtime.h"
 
 namespace patrickstar::bind {
 

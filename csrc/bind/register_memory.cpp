@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
 
 #include "backend/device_meter.h"
@@ -42,6 +43,30 @@ RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>
   return hooks;
 }
 
+// For tests: addresses as integers.
+class AddressedArena {
+ public:
+  AddressedArena(int64_t limit_bytes, RegionHooks hooks)
+      : arena_(std::make_shared<HostBudget>(limit_bytes), std::move(hooks)) {}
+
+  HostArena& arena() { return arena_; }
+  uintptr_t keep(HostBlock block) {
+    const auto address = reinterpret_cast<uintptr_t>(block.data);
+    if (block) blocks_.emplace(address, std::move(block));
+    return address;
+  }
+  void free(uintptr_t address) { blocks_.erase(address); }
+
+ private:
+  HostArena arena_;
+  std::map<uintptr_t, HostBlock> blocks_;
+};
+
+template <typename Result>
+auto of_arena(Result (HostArena::*method)() const) {
+  return [method](AddressedArena& self) { return (self.arena().*method)(); };
+}
+
 }  // namespace
 
 void register_memory(py::module_& module) {
@@ -59,29 +84,28 @@ void register_memory(py::module_& module) {
       .def(py::init<>())
       .def("__enter__", &HostAllocations::enter)
       .def("__exit__", &HostAllocations::exit);
-  // For tests: addresses as integers.
-  py::class_<HostArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
+  py::class_<AddressedArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
       .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes, int num_failures) {
-             return std::make_unique<HostArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
+             return std::make_unique<AddressedArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
            }),
            py::arg("limit_bytes"), py::arg("prepares") = false, py::arg("nodes") = std::vector<int>{},
            py::arg("num_failures") = 0)
-      .def("reserve", &HostArena::reserve)
-      .def("prepare_ahead", &HostArena::prepare_ahead)
-      .def("release_reserved", &HostArena::release_reserved)
-      .def("allocate", [](HostArena& self,
-                          int64_t num_bytes) { return reinterpret_cast<uintptr_t>(self.allocate(num_bytes).data); })
-      .def("free", [](HostArena& self, uintptr_t data,
-                      int64_t num_bytes) { self.free({reinterpret_cast<void*>(data), num_bytes, false}); })
-      .def("trim", &HostArena::trim)
+      .def("reserve",
+           [](AddressedArena& self, const std::vector<int64_t>& block_bytes) { self.arena().reserve(block_bytes); })
+      .def("prepare_ahead", [](AddressedArena& self) { self.arena().prepare_ahead(); })
+      .def("release_reserved", [](AddressedArena& self) { self.arena().release_reserved(); })
+      .def("allocate",
+           [](AddressedArena& self, int64_t num_bytes) { return self.keep(self.arena().allocate(num_bytes)); })
+      .def("free", &AddressedArena::free)
+      .def("trim", [](AddressedArena& self) { self.arena().trim(); })
       .def("allocate_prepared",
-           [](HostArena& self, int64_t num_bytes) {
-             return reinterpret_cast<uintptr_t>(self.try_allocate_prepared(num_bytes).data);
+           [](AddressedArena& self, int64_t num_bytes) {
+             return self.keep(self.arena().try_allocate_prepared(num_bytes));
            })
-      .def_property_readonly("unreserved_bytes", &HostArena::unreserved_bytes)
-      .def_property_readonly("used_bytes", &HostArena::used_bytes)
-      .def_property_readonly("mapped_bytes", &HostArena::mapped_bytes)
-      .def_property_readonly("peak_mapped_bytes", &HostArena::peak_mapped_bytes);
+      .def_property_readonly("unreserved_bytes", of_arena(&HostArena::unreserved_bytes))
+      .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
+      .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
+      .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
 }
 
 }  // namespace patrickstar::bind

@@ -35,7 +35,7 @@ void register_listener(py::module_& module) {
   py::enum_<HoldUntil>(module, "HoldUntil")
       .value("SCOPE_END", HoldUntil::kScopeEnd)
       .value("NEXT_EVENT", HoldUntil::kNextEvent);
-  py::class_<UseListener, PythonListener>(module, "UseListener", "Is told about uses (runtime/use_listener.h).")
+  py::class_<UseListener, PythonListener>(module, "UseListener", "Is told about uses (engine/use_listener.h).")
       .def(py::init<>())
       .def("open_scope", &UseListener::open_scope, ReleaseGil())
       .def("close_scope", &UseListener::close_scope, ReleaseGil())

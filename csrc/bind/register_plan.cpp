@@ -2,8 +2,8 @@
 
 #include "bind/bind.h"
 #include "chunk/layout.h"
+#include "plan/placement.h"
 #include "plan/planner.h"
-#include "runtime/placement.h"
 
 namespace py = pybind11;
 
@@ -38,10 +38,9 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 }
 
 void register_placement(py::module_& module) {
-  py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (runtime/placement.h).")
+  py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
-      .def_readwrite("payload_limit_bytes", &DeviceBudget::payload_limit_bytes)
       .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
@@ -55,14 +54,14 @@ void register_placement(py::module_& module) {
         return on_device;
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
-      "By chunk, whether its states are on the device before the tide is known (runtime/placement.h).");
+      "By chunk, whether its states are on the device before the tide is known (plan/placement.h).");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {
         return num_device_state_chunks(layout, parse_timeline(moments), budget);
       },
       py::arg("layout"), py::arg("moments"), py::arg("budget"),
-      "How many chunks, from the first on, have their states on the device (runtime/placement.h).");
+      "How many chunks, from the first on, have their states on the device (plan/placement.h).");
   module.def(
       "pose_problem",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
@@ -72,7 +71,7 @@ void register_placement(py::module_& module) {
         return describe_problem(pose_problem(layout, timeline, on_device, budget));
       },
       py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
-      "The planner's problem for a timeline: the arguments of make_plan (runtime/placement.h).");
+      "The planner's problem for a timeline: the arguments of make_plan (plan/placement.h).");
 }
 
 }  // namespace
@@ -101,7 +100,6 @@ py::dict describe_problem(const PlanProblem& problem) {
   py::dict result;
   result["costs"] = describe_costs(problem.arrays);
   result["limit_bytes"] = problem.limit_bytes;
-  result["payload_limit_bytes"] = problem.payload_limit_bytes;
   result["least_tide_bytes"] = problem.least_tide_bytes;
   result["fixed_bytes"] = problem.fixed_bytes;
   result["prefetch_bytes"] = problem.prefetch_bytes;
@@ -173,22 +171,20 @@ void register_plan(py::module_& module) {
       .value("RETIRE", AccessMode::kRetire);
   module.def(
       "make_plan",
-      [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t payload_limit_bytes,
-         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes) {
+      [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t least_tide_bytes,
+         int64_t fixed_bytes, int64_t prefetch_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
         problem.arrays = parse_costs(costs);
         problem.limit_bytes = limit_bytes;
-        problem.payload_limit_bytes = payload_limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
         problem.prefetch_bytes = prefetch_bytes;
         return describe_plan(make_plan(problem));
       },
-      py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"),
-      py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
-      py::arg("prefetch_bytes") = 0,
+      py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
+      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
       "survives_step)}.");
   register_placement(module);

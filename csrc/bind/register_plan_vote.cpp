@@ -1,7 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
-#include "runtime/plan_vote.h"
+#include "plan/plan_vote.h"
 
 namespace py = pybind11;
 
@@ -44,7 +44,7 @@ void register_plan_vote(py::module_& module) {
         }
         return describe_vote(agreed(received));
       },
-      py::arg("votes"), "What ranks make of their votes on the next plan, sent and received (runtime/plan_vote.h).");
+      py::arg("votes"), "What ranks make of their votes on the next plan, sent and received (plan/plan_vote.h).");
 }
 
 }  // namespace patrickstar::bind

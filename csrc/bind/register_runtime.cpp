@@ -1,8 +1,12 @@
 #include <pybind11/stl.h>
 
+#include <mutex>
+#include <optional>
+#include <tuple>
+
 #include "bind/bind.h"
-#include "runtime/placement.h"
-#include "runtime/runtime.h"
+#include "engine/runtime.h"
+#include "plan/placement.h"
 
 namespace py = pybind11;
 
@@ -48,7 +52,6 @@ void register_layout(py::module_& module) {
 }
 
 void register_options(py::module_& module) {
-  py::enum_<Partition>(module, "Partition").value("TIDE", Partition::kTide).value("STATIC", Partition::kStatic);
   py::enum_<StatePlacement>(module, "StatePlacement")
       .value("HYBRID", StatePlacement::kHybrid)
       .value("HOST", StatePlacement::kHost);
@@ -72,21 +75,27 @@ void register_options(py::module_& module) {
       .value("OFF", SpeculationMode::kOff)
       .value("ON", SpeculationMode::kOn)
       .value("COMMIT", SpeculationMode::kCommit);
-  py::class_<RuntimeOptions>(module, "RuntimeOptions")
+  py::class_<DeviceOptions>(module, "DeviceOptions", "What engines of one process share (engine/shared_device.h).")
       .def(py::init<>())
-      .def_readwrite("cuda_device", &RuntimeOptions::cuda_device)
-      .def_readwrite("device_limit_bytes", &RuntimeOptions::device_limit_bytes)
-      .def_readwrite("host_limit_bytes", &RuntimeOptions::host_limit_bytes)
-      .def_readwrite("ample_limit_bytes", &RuntimeOptions::ample_limit_bytes)
-      .def_readwrite("ample_extra_bytes", &RuntimeOptions::ample_extra_bytes)
-      .def_readwrite("warmup_payload_ratio", &RuntimeOptions::warmup_payload_ratio)
-      .def_readwrite("margin_use_ratio", &RuntimeOptions::margin_use_ratio)
-      .def_readwrite("delays", &RuntimeOptions::delays)
-      .def_readwrite("limit_rounding_bytes", &RuntimeOptions::limit_rounding_bytes)
-      .def_readwrite("partition", &RuntimeOptions::partition)
-      .def_readwrite("state_placement", &RuntimeOptions::state_placement)
-      .def_readwrite("host_threads", &RuntimeOptions::host_threads)
-      .def_readwrite("speculation", &RuntimeOptions::speculation);
+      .def_readwrite("cuda_device", &DeviceOptions::cuda_device)
+      .def_readwrite("device_limit_bytes", &DeviceOptions::device_limit_bytes)
+      .def_readwrite("host_limit_bytes", &DeviceOptions::host_limit_bytes)
+      .def_readwrite("limit_rounding_bytes", &DeviceOptions::limit_rounding_bytes)
+      .def_readwrite("host_threads", &DeviceOptions::host_threads)
+      .def_readwrite("delays", &DeviceOptions::delays);
+  py::class_<ResidencyOptions>(module, "ResidencyOptions", "Which states are on the device (engine/residency.h).")
+      .def(py::init<>())
+      .def_readwrite("warmup_payload_ratio", &ResidencyOptions::warmup_payload_ratio)
+      .def_readwrite("margin_use_ratio", &ResidencyOptions::margin_use_ratio)
+      .def_readwrite("payload_limit_bytes", &ResidencyOptions::payload_limit_bytes)
+      .def_readwrite("state_placement", &ResidencyOptions::state_placement);
+  py::class_<EngineOptions>(module, "EngineOptions")
+      .def(py::init<>())
+      .def_readwrite("device", &EngineOptions::device)
+      .def_readwrite("residency", &EngineOptions::residency)
+      .def_readwrite("ample_limit_bytes", &EngineOptions::ample_limit_bytes)
+      .def_readwrite("ample_extra_bytes", &EngineOptions::ample_extra_bytes)
+      .def_readwrite("speculation", &EngineOptions::speculation);
   py::class_<GroupOptions>(module, "GroupOptions")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
                        BiasCorrection bias_correction) {
@@ -106,8 +115,8 @@ py::dict describe_report(const RuntimeReport& report) {
   result["host_budget_bytes"] = report.host_budget_bytes;
   result["host_bytes"] = report.host_bytes;
   result["host_peak_bytes"] = report.host_peak_bytes;
-  result["uploaded_bytes"] = report.transfers.uploaded_bytes;
-  result["downloaded_bytes"] = report.transfers.downloaded_bytes;
+  result["uploaded_bytes"] = counters.uploaded_bytes;
+  result["downloaded_bytes"] = counters.downloaded_bytes;
   result["host_interleaved_nodes"] = format_cpu_list(report.interleaved_nodes);
   result["num_host_threads"] = report.num_host_threads;
   result["host_thread_cpus"] = format_cpu_list(report.pinned_cpus);
@@ -189,21 +198,31 @@ void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
   module.attr("UNLIMITED") = kUnlimited;
-  py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (runtime/pager.h).")
+  py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (engine/shared_device.h).")
       .value("VALUES", Vacate::kValues)
       .value("EVERYTHING", Vacate::kEverything);
+  module.def("working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
+             "Least device memory for payloads: the largest module's chunks and their gradients' (plan/placement.h).");
   module.def(
-      "working_set_bytes", &working_set_bytes, py::arg("layout"), py::arg("module_params"),
-      "Least device memory for payloads: the largest module's chunks and their gradients' (runtime/placement.h).");
+      "shared_budgets",
+      [](int cuda_device) -> std::optional<std::tuple<int64_t, int64_t, int64_t>> {
+        const std::shared_ptr<SharedDevice> device = SharedDevice::find(cuda_device);
+        if (device == nullptr) return std::nullopt;
+        const std::lock_guard<SharedDevice::Lock> lock(*device->lock());
+        return std::make_tuple(device->options().device_limit_bytes, device->options().host_limit_bytes,
+                               device->host_budget()->unreserved_bytes());
+      },
+      py::arg("cuda_device"), ReleaseGil(),
+      "(device bytes, host bytes, host bytes left) of the engines that are open on a device; None: none is.");
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives",
-                                                        "What ranks do together (runtime/collectives.h).")
+                                                        "What ranks do together (engine/collectives.h).")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>, std::shared_ptr<ControlGroup>>(),
            py::arg("gather"), py::arg("scatter"), py::arg("control"))
       .def("check_same_plan", &Collectives::check_same_plan, py::arg("fingerprint"), ReleaseGil())
       .def_property_readonly("num_ranks", &Collectives::num_ranks);
-  py::class_<Runtime, UseListener, RuntimeHolder>(module, "Runtime", "The core's façade (runtime/runtime.h).")
+  py::class_<Runtime, UseListener, RuntimeHolder>(module, "Runtime", "The core's façade (engine/runtime.h).")
       .def(py::init([](Layout layout, std::vector<std::string> param_names,
-                       const std::vector<std::vector<ParamId>>& module_params, const RuntimeOptions& options,
+                       const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
                        std::shared_ptr<Collectives> collectives) {
              if (collectives == nullptr) collectives = std::make_shared<Collectives>();
              return RuntimeHolder(new Runtime(std::move(layout), std::move(param_names), module_params, options,
@@ -264,6 +283,7 @@ void register_runtime(py::module_& module) {
           },
           ReleaseGil())
       .def("end_backward", &Runtime::end_backward, ReleaseGil())
+      .def("keep_joint_backward", &Runtime::keep_joint_backward, ReleaseGil())
       .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
       .def("vacate_device", &Runtime::vacate_device, ReleaseGil())

@@ -36,11 +36,11 @@ void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t payload_limit_bytes,
-         int64_t least_tide_bytes, int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks) {
+         std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
+         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks) {
         const Timeline timeline = parse_timeline(moments);
-        const PlanProblem problem{&timeline,   parse_costs(costs),  limit_bytes,   least_tide_bytes,
-                                  fixed_bytes, payload_limit_bytes, prefetch_bytes};
+        const PlanProblem problem{&timeline,        parse_costs(costs), limit_bytes,
+                                  least_tide_bytes, fixed_bytes,        prefetch_bytes};
         const PlanChoice choice =
             choose_plan(problem, rates, {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks});
         py::dict result;
@@ -50,9 +50,8 @@ void register_choice(py::module_& module) {
         return result;
       },
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
-      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("payload_limit_bytes") = INT64_MAX,
-      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
-      py::arg("num_ranks") = 1,
+      py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
+      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
       "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
 }
 
@@ -80,14 +79,12 @@ void register_simulator(py::module_& module) {
       "simulate",
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
-         int64_t limit_bytes, int64_t payload_limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes,
-         int num_ranks) {
+         int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
         problem.arrays = parse_costs(costs);
         problem.limit_bytes = limit_bytes;
-        problem.payload_limit_bytes = payload_limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
         return describe_step(simulate(problem, parse_plan(plan), rates,
@@ -95,8 +92,7 @@ void register_simulator(py::module_& module) {
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
-      py::arg("payload_limit_bytes") = INT64_MAX, py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0,
-      py::arg("num_ranks") = 1,
+      py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
       "numels: by chunk.");
   register_choice(module);

@@ -1,5 +1,5 @@
 #include "bind/bind.h"
-#include "chunk/state.h"
+#include "chunk/chunk_store.h"
 #include "common/check.h"
 #include "common/dtype.h"
 #include "common/types.h"
@@ -39,7 +39,7 @@ void register_types(py::module_& module) {
       [](const std::string& from, const std::string& to) {
         check_transition(parse_state(from), parse_state(to), "a parameter");
       },
-      "Throws StateError when chunk/state.h has no such move.");
+      "Throws StateError when chunk/chunk_store.h has no such move.");
 }
 
 }  // namespace patrickstar::bind

@@ -15,6 +15,13 @@ uint32_t version_of(c10::TensorImpl& impl) {
   return impl.is_inference() ? 0 : impl.version_counter().current_version();
 }
 
+// The parameters of one engine that an operation uses.
+struct EngineUse {
+  UseObserver* observer;
+  std::vector<ParamId> params;
+  Tick begin = 0;
+};
+
 }  // namespace
 
 TorchFunction::TorchFunction(const py::tuple& types, py::object way_of, py::object write, py::object refuse,
@@ -45,11 +52,18 @@ py::object TorchFunction::operator()(py::handle func, py::handle types, py::tupl
 
 py::object TorchFunction::read(Way way, const Arguments& arguments, py::handle func, py::handle types, py::handle args,
                                py::handle kwargs) const {
-  std::vector<ParamId> params;
-  for (const Argument& argument : arguments) params.push_back(argument.handle.attr(id_).cast<ParamId>());
-  auto& observer = arguments.front().handle.attr(uses_).cast<UseObserver&>();
+  std::vector<EngineUse> uses;  // nearly always one
+  for (const Argument& argument : arguments) {
+    auto& observer = argument.handle.attr(uses_).cast<UseObserver&>();
+    auto use =
+        std::find_if(uses.begin(), uses.end(), [&](const EngineUse& other) { return other.observer == &observer; });
+    if (use == uses.end()) use = uses.insert(uses.end(), EngineUse{&observer, {}});
+    use->params.push_back(argument.handle.attr(id_).cast<ParamId>());
+  }
+  for (EngineUse& use : uses) use.begin = use.observer->begin_use(use.params);
+  py::object result = call_without_torch_function(call_plainly_, func, types, args, kwargs);
   const BackwardNeed need = way == Way::kReadOnce ? BackwardNeed::kShape : BackwardNeed::kValue;
-  py::object result = observer.observe(params, need, func, types, args, kwargs);
+  for (const EngineUse& use : uses) use.observer->end_use(result, use.begin, use.params, need);
   for (const Argument& argument : arguments) {
     if (version_of(*argument.impl) != argument.version) refuse_(func, argument.handle);
   }

@@ -49,7 +49,6 @@ py::object call_without_torch_function(const py::object& impl, py::handle func, 
 UseObserver::UseObserver(py::object listener, py::object find_nodes)
     : listener_(std::move(listener)), listens_(listener_.cast<UseListener&>()), find_nodes_(std::move(find_nodes)) {
   const py::module_ torch = py::module_::import("torch");
-  call_plainly_ = torch.attr("_C").attr("_disabled_torch_function_impl");
   tensor_type_ = torch.attr("Tensor");
   scratch_ = torch.attr("empty")(0, py::arg("device") = "cpu", py::arg("requires_grad") = true);
 }
@@ -82,16 +81,13 @@ void UseObserver::touch(const std::vector<ParamId>& params) {
   listens_.touch(params);
 }
 
-py::object UseObserver::observe(const std::vector<ParamId>& params, BackwardNeed need, py::handle func,
-                                py::handle types, py::handle args, py::handle kwargs) {
-  Tick tick;
-  {
-    const py::gil_scoped_release release;
-    tick = listens_.touch(params);
-  }
-  py::object result = call_without_torch_function(call_plainly_, func, types, args, kwargs);
-  if (scopes_.note_use(params) && need == BackwardNeed::kValue) acquire_before(result, {tick, tick, params});
-  return result;
+Tick UseObserver::begin_use(const std::vector<ParamId>& params) {
+  const py::gil_scoped_release release;
+  return listens_.touch(params);
+}
+
+void UseObserver::end_use(py::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need) {
+  if (scopes_.note_use(params) && need == BackwardNeed::kValue) acquire_before(result, {begin, begin, params});
 }
 
 void UseObserver::acquire_before(py::handle result, Use use) {

@@ -1,9 +1,9 @@
 // The observer: turns calls of modules and uses of tensors, as Python sees them, into acquire and release of the core.
-// csrc/runtime/access_tracker.h says what scopes hold and how backward releases.
+// csrc/engine/access_tracker.h says what scopes hold and how backward releases.
 //
 // What it does runs for every module and every operation on a parameter, so it is C++ from the hook down to the core:
 //
-//   UseObserver    one per engine: knows the running calls, carries out operations, tells the listener
+//   UseObserver    one per engine: knows the running calls, tells the listener
 //   ModuleHook     one per module: its forward hooks
 //   BackwardEntry  one per use that autograd saw: called before the use's backward runs
 //
@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "bind/interned.h"
-#include "runtime/scope_stack.h"
-#include "runtime/use_listener.h"
+#include "bind/scope_stack.h"
+#include "engine/use_listener.h"
 
 namespace patrickstar::bind {
 
@@ -61,10 +61,9 @@ class UseObserver {
 
   // The user reads the memory of `params` outside of any operation.
   void touch(const std::vector<ParamId>& params);
-  // Carries out func(*args, **kwargs), which uses `params`, without __torch_function__. Its result's backward acquires
-  // them again.
-  pybind11::object observe(const std::vector<ParamId>& params, BackwardNeed need, pybind11::handle func,
-                           pybind11::handle types, pybind11::handle args, pybind11::handle kwargs);
+  // Around an operation that uses `params`: its result's backward acquires them again.
+  Tick begin_use(const std::vector<ParamId>& params);
+  void end_use(pybind11::handle result, Tick begin, const std::vector<ParamId>& params, BackwardNeed need);
 
  private:
   void acquire_before(pybind11::handle result, Use use);
@@ -73,7 +72,6 @@ class UseObserver {
   UseListener& listens_;
   ScopeStack scopes_;
   pybind11::object find_nodes_;
-  pybind11::object call_plainly_;  // torch._C._disabled_torch_function_impl
   pybind11::object tensor_type_;
   pybind11::object scratch_;  // see [Note: hooks on nodes]
   pybind11::object hook_key_ = pybind11::int_(0);

@@ -37,7 +37,8 @@ char* map_memory(int64_t num_bytes) {
 
 }  // namespace
 
-HostArena::HostArena(int64_t limit_bytes, RegionHooks hooks) : limit_bytes_(limit_bytes), hooks_(std::move(hooks)) {}
+HostArena::HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks)
+    : budget_(std::move(budget)), hooks_(std::move(hooks)) {}
 
 HostArena::~HostArena() {
   release_reserved();
@@ -48,10 +49,11 @@ void HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
   PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", total,
-           " bytes of host memory, the limit is ", limit_bytes_, "; raise host_memory");
+           " bytes of host memory, the limit is ", limit_bytes(),
+           budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
   const auto add = [this](int64_t num_bytes) {
     reserved_.push_back(std::make_shared<Reserved>(Reserved{round_up(num_bytes, kPage), nullptr, nullptr}));
-    reserved_bytes_ += reserved_.back()->num_bytes;
+    note_reserved(reserved_.back()->num_bytes);
   };
   int64_t group = 0;
   for (int64_t bytes : block_bytes) {
@@ -87,7 +89,7 @@ void HostArena::release_reserved() {
     if (reserved->region != nullptr) dispose(*reserved->region);
   }
   reserved_.clear();
-  reserved_bytes_ = 0;
+  note_reserved(-reserved_bytes_);
   abandoned_ = false;
 }
 
@@ -95,7 +97,7 @@ std::unique_ptr<HostArena::Region> HostArena::take_reserved() {
   if (reserved_.empty()) return nullptr;
   const std::shared_ptr<Reserved> first = std::move(reserved_.front());
   reserved_.pop_front();
-  reserved_bytes_ -= first->num_bytes;
+  note_reserved(-first->num_bytes);
   if (first->done != nullptr) static_cast<HostEvent&>(*first->done).settle();
   return first->region != nullptr ? std::move(first->region) : make_region(first->num_bytes);
 }
@@ -108,9 +110,9 @@ void HostArena::add_prepared_regions() {
 }
 
 HostBlock HostArena::allocate(int64_t num_bytes) {
-  const HostBlock block = try_allocate(num_bytes);
-  PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", mapped_bytes_, " of ",
-           limit_bytes_,
+  HostBlock block = try_allocate(num_bytes);
+  PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", budget_->mapped_bytes,
+           " of ", limit_bytes(),
            " are taken; raise host_memory (or overall_cpu_mem_ratio), or give the device more of the "
            "model with device_memory");
   return block;
@@ -155,18 +157,15 @@ HostBlock HostArena::find_block(int64_t size, int64_t num_bytes) {
   const bool zeroed = offset >= best->touched;
   best->touched = std::max(best->touched, offset + size);
   used_bytes_ += size;
-  return {best->data + offset, num_bytes, zeroed};
+  return {*this, best->data + offset, num_bytes, zeroed};
 }
 
-void HostArena::free(const HostBlock& block) {
-  if (!block) return;
-  const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const auto& region) {
-    return block.data >= region->data && block.data < region->data + region->num_bytes;
+void HostArena::free(void* data, int64_t num_bytes) {
+  Region& region = **std::find_if(regions_.begin(), regions_.end(), [data](const auto& candidate) {
+    return data >= candidate->data && data < candidate->data + candidate->num_bytes;
   });
-  PS_CHECK(found != regions_.end(), StateError, "a block that is not of this arena was freed");
-  Region& region = **found;
-  int64_t offset = static_cast<char*>(block.data) - region.data;
-  int64_t size = round_up(block.num_bytes, kBlockAlignment);
+  int64_t offset = static_cast<char*>(data) - region.data;
+  int64_t size = round_up(num_bytes, kBlockAlignment);
   used_bytes_ -= size;
   auto next = region.free.lower_bound(offset);
   if (next != region.free.end() && next->first == offset + size) {
@@ -210,7 +209,7 @@ std::unique_ptr<HostArena::Region> HostArena::make_region(int64_t num_bytes) con
 }
 
 void HostArena::add_region(std::unique_ptr<Region> region) {
-  mapped_bytes_ += region->num_bytes;
+  note_mapped(region->num_bytes);
   peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
   regions_.push_back(std::move(region));
 }
@@ -218,7 +217,17 @@ void HostArena::add_region(std::unique_ptr<Region> region) {
 void HostArena::unmap(Region& region) {
   if (region.data == nullptr) return;
   dispose(region);
-  mapped_bytes_ -= region.num_bytes;
+  note_mapped(-region.num_bytes);
+}
+
+void HostArena::note_mapped(int64_t num_bytes) {
+  mapped_bytes_ += num_bytes;
+  budget_->mapped_bytes += num_bytes;
+}
+
+void HostArena::note_reserved(int64_t num_bytes) {
+  reserved_bytes_ += num_bytes;
+  budget_->reserved_bytes += num_bytes;
 }
 
 void HostArena::dispose(Region& region) const {

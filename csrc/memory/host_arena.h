@@ -9,9 +9,10 @@
 // before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs; whoever needs one
 // that is under way waits for it.
 //
-//   HostArena arena(/*limit_bytes=*/8 << 30, {});
+// Arenas of one process count against one budget. A block goes back to its arena when it is destroyed, which outlives it.
+//
+//   HostArena arena(std::make_shared<HostBudget>(/*limit_bytes=*/8 << 30), {});
 //   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
-//   arena.free(block);
 #pragma once
 
 #include <atomic>
@@ -20,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "common/event.h"
@@ -27,12 +29,50 @@
 
 namespace patrickstar {
 
-struct HostBlock {
+class HostArena;
+
+// Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody uses its memory any more.
+class HostBlock {
+ public:
+  HostBlock() = default;
+  HostBlock(HostArena& arena, void* data, int64_t num_bytes, bool zeroed)
+      : data(data), num_bytes(num_bytes), zeroed(zeroed), arena_(&arena) {}
+  ~HostBlock() { reset(); }
+  HostBlock(HostBlock&& other) noexcept { swap(other); }
+  HostBlock& operator=(HostBlock&& other) noexcept {
+    HostBlock(std::move(other)).swap(*this);
+    return *this;
+  }
+  HostBlock(const HostBlock&) = delete;
+  HostBlock& operator=(const HostBlock&) = delete;
+
+  explicit operator bool() const { return data != nullptr; }
+  void reset();
+  void swap(HostBlock& other) noexcept {
+    std::swap(data, other.data);
+    std::swap(num_bytes, other.num_bytes);
+    std::swap(zeroed, other.zeroed);
+    std::swap(arena_, other.arena_);
+  }
+
   void* data = nullptr;
   int64_t num_bytes = 0;
   bool zeroed = false;  // fresh from the system: all bytes are zero
 
-  explicit operator bool() const { return data != nullptr; }
+ private:
+  HostArena* arena_ = nullptr;
+};
+
+// What the arenas of a process may map together. Guarded by the lock of those who share it.
+struct HostBudget {
+  explicit HostBudget(int64_t limit_bytes) : limit_bytes(limit_bytes) {}
+
+  // What may still be mapped or reserved.
+  int64_t unreserved_bytes() const { return limit_bytes - mapped_bytes - reserved_bytes; }
+
+  const int64_t limit_bytes;
+  int64_t mapped_bytes = 0;
+  int64_t reserved_bytes = 0;  // to be mapped
 };
 
 // What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes no
@@ -48,7 +88,8 @@ class HostArena {
   static constexpr int64_t kBlockAlignment = 256;
   static constexpr int64_t kMaxRegionBytes = int64_t{4} << 30;
 
-  HostArena(int64_t limit_bytes, RegionHooks hooks);
+  HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks);
+  // All blocks are gone.
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
@@ -57,7 +98,9 @@ class HostArena {
   // Throws MemoryBudgetError when they exceed the limit.
   void reserve(const std::vector<int64_t>& block_bytes);
   // What may still be reserved.
-  int64_t unreserved_bytes() const { return limit_bytes_ - mapped_bytes_ - reserved_bytes_; }
+  int64_t unreserved_bytes() const { return budget_->unreserved_bytes(); }
+  // What this arena may still hand out, if it fits into its regions.
+  int64_t free_bytes() const { return mapped_bytes_ - used_bytes_ + reserved_bytes_ + unreserved_bytes(); }
   // Starts to map what is reserved.
   void prepare_ahead();
   // Whether regions are being mapped and pinned ahead right now.
@@ -70,17 +113,18 @@ class HostArena {
   HostBlock try_allocate(int64_t num_bytes);
   // The same, and an empty block also where memory would have to be prepared first.
   HostBlock try_allocate_prepared(int64_t num_bytes);
-  void free(const HostBlock& block);
   // Gives regions without any block back to the system.
   void trim();
 
-  int64_t limit_bytes() const { return limit_bytes_; }
+  int64_t limit_bytes() const { return budget_->limit_bytes; }
   int64_t used_bytes() const { return used_bytes_; }
   int64_t mapped_bytes() const { return mapped_bytes_; }
   int64_t peak_mapped_bytes() const { return peak_mapped_bytes_; }
   void reset_peak() { peak_mapped_bytes_ = mapped_bytes_; }
 
  private:
+  friend class HostBlock;
+
   struct Region {
     char* data = nullptr;
     int64_t num_bytes = 0;
@@ -101,10 +145,13 @@ class HostArena {
   std::unique_ptr<Region> take_reserved();
   void add_prepared_regions();
   HostBlock find_block(int64_t size, int64_t num_bytes);
+  void free(void* data, int64_t num_bytes);
+  void note_mapped(int64_t num_bytes);
+  void note_reserved(int64_t num_bytes);
   void unmap(Region& region);
   void dispose(Region& region) const;
 
-  int64_t limit_bytes_;
+  std::shared_ptr<HostBudget> budget_;
   RegionHooks hooks_;
   std::vector<std::unique_ptr<Region>> regions_;
   std::deque<std::shared_ptr<Reserved>> reserved_;
@@ -115,5 +162,9 @@ class HostArena {
   int64_t peak_mapped_bytes_ = 0;
   std::unique_ptr<WorkQueue> preparer_;
 };
+
+inline void HostBlock::reset() {
+  if (data != nullptr) arena_->free(std::exchange(data, nullptr), std::exchange(num_bytes, 0));
+}
 
 }  // namespace patrickstar

@@ -1,5 +1,6 @@
 #include "memory/slot_pool.h"
 
+#include <iterator>
 #include <utility>
 
 namespace patrickstar {
@@ -11,15 +12,16 @@ Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
   if (fits && used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_ && !allocator_.is_idle(found->second.busy)) {
     if (void* data = allocator_.allocate(num_bytes)) {
       used_bytes_ += num_bytes;
-      return {data, num_bytes, {}};
+      return {*this, data, num_bytes, {}};
     }
   }
   if (fits) {
-    Slot slot = std::move(found->second);
+    const int64_t size = found->first;
+    Idle idle = std::move(found->second);
     idle_.erase(found);
-    idle_bytes_ -= slot.num_bytes;
-    used_bytes_ += slot.num_bytes;
-    return slot;
+    idle_bytes_ -= size;
+    used_bytes_ += size;
+    return {*this, idle.data, size, std::move(idle.busy)};
   }
   void* data = allocator_.allocate(num_bytes);
   if (data == nullptr && idle_bytes_ > 0) {
@@ -29,26 +31,25 @@ Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
   if (data == nullptr && over_limit == OverLimit::kAllow) data = allocator_.allocate_over_limit(num_bytes);
   if (data == nullptr) return {};
   used_bytes_ += num_bytes;
-  return {data, num_bytes, {}};
+  return {*this, data, num_bytes, {}};
 }
 
-void SlotPool::release(Slot slot) {
-  if (!slot) return;
-  used_bytes_ -= slot.num_bytes;
-  idle_bytes_ += slot.num_bytes;
-  const int64_t size = slot.num_bytes;
-  idle_.emplace(size, std::move(slot));
+void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) {
+  used_bytes_ -= num_bytes;
+  idle_bytes_ += num_bytes;
+  idle_.emplace(num_bytes, Idle{data, std::move(busy)});
 }
 
 int64_t SlotPool::trim(int64_t num_bytes) {
   int64_t freed = 0;
   while (freed < num_bytes && !idle_.empty()) {
-    auto largest = std::prev(idle_.end());
-    Slot slot = std::move(largest->second);
+    const auto largest = std::prev(idle_.end());
+    const int64_t size = largest->first;
+    const Idle idle = std::move(largest->second);
     idle_.erase(largest);
-    idle_bytes_ -= slot.num_bytes;
-    freed += slot.num_bytes;
-    allocator_.free(slot.data, slot.num_bytes, slot.busy);
+    idle_bytes_ -= size;
+    freed += size;
+    allocator_.free(idle.data, size, idle.busy);
   }
   return freed;
 }

@@ -1,24 +1,52 @@
 // Device slots: the blocks of device memory that payloads occupy.
 //
-// A released slot stays here for reuse (its last users' events go with it, so that reuse needs no host synchronisation)
-// until somebody needs the memory for something else. The one that was released first is reused first. Slots count
+// A slot that is given back stays here for reuse (its last users' events go with it, so that reuse needs no host
+// synchronisation) until somebody needs the memory for something else. The one that was released first is reused first. Slots count
 // against the device limit whether in use or idle. Guarded by the runtime's lock.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <utility>
 
 #include "common/device_allocator.h"
 #include "common/event.h"
 
 namespace patrickstar {
 
-struct Slot {
+class SlotPool;
+
+// Device memory; null, or owned: it goes back to its pool, which outlives it, when it is destroyed. Until `busy` is over
+// somebody may use what it held; the pool keeps that in mind.
+class Slot {
+ public:
+  Slot() = default;
+  Slot(SlotPool& pool, void* data, int64_t num_bytes, BusyUntil busy)
+      : data(data), num_bytes(num_bytes), busy(std::move(busy)), pool_(&pool) {}
+  ~Slot() { reset(); }
+  Slot(Slot&& other) noexcept { swap(other); }
+  Slot& operator=(Slot&& other) noexcept {
+    Slot(std::move(other)).swap(*this);
+    return *this;
+  }
+  Slot(const Slot&) = delete;
+  Slot& operator=(const Slot&) = delete;
+
+  explicit operator bool() const { return data != nullptr; }
+  void reset();
+  void swap(Slot& other) noexcept {
+    std::swap(data, other.data);
+    std::swap(num_bytes, other.num_bytes);
+    std::swap(busy, other.busy);
+    std::swap(pool_, other.pool_);
+  }
+
   void* data = nullptr;
   int64_t num_bytes = 0;
   BusyUntil busy;
 
-  explicit operator bool() const { return data != nullptr; }
+ private:
+  SlotPool* pool_ = nullptr;
 };
 
 enum class OverLimit { kRefuse, kAllow };
@@ -28,6 +56,7 @@ class SlotPool {
   // An idle slot serves a request if it is larger by at most this share of it; 0 asks for the very size.
   SlotPool(DeviceAllocator& allocator, double max_waste_ratio)
       : allocator_(allocator), max_waste_ratio_(max_waste_ratio) {}
+  // All slots are gone.
   ~SlotPool() { trim(INT64_MAX); }
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
@@ -38,7 +67,6 @@ class SlotPool {
 
   // An empty slot when there is no room.
   Slot acquire(int64_t num_bytes, OverLimit over_limit = OverLimit::kRefuse);
-  void release(Slot slot);
   // Gives idle slots back to the allocator until at least `num_bytes` are freed or none is idle.
   int64_t trim(int64_t num_bytes);
 
@@ -46,12 +74,26 @@ class SlotPool {
   int64_t idle_bytes() const { return idle_bytes_; }
 
  private:
+  friend class Slot;
+
+  struct Idle {
+    void* data;
+    BusyUntil busy;
+  };
+
+  void take_back(void* data, int64_t num_bytes, BusyUntil busy);
+
   DeviceAllocator& allocator_;
   double max_waste_ratio_;
-  std::multimap<int64_t, Slot> idle_;  // by size
+  std::multimap<int64_t, Idle> idle_;  // by size
   int64_t used_bytes_ = 0;
   int64_t idle_bytes_ = 0;
   int64_t ample_bytes_ = 0;
 };
+
+inline void Slot::reset() {
+  if (data != nullptr)
+    pool_->take_back(std::exchange(data, nullptr), std::exchange(num_bytes, 0), std::exchange(busy, {}));
+}
 
 }  // namespace patrickstar

@@ -233,9 +233,9 @@ std::set<int> Sweep::survivors() const {
 }  // namespace
 
 int64_t room_bytes(const PlanProblem& problem, size_t moment) {
-  if (problem.limit_bytes == INT64_MAX) return problem.payload_limit_bytes;
+  if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
   const int64_t tide = std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
-  return std::min(problem.payload_limit_bytes, problem.limit_bytes - problem.fixed_bytes - tide);
+  return problem.limit_bytes - problem.fixed_bytes - tide;
 }
 
 uint64_t fingerprint(const Plan& plan) {

@@ -35,12 +35,11 @@ struct ArrayCost {
 
 struct PlanProblem {
   const Timeline* timeline = nullptr;
-  std::vector<ArrayCost> arrays;            // by ArrayId::index()
-  int64_t limit_bytes = INT64_MAX;          // for tide, fixed and planned payloads together
-  int64_t least_tide_bytes = 0;             // the tide counts as at least this at every moment
-  int64_t fixed_bytes = 0;                  // payloads that stay on the device throughout
-  int64_t payload_limit_bytes = INT64_MAX;  // for planned payloads alone (a static partition)
-  int64_t prefetch_bytes = 0;               // of the room, for fetches ahead of their use
+  std::vector<ArrayCost> arrays;    // by ArrayId::index()
+  int64_t limit_bytes = INT64_MAX;  // for tide, fixed and planned payloads together
+  int64_t least_tide_bytes = 0;     // the tide counts as at least this at every moment
+  int64_t fixed_bytes = 0;          // payloads that stay on the device throughout
+  int64_t prefetch_bytes = 0;       // of the room, for fetches ahead of their use
 };
 
 struct MomentPlan {

@@ -122,11 +122,10 @@ int64_t tide(const PlanProblem& problem, size_t t) {
 
 // What payloads that are not fixed may take where the tide is lowest; the plan itself keeps to the tide.
 int64_t largest_room(const PlanProblem& problem) {
-  int64_t room = problem.payload_limit_bytes;
-  if (problem.limit_bytes == INT64_MAX) return room;
+  if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
   int64_t lowest = INT64_MAX;
   for (size_t t = 0; t < problem.timeline->moments.size(); ++t) lowest = std::min(lowest, tide(problem, t));
-  return std::max<int64_t>(std::min(room, problem.limit_bytes - problem.fixed_bytes - lowest), 0);
+  return std::max<int64_t>(problem.limit_bytes - problem.fixed_bytes - lowest, 0);
 }
 
 Player::Player(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape)

@@ -151,7 +151,6 @@ def _add_memory_arguments(memory: Any) -> None:
     memory.add_argument("--host-mem", metavar="BYTES", help="host budget for model data (default: most of its share)")
     memory.add_argument("--chunk-numel", type=int, metavar="N", help="elements per chunk")
     memory.add_argument("--margin-use-ratio", type=float, metavar="R", help="of spare memory, for optimizer states")
-    memory.add_argument("--static-partition", action="store_true", help="chunks get a fixed share of the device")
     memory.add_argument("--states-on-host", action="store_true", help="all optimizer states stay on the host")
     memory.add_argument("--cpu-embedding", action="store_true", help="embeddings stay on the host")
     memory.add_argument("--plan", type=Path, metavar="PATH", help="start with a plan that --save-plan wrote")
@@ -200,7 +199,6 @@ def _training_options(args: argparse.Namespace) -> TrainingOptions:
         host_memory=args.host_mem,
         chunk_numel=args.chunk_numel,
         margin_use_ratio=args.margin_use_ratio,
-        static_partition=args.static_partition,
         states_on_host=args.states_on_host,
         cpu_embedding=args.cpu_embedding,
         speculation=args.speculation,

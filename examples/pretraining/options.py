@@ -40,7 +40,6 @@ class TrainingOptions:
     """Share of what is left of the device's memory that optimizer states may take."""
     states_on_host: bool = False
     """Whether all optimizer states stay on the host."""
-    static_partition: bool = False
     """Whether chunks get a fixed share of the device."""
     speculation: str = "auto"
     """When updates on the host start: ``optimizer.speculation``."""
@@ -75,11 +74,8 @@ class TrainingOptions:
             config[self.precision] = {"enabled": True}
         if self.chunk_numel is not None:
             config["default_chunk_size"] = self.chunk_numel
-        tracer = {} if self.margin_use_ratio is None else {"margin_use_ratio": self.margin_use_ratio}
-        if self.static_partition:
-            tracer["with_static_partition"] = True
-        if tracer:
-            config["client"] = {"mem_tracer": tracer}
+        if self.margin_use_ratio is not None:
+            config["client"] = {"mem_tracer": {"margin_use_ratio": self.margin_use_ratio}}
         if self.cpu_embedding:
             config["use_cpu_embedding"] = True
         if self.plan is not None:

@@ -224,7 +224,7 @@ class MemTracerConfig(Section):
     use_async_mem_monitor: Annotated[Switch, no_effect("the allocator's exact counters are always used")] = True
     """Whether a thread polls memory use, as the first PatrickStar did."""
     warmup_gpu_chunk_mem_ratio: Annotated[Share, HONOURED] = 0.1
-    """Share of the device budget for chunks in the warm-up step (and always, with a static partition)."""
+    """Share of the device budget for chunks in the warm-up step."""
     overall_gpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
     """Share of the device's memory that is the device budget."""
     overall_cpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
@@ -235,8 +235,8 @@ class MemTracerConfig(Section):
     """Several processes share one device: budgets that follow from ratios are divided by ``LOCAL_WORLD_SIZE``. Ranks of
     one run can do so on the simulated device; on a GPU they are refused, since NCCL wants one for each.
     """
-    with_static_partition: Annotated[Switch, HONOURED] = False
-    """Chunks get a fixed share of the device (``warmup_gpu_chunk_mem_ratio``) instead of what the tide leaves."""
+    with_static_partition: Annotated[Switch, no_effect("chunks get what activations leave, moment by moment")] = False
+    """Chunks get a fixed share of the device, as they did at the first PatrickStar's choice."""
 
 
 class OptsConfig(Section):

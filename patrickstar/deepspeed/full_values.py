@@ -1,4 +1,4 @@
-"""Whole values of one parameter of the open engine: float32 value, gradient, optimizer state; read and set.
+"""Whole values of one parameter of an open engine: float32 value, gradient, optimizer state; read and set.
 
 Names are DeepSpeed's (``deepspeed.utils.safe_get_full_fp32_param`` and so on). With several ranks all call each, in the
 same order, and set the same tensor. All work on whole tensors of the parameter's shape; what is read is float32 and on
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from patrickstar.engine.open_session import open_session
+from patrickstar.engine.open_session import session_of
 from patrickstar.module.param_states import MOMENTS
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The value that the optimizer updates, whole and in float32."""
-    states = open_session().states
+    states = session_of(param).states
     return states.value(param).float() if states.is_trained(param) else None
 
 
@@ -29,7 +29,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: ``value`` has another shape.
     """
     _check_shape(param, value)
-    open_session().states.set_value(param, value)
+    session_of(param).states.set_value(param, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -40,9 +40,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         StateError: there are no gradients.
     """
-    session = open_session()
+    session = session_of(param)
     session.grad_norm()
-    return session.states.gradient(param, session.loss_scale) if session.states.is_trained(param) else None
+    return session.states.gradient(param, session.gradient_scale) if session.states.is_trained(param) else None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -53,9 +53,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: ``value`` has another shape.
     """
     _check_shape(param, value)
-    session = open_session()
+    session = session_of(param)
     session.grad_norm()
-    session.states.set_gradient(param, value, session.loss_scale)
+    session.states.set_gradient(param, value, session.gradient_scale)
     session.gradients.note_change()
 
 
@@ -68,15 +68,18 @@ def safe_update_full_grad_vectorized(
         StateError: there are no gradients.
         ValueError: ``update_func`` returned a tensor of another shape.
     """
-    session = open_session()
-    session.grad_norm()
-    for param in param_list:
-        gradient = session.states.gradient(param, session.loss_scale) if session.states.is_trained(param) else None
+    params = list(param_list)
+    sessions = {param: session_of(param) for param in params}
+    for session in dict.fromkeys(sessions.values()):
+        session.grad_norm()
+    for param, session in sessions.items():
+        gradient = session.states.gradient(param, session.gradient_scale) if session.states.is_trained(param) else None
         if gradient is not None:
             value = update_func(gradient, param)
             _check_shape(param, value)
-            session.states.set_gradient(param, value, session.loss_scale)
-    session.gradients.note_change()
+            session.states.set_gradient(param, value, session.gradient_scale)
+    for session in dict.fromkeys(sessions.values()):
+        session.gradients.note_change()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -86,7 +89,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         ValueError: there is no such state.
     """
     check_state(optim_state_key)
-    states = open_session().states
+    states = session_of(param).states
     return states.moment(param, optim_state_key) if states.is_trained(param) else None
 
 
@@ -98,7 +101,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     """
     check_state(optim_state_key)
     _check_shape(param, value)
-    states = open_session().states
+    states = session_of(param).states
     if not states.is_trained(param):
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is frozen or in no group: it has no {optim_state_key}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.engine.open_session import find_open_session
+from patrickstar.engine.open_session import find_session
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle, become_chunked, become_ordinary
 from patrickstar.ranks.messages import reading
@@ -40,12 +40,20 @@ def GatheredParameters(  # noqa: N802 (DeepSpeed's name)
             or dtype than before, or a module has another one in its place. Parameters are in their places and chunks
             again then, with the values that they had.
     """
-    session = find_open_session()
     params = [params] if isinstance(params, nn.Parameter) else list(params)
-    chunked = [param for param in dict.fromkeys(params) if isinstance(param, ChunkedParameter)]
-    if not enabled or session is None or not chunked:
+    by_session: dict[Session, list[ChunkedParameter]] = {}
+    for param in dict.fromkeys(params):
+        session = find_session(param) if enabled and isinstance(param, ChunkedParameter) else None
+        if session is not None:
+            by_session.setdefault(session, []).append(param)
+    with contextlib.ExitStack() as gathered:
+        for session, chunked in by_session.items():
+            gathered.enter_context(_gathered_of(session, chunked, modifier_rank))
         yield
-        return
+
+
+@contextlib.contextmanager
+def _gathered_of(session: Session, chunked: list[ChunkedParameter], modifier_rank: int | None) -> Iterator[None]:
     if modifier_rank is not None and modifier_rank not in session.ranks.members:
         raise ValueError(f"modifier_rank is {modifier_rank}; give one of ranks {list(session.ranks.members)}")
     places = _places(session.module)

@@ -78,7 +78,6 @@ def initialize(
     Raises:
         ValueError: an argument or a key of the configuration is wrong; nothing was begun.
         MemoryBudgetError: the model does not fit into the budgets.
-        StateError: another engine is open in this process.
     """
     _check_unused({"distributed_port": distributed_port, "mpu": mpu, "mesh_param": mesh_param})
     build = _model_func(model, model_func)

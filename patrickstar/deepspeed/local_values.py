@@ -22,7 +22,7 @@ from patrickstar.deepspeed.full_values import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from patrickstar.engine.open_session import open_session
+from patrickstar.engine.open_session import session_of
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.param_states import MOMENTS
@@ -32,7 +32,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the value that the optimizer updates, in float32."""
     if not isinstance(param, ChunkedParameter):
         return _flat(safe_get_full_fp32_param(param))
-    return _read(open_session(), param, _C.ArrayKind.MASTER)
+    return _read(session_of(param), param, _C.ArrayKind.MASTER)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: ``value`` has another number of elements.
     """
     if isinstance(param, ChunkedParameter):
-        _write(open_session(), param, _C.ArrayKind.MASTER, value)
+        _write(session_of(param), param, _C.ArrayKind.MASTER, value)
     else:
         safe_set_full_fp32_param(param, value.view(param.shape))
 
@@ -52,7 +52,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     gradient = safe_get_full_grad(param)
     if gradient is None or not isinstance(param, ChunkedParameter):
         return _flat(gradient)
-    begin, numel, _ = open_session().layout.shard_of(param._patrickstar.id)
+    begin, numel, _ = session_of(param).layout.shard_of(param._patrickstar.id)
     return gradient.as_strided((numel,), (1,), begin).clone()
 
 
@@ -67,7 +67,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         safe_set_full_grad(param, value.view(param.shape))
         return
     handle = param._patrickstar
-    begin, numel, _ = open_session().layout.shard_of(handle.id)
+    begin, numel, _ = session_of(param).layout.shard_of(handle.id)
     _check_numel(param, value, numel)
     with _C.HostAllocations():
         whole = torch.zeros(handle.shape.numel()).as_strided(handle.shape, handle.stride)
@@ -84,7 +84,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     check_state(optim_state_key)
     if not isinstance(param, ChunkedParameter):
         return _flat(safe_get_full_optimizer_state(param, optim_state_key))
-    return _read(open_session(), param, MOMENTS[optim_state_key])
+    return _read(session_of(param), param, MOMENTS[optim_state_key])
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -96,7 +96,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """
     check_state(optim_state_key)
     if isinstance(param, ChunkedParameter):
-        _write(open_session(), param, MOMENTS[optim_state_key], value)
+        _write(session_of(param), param, MOMENTS[optim_state_key], value)
     else:
         safe_set_full_optimizer_state(param, value.view(param.shape), optim_state_key)
 

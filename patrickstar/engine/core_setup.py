@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
-import weakref
 
 from torch import nn
 
@@ -13,15 +11,13 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets, check_host_bytes
-from patrickstar.machine.runtime_options import make_runtime_options
+from patrickstar.machine.engine_options import make_engine_options
 from patrickstar.module.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.ranks.distributed import RankGroups
 
 logger = logging.getLogger("patrickstar")
-
-_open_runtime: weakref.ReferenceType[_C.Runtime] | None = None  # the simulated device's allocator is one per process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +37,6 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
     """
-    global _open_runtime
     here = ranks.context
     size = _choose_chunk_size(module, params, config, budgets)
     layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
@@ -49,7 +44,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:
-        options = make_runtime_options(config, here.device, budgets, segments.rounding_bytes, local)
+        options = make_engine_options(config, here.device, budgets, segments.rounding_bytes, local)
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         collectives = _C.Collectives(ranks.gather, ranks.scatter, ranks.control)
         names = [spec.name for spec in params.chunked]
@@ -57,24 +52,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     except BaseException:
         segments.close()
         raise
-    _open_runtime = weakref.ref(runtime)
     return Core(layout=layout, runtime=runtime, segments=segments)
-
-
-def check_no_open_engine() -> None:
-    """Raises StateError when another engine is open in this process."""
-
-    def is_open() -> bool:
-        runtime = _open_runtime() if _open_runtime is not None else None
-        return runtime is not None and not runtime.closed
-
-    if is_open():
-        gc.collect()  # engine, module and hooks refer to each other in circles
-    if is_open():
-        raise _C.StateError(
-            "another engine is open in this process; close it first: engine.close(), or, where no name of it is left "
-            "(a notebook's cell raised, say), patrickstar.close_open_engine()"
-        )
 
 
 def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, budgets: Budgets) -> ChunkSize:

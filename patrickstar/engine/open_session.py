@@ -1,49 +1,70 @@
-"""The session that is open in this process: for functions that are given parameters and no engine.
+"""The sessions that are open in this process: for functions that are given parameters and no engine.
 
-One engine is open at a time (``core_setup.check_no_open_engine``), so there is at most one.
+Several may be open at once (teacher and student, policy and reference, two adversaries); a parameter belongs to one.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from patrickstar import _C
 
 if TYPE_CHECKING:
     from patrickstar.engine.session import Session
 
-_session: weakref.ReferenceType[Session] | None = None
+_sessions: list[weakref.ref[Session]] = []  # in the order of their opening
 
 
 def note_open_session(session: Session) -> None:
-    """``session`` is the one from now on."""
-    global _session
-    _session = weakref.ref(session)
+    """``session`` is one of them from now on."""
+    _sessions.append(weakref.ref(session))
 
 
-def find_open_session() -> Session | None:
-    """The open session, or None."""
-    session = _session() if _session is not None else None
-    return None if session is None or session.closed else session
+def open_sessions() -> list[Session]:
+    """Those that are open, in the order of their opening."""
+    found = [session for session in (reference() for reference in _sessions) if session is not None]
+    found = [session for session in found if not session.closed]
+    _sessions[:] = [weakref.ref(session) for session in found]
+    return found
+
+
+def drop_unreachable_sessions() -> None:
+    """Frees what engines hold that nobody can reach any more: engine, module and hooks refer to each other in
+    circles.
+    """
+    if open_sessions():
+        gc.collect()
 
 
 def close_open_engine() -> None:
-    """Closes the engine that is open in this process, if there is one: its module is an ordinary one again. For an
-    engine that no name is left of, such as one that was made in a notebook's cell which then raised.
+    """Closes all engines that are open in this process: their modules are ordinary ones again. For engines that no name
+    is left of, such as one that was made in a notebook's cell which then raised.
     """
-    session = find_open_session()
-    if session is not None:
+    for session in reversed(open_sessions()):
         session.close()
 
 
-def open_session() -> Session:
-    """The open session.
+def find_session(param: nn.Parameter) -> Session | None:
+    """The open session whose module has this parameter, or None."""
+    return next((session for session in open_sessions() if session.has_param(param)), None)
+
+
+def session_of(param: nn.Parameter) -> Session:
+    """The open session whose module has this parameter.
 
     Raises:
         StateError: there is none.
     """
-    session = find_open_session()
-    if session is None:
+    session = find_session(param)
+    if session is None and not open_sessions():
         raise _C.StateError("no engine is open in this process; call patrickstar.initialize first")
+    if session is None:
+        raise _C.StateError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine that is open in this process; give one of "
+            "engine.module.parameters()"
+        )
     return session

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
-from patrickstar.engine.core_setup import build_core, check_no_open_engine, current_plan
+from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.error_texts import explain_failed_backward, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.open_session import note_open_session
+from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
@@ -101,7 +101,6 @@ class Session:
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
-        StateError: another engine is open in this process.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Session:
         """Nothing of ``module`` is changed yet: :meth:`adopt` and :meth:`complete` follow. Whatever fails from here on,
         :meth:`abandon` makes the module an ordinary one again.
         """
-        check_no_open_engine()
         check_compiled(module)
         self.module = module
         self.config = config
@@ -137,6 +135,7 @@ class Session:
             module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
         )
         self.num_parameters = sum(p.numel() for p in module.parameters())
+        self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
         core = build_core(module, self.plan_of_params, config, ranks, budgets)
         self._teardown = _Teardown()
         self._teardown.callback(core.segments.close)
@@ -145,6 +144,7 @@ class Session:
         self.observer = Observer(self.runtime)
         self._params: AdoptedParams | None = None
         self._is_inside = False  # a forward or a backward
+        self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._replayed_with_others = False  # in the forward that failed
         self._num_pressure_evictions = 0
         note_open_session(self)
@@ -204,6 +204,10 @@ class Session:
         if saved_plan is not None:
             times = saved_plan.times
             self.runtime.adopt_timeline(saved_plan.timeline, times.as_core() if times is not None else None)
+
+    def has_param(self, param: nn.Parameter) -> bool:
+        """Whether it is one of the module's parameters that this engine has."""
+        return param in self._own_params
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -315,34 +319,67 @@ class Session:
 
     @outside_of_graphs
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Scales ``loss`` and runs its backward; gradients end up in chunks."""
+        """Scales ``loss`` and runs its backward; gradients end up in chunks.
+
+        [Note: joint backward] The loss may come of several engines' modules (a generator's, through the discriminator).
+        So every engine that is between a forward and its step takes part; one that gets no gradient is as it was.
+        """
         self.check_whole()
         self._check_loss(loss)
         check_no_compiled_autograd()
         scale = self.loss_scale
-        with deferred_signals() as signals, self.guard("backward"):
-            if self._profiler is not None:
-                self._profiler.begin_backward()
-            self.gradients.forget()
-            self._trained.drop_left_gradients()
-            self.managed.keep_gradients()
-            self.runtime.begin_backward(self.expected_options(), self.gradients.chunk_factor / scale)
-            self._is_inside = True
+        sessions = [self, *(other for other in open_sessions() if other is not self and other.stage is not Stage.IDLE)]
+        for session in sessions:
+            session._check_scale(scale)
+        with deferred_signals() as signals, contextlib.ExitStack() as guards:
+            for session in sessions:
+                guards.enter_context(session.guard("backward"))
             try:
+                for session in sessions:
+                    session._begin_backward(scale, self.expected_options() if session is self else [])
                 with signals.allowed():
                     (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
-                self.runtime.end_backward()
+                for session in sessions:
+                    session.runtime.end_backward()
             except BaseException as error:
-                committed = self.runtime.num_committed
-                self.observer.uses.forget_scopes()
-                self.runtime.abort_backward()
-                self._trained.drop_left_gradients()
-                self.managed.restore_gradients()
-                explain_failed_backward(error, committed)
+                explain_failed_backward(error, sum(session._abort_backward() for session in sessions))
                 raise
             finally:
-                self._is_inside = False
-            self.stage = Stage.BACKWARDED
+                for session in sessions:
+                    session._is_inside = False
+            self._end_backward(scale)
+            for other in sessions[1:]:
+                if other.runtime.keep_joint_backward():
+                    other._end_backward(scale)
+
+    def _check_scale(self, scale: float) -> None:
+        if self._gradient_scale not in (None, scale):
+            raise _C.StateError(
+                f"gradients were scaled by {self._gradient_scale:g} so far and would be by {scale:g} in this backward "
+                "(float16: each engine has a loss scale of its own); step or zero_grad between them, or train in bf16"
+            )
+
+    def _begin_backward(self, scale: float, expected_options: list[_C.GroupOptions]) -> None:
+        if self._profiler is not None:
+            self._profiler.begin_backward()
+        self.gradients.forget()
+        self._trained.drop_left_gradients()
+        self.managed.keep_gradients()
+        self.runtime.begin_backward(expected_options, self.gradients.chunk_factor / scale)
+        self._is_inside = True
+
+    def _end_backward(self, scale: float) -> None:
+        self._gradient_scale = scale
+        self.stage = Stage.BACKWARDED
+
+    def _abort_backward(self) -> int:
+        """How many chunks were updated for good already."""
+        committed = self.runtime.num_committed
+        self.observer.uses.forget_scopes()
+        self.runtime.abort_backward()
+        self._trained.drop_left_gradients()
+        self.managed.restore_gradients()
+        return committed
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -371,6 +408,11 @@ class Session:
         """What the loss of the next backward is multiplied by; 1 without float16."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale of the gradients since the last step: that of the engine whose backward made them."""
+        return self.loss_scale if self._gradient_scale is None else self._gradient_scale
+
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients since the last step, before clipping; NaN when one is not finite.
 
@@ -381,7 +423,7 @@ class Session:
         if not self.runtime.gradients_pending():
             raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
         with deferred_signals(), self.guard("the norm of all gradients"):
-            return self.gradients.norm(self.loss_scale)
+            return self.gradients.norm(self.gradient_scale)
 
     def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
@@ -394,7 +436,7 @@ class Session:
     def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
         if not self.runtime.gradients_pending():
             return
-        scale = self.loss_scale
+        scale = self.gradient_scale
         norm = self.gradients.norm(scale)
         finite = math.isfinite(norm)
         committed = self.config.optimizer.speculation is Speculation.COMMIT
@@ -414,6 +456,7 @@ class Session:
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
         self.num_steps += 1
+        self._gradient_scale = None
         self.gradients.end_step()
         self.managed.zero_grad()
         if self._hooks.is_learning:
@@ -438,6 +481,7 @@ class Session:
         with deferred_signals():
             self._trained.drop_left_gradients()
             self.runtime.clear_gradients()
+            self._gradient_scale = None
             self.gradients.end_step()
             self.managed.zero_grad()
             if self.stage is Stage.BACKWARDED:

@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.engine.core_setup import load_plan
+from patrickstar.engine.open_session import drop_unreachable_sessions
 from patrickstar.engine.rank_sync import (
     check_same_config,
     common_budgets,
@@ -37,6 +38,7 @@ def start_session(
     """A session for the model that ``model_func`` returns, and the optimizer's groups; the arguments and errors are
     those of ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
     """
+    drop_unreachable_sessions()
     ranks = _open_ranks(local_rank, config)
     session: Session | None = None
     deferred: DeferredInit | None = None
@@ -46,7 +48,8 @@ def start_session(
             budgets = common_budgets(ranks, make_budgets(config, ranks.context.device, ranks.context.local_world_size))
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
-            built = build_module(model_func)
+            with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
+                built = build_module(model_func)
             deferred = DeferredInit.of(built.module)
             groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
             in_groups = {param for group in groups for param in group["params"]}

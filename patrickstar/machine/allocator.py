@@ -27,7 +27,11 @@ class ExpandableSegments:
 
     ``max_split_size_mb`` counts as a choice: PyTorch releases expandable blocks wrongly with it. On a small device
     budget they cost more than they save, since they grow by 20 MiB at a time.
+
+    The setting is the process's: of engines that are open at once the first chooses, and the last to close undoes it.
     """
+
+    _num_open = 0  # of those that are active
 
     def __init__(self, device: torch.device, budget_bytes: int):
         self.active = False
@@ -37,6 +41,9 @@ class ExpandableSegments:
             or budget_bytes < _LEAST_BUDGET_BYTES
             or any(word in self._configured.lower() for word in _NOT_WITH)
         ):
+            return
+        if ExpandableSegments._num_open > 0:
+            self._activate()
             return
         self._set("expandable_segments:True")
         torch.cuda.empty_cache()  # so that the probe takes new memory
@@ -48,7 +55,11 @@ class ExpandableSegments:
             logger.info("the driver has no expandable segments (%s); large activations need more room", error)
             self._set("expandable_segments:False")
             return
+        self._activate()
+
+    def _activate(self) -> None:
         self.active = True
+        ExpandableSegments._num_open += 1
 
     @property
     def rounding_bytes(self) -> int:
@@ -57,8 +68,11 @@ class ExpandableSegments:
 
     def close(self) -> None:
         """New segments are again what they were before. Idempotent."""
-        if self.active:
-            self.active = False
+        if not self.active:
+            return
+        self.active = False
+        ExpandableSegments._num_open -= 1
+        if ExpandableSegments._num_open == 0:
             with contextlib.suppress(RuntimeError):
                 self._set("expandable_segments:False")
 

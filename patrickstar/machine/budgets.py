@@ -25,25 +25,36 @@ class Budgets:
     """On the device, activations included; ``_C.UNLIMITED`` on a simulated device without ``device_memory``."""
     host_bytes: int
     """On the host, for chunks."""
+    taken_host_bytes: int = 0
+    """Of these, what other engines of this process have."""
 
 
 def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1) -> Budgets:
     """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
     ratios, of which the ``num_local_ranks`` of this machine share the host's.
+
+    Engines of one process share one budget: what this configuration does not give is that of those that are open.
     """
     tracer = config.client.mem_tracer
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if tracer.use_fake_dist else 1
+    shared = _C.shared_budgets(device.index if device.type == "cuda" else -1)
     if config.device_memory is not None:
         device_bytes = config.device_memory
+    elif shared is not None and "overall_gpu_mem_ratio" not in tracer.model_fields_set:
+        device_bytes = shared[0]
     elif device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         device_bytes = int(total * tracer.overall_gpu_mem_ratio) // sharers
     else:
         device_bytes = _C.UNLIMITED
-    host_bytes = config.host_memory
-    if host_bytes is None:
+    if config.host_memory is not None:
+        host_bytes = config.host_memory
+    elif shared is not None:
+        host_bytes = shared[1]
+    else:
         host_bytes = int(usable_bytes() * tracer.overall_cpu_mem_ratio) // max(sharers, num_local_ranks)
-    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
+    taken = 0 if shared is None else shared[1] - shared[2]
+    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes, taken_host_bytes=taken)
 
 
 def check_host_bytes(layout: _C.Layout, budgets: Budgets) -> None:
@@ -69,10 +80,12 @@ def check_host_bytes(layout: _C.Layout, budgets: Budgets) -> None:
         left -= num_bytes
         on_host -= num_bytes
     least = on_host + max(values)
-    if on_host > 0 and budgets.host_bytes < least:
+    if on_host > 0 and budgets.host_bytes - budgets.taken_host_bytes < least:
+        others = f", other engines of this process {budgets.taken_host_bytes}" if budgets.taken_host_bytes > 0 else ""
         raise _C.MemoryBudgetError(
             f"parameters and optimizer states need {sum(homes)} bytes; host memory takes "
-            f"{max(budgets.host_bytes - max(values), 0)} (host_memory is {budgets.host_bytes}, of which a gradient on "
-            f"its way takes {max(values)}) and the device {device_bytes} before activations; raise host_memory to at "
-            f"least {least} bytes, or device_memory"
+            f"{max(budgets.host_bytes - budgets.taken_host_bytes - max(values), 0)} (host_memory is "
+            f"{budgets.host_bytes}, of which a gradient on its way takes {max(values)}{others}) and the device "
+            f"{device_bytes} before activations; raise host_memory to at least {least + budgets.taken_host_bytes} "
+            "bytes, or device_memory"
         )

@@ -237,7 +237,7 @@ def _write_through(targets: list[Any], func: Callable[..., Any], args: tuple[Any
             result = func(*arguments, **keywords)
             if "out" in keywords:
                 _copy_out(keywords["out"], kwargs["out"], places)
-        copies.write_back({target._patrickstar.id for target in targets})
+        copies.write_back(dict.fromkeys(target._patrickstar for target in targets))
     if func == _DATA_SET or name == "__setitem__" or result is None:
         return None
     return kwargs["out"] if "out" in kwargs else targets[0]
@@ -247,24 +247,22 @@ class _Float32Copies:
     """The float32 values of parameters that one operation reads and writes, each once."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[ParamHandle, torch.Tensor]] = {}
+        self._values: dict[ParamHandle, torch.Tensor] = {}
 
     def place_of(self, target: Any) -> torch.Tensor:
         """The values of a parameter, or the part of them that a view shows, on its device."""
         handle: ParamHandle = target._patrickstar
-        if handle.id not in self._values:
-            values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
-            self._values[handle.id] = (handle, values.to(target.device))
-        values = self._values[handle.id][1]
+        if handle not in self._values:
+            self._values[handle] = handle.observer.read_values(handle, _C.ArrayKind.MASTER).to(target.device)
+        values = self._values[handle]
         if isinstance(target, ChunkedParameter):
             return values
         return values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
 
-    def write_back(self, ids: set[int]) -> None:
+    def write_back(self, handles: Iterable[ParamHandle]) -> None:
         """Those of these parameters become their values."""
-        for param_id in ids:
-            handle, values = self._values[param_id]
-            handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
+        for handle in handles:
+            handle.observer.write_values(handle, _C.ArrayKind.MASTER, self._values[handle])
 
 
 def _check_may_be_written(target: Any, func: Callable[..., Any], name: str) -> None:

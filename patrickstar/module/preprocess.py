@@ -120,7 +120,10 @@ def build_module(model_func: Callable[[], nn.Module]) -> BuiltModule:
         raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
     for name, param in module.named_parameters():
         if isinstance(param, ChunkedParameter):
-            raise ValueError(f"parameter {name} belongs to an engine already; close() that engine first")
+            raise ValueError(
+                f"parameter {name} belongs to an engine that is open already; close() that engine first, or, where no "
+                "name of it is left (a notebook's cell raised, say), patrickstar.close_open_engine()"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"

@@ -13,7 +13,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.config import HostThreadsConfig
-from patrickstar.machine.runtime_options import host_thread_options
+from patrickstar.machine.engine_options import host_thread_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """What the simulator takes beside a plan: measured by an engine (csrc/runtime/step_planner.h) or estimated."""
+    """What the simulator takes beside a plan: measured by an engine (csrc/engine/step_planner.h) or estimated."""
 
     rates: dict[str, float]
     """The fields of ``_C.Rates``. What a step did not show is so high that it does not matter."""

@@ -16,7 +16,7 @@ from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
 
-# As csrc/runtime: what PyTorch's allocator needs to round and to fragment (runtime.cpp), what states may take of the
+# As csrc/engine: what PyTorch's allocator needs to round and to fragment (runtime.cpp), what states may take of the
 # device before the tide is known (residency.cpp), gradients on their way that speculation leaves room for
 # (optimizer_step.cpp).
 _CUDA_SLACK = 0.04
@@ -41,7 +41,7 @@ def predict(
         compute_seconds: by moment of ``plan.timeline``: the device's work until the next moment, without waiting.
         rates: of the machine.
         num_speculated_chunks: how many chunks, from the first on, are updated during backward if their states are on
-            the host (csrc/runtime/speculation.h); None: all. The others' updates start when the norm is known.
+            the host (csrc/engine/speculation.h); None: all. The others' updates start when the norm is known.
 
     Raises:
         ValueError: sizes do not agree or a rate is not positive.
@@ -108,7 +108,7 @@ class Case:
 def predict_case(
     uses: StepUses, layout: _C.Layout, machine: Machine, setting: Setting, cluster: Cluster = _ONE_GPU
 ) -> Case:
-    """What an engine on CUDA does with this layout: see csrc/runtime/residency.cpp. ``layout`` is for the ranks of
+    """What an engine on CUDA does with this layout: see csrc/engine/residency.cpp. ``layout`` is for the ranks of
     ``cluster``; budgets, steps and bytes are one rank's.
 
     Raises:
@@ -262,7 +262,7 @@ def _place(
 
 def _first_without_room(chunks: Sequence[PlannedChunk], homes: Sequence[int], room: int) -> int:
     """The first chunk whose new values find no host memory: those before it are updated during backward
-    (csrc/runtime/speculation.cpp).
+    (csrc/engine/speculation.cpp).
     """
     for index, (chunk, home) in enumerate(zip(chunks, homes, strict=True)):
         room -= home if chunk.trainable and not chunk.states_on_device else 0

@@ -1,6 +1,6 @@
 """From the uses of a step to the timeline that the core would record with a given layout.
 
-The rules are those of csrc/runtime/access_tracker.cpp (who holds what until when, what begins a moment) and
+The rules are those of csrc/engine/access_tracker.cpp (who holds what until when, what begins a moment) and
 gradient_flow.cpp (when a gradient retires); tests/plan/test_uses.py compares the two on real training runs.
 """
 

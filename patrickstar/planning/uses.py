@@ -49,7 +49,7 @@ _ATTENTION = {
 
 
 class Call(enum.Enum):
-    """A call of the core; see csrc/runtime/access_tracker.h and gradient_flow.h."""
+    """A call of the core; see csrc/engine/access_tracker.h and gradient_flow.h."""
 
     OPEN_SCOPE = enum.auto()
     CLOSE_SCOPE = enum.auto()

@@ -74,7 +74,7 @@ class RankGroups:
         self._groups: list[dist.ProcessGroup] = []
         self._watch: FailureWatch | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
-        self._owns_world = False
+        self._uses_world = False
         self._closed = False
         self._process = os.getpid()
 
@@ -170,8 +170,9 @@ class RankGroups:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
-        if self._owns_world and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._uses_world:
+            self._uses_world = False
+            _leave_world()
 
     def __enter__(self) -> RankGroups:
         return self
@@ -197,8 +198,7 @@ def open_ranks(
     """
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
-    owns_world = _enter_world(timeout_seconds)
-    if owns_world is None:
+    if not _enter_world(timeout_seconds):
         context = _make_context(0, 1, local_rank, device_type, lambda: [_host()])
         groups = RankGroups(context, (0,), timeout_seconds)
         groups.gather = groups.scatter = _single_communicator(context.device)
@@ -207,12 +207,17 @@ def open_ranks(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     members = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
     if rank not in members:
+        _leave_world()
         raise ValueError(f"rank {rank} is not one of ranks {list(members)}; only those open the group")
-    prefix = _new_prefix(store, members, rank)
-    _call_the_roll(store, prefix, members, rank, timeout_seconds)
-    context = _make_context(rank, world_size, local_rank, device_type, lambda: _hosts(store, prefix, members, rank))
+    try:
+        prefix = _new_prefix(store, members, rank)
+        _call_the_roll(store, prefix, members, rank, timeout_seconds)
+        context = _make_context(rank, world_size, local_rank, device_type, lambda: _hosts(store, prefix, members, rank))
+    except BaseException:
+        _leave_world()
+        raise
     groups = RankGroups(context, members, timeout_seconds)
-    groups._owns_world = owns_world
+    groups._uses_world = True
     try:
         _connect(groups, store, prefix)
     except BaseException:
@@ -233,23 +238,42 @@ def num_ranks_to_come() -> int:
 
 _process: int | None = None
 """The process that was the first to enter torch.distributed."""
+_made_world = False
+"""Whether the present torch.distributed was made here."""
+_num_world_users = 0
+"""Groups of ranks in this process that are open: the last to leave takes down what was made here."""
 
 
-def _enter_world(timeout_seconds: float) -> bool | None:
-    """None for a process alone, else whether torch.distributed was made here."""
+def _enter_world(timeout_seconds: float) -> bool:
+    """False for a process alone. Who enters leaves by :func:`_leave_world`."""
     is_there = dist.is_available() and dist.is_initialized()
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if not is_there and world_size <= 1:
-        return None
-    global _process
+        return False
+    global _process, _made_world, _num_world_users
     if _process not in (None, os.getpid()):
         raise _C.StateError(
             "this process is a fork of a rank (a DataLoader worker, a subprocess?), and must not use its connections; "
             "start ranks as processes of their own"
         )
     _process = os.getpid()
-    if is_there:
-        return False
+    if not is_there:
+        _make_world(world_size, timeout_seconds)
+        _made_world, _num_world_users = True, 0
+    elif _num_world_users == 0:
+        _made_world = False
+    _num_world_users += 1
+    return True
+
+
+def _leave_world() -> None:
+    global _num_world_users
+    _num_world_users -= 1
+    if _num_world_users == 0 and _made_world and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _make_world(world_size: int, timeout_seconds: float) -> None:
     if not dist.is_available():
         raise _C.StateError(
             f"WORLD_SIZE is {world_size}, but this PyTorch has no torch.distributed; install one that has"
@@ -265,7 +289,6 @@ def _enter_world(timeout_seconds: float) -> bool | None:
     # Before torch.distributed does it, whose error would not say who is missing.
     _call_the_roll(store, f"patrickstar/{_attempt()}/world", range(world_size), rank, timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return True
 
 
 def _attempt() -> str:

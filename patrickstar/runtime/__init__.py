@@ -37,8 +37,7 @@ def initialize_engine(
 
     Raises:
         ValueError: an argument or a configuration value is wrong.
-        MemoryBudgetError: the model does not fit into the budgets.
-        StateError: another engine is open in this process.
+        MemoryBudgetError: the model does not fit into the budgets, beside what other engines of this process have.
     """
     parsed = parse_config(config)
     log_accepted_options(parsed)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from patrickstar.config import Dialect, make_loss_scaler, parse_config, resolve_batch_sizes
 from patrickstar.config.keys import all_keys
 from patrickstar.machine.budgets import make_budgets
-from patrickstar.machine.runtime_options import make_runtime_options
+from patrickstar.machine.engine_options import make_engine_options
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def check(config, dialect):
     try:
         parsed = parse_config(config, dialect)
         make_loss_scaler(parsed)
-        make_runtime_options(parsed, CPU, make_budgets(parsed, CPU), 0, (0, 1))
+        make_engine_options(parsed, CPU, make_budgets(parsed, CPU), 0, (0, 1))
         resolve_batch_sizes(parsed, 2)
     except ValueError as error:
         assert type(error) is ValueError

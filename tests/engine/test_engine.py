@@ -368,7 +368,7 @@ def test_optimizer_state_moves_to_pytorch_and_back():
 @pytest.mark.parametrize(
     "option",
     [
-        {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 0.3},
+        {"warmup_gpu_chunk_mem_ratio": 0.3},
         {"use_fake_dist": True},
         {"margin_use_ratio": 0.1},
     ],

@@ -128,7 +128,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
         '{"delays": {"link_gbps": 2.0}, "host_threads": {"affinity": "free"}, "fp16": {"loss_scale": 8}}'
     )
     (tmp_path / "plan.json").write_text("{}")
-    flags = "--gpu-mem 3MiB --host-mem 1GiB --chunk-numel 2048 --margin-use-ratio 0.5 --static-partition --lr 0.1 "
+    flags = "--gpu-mem 3MiB --host-mem 1GiB --chunk-numel 2048 --margin-use-ratio 0.5 --lr 0.1 "
     flags += "--states-on-host --cpu-embedding --speculation always --host-threads 2 --clipping 0.25 "
     flags += f"--rank-timeout 9 --precision fp16 --config {further} --plan {tmp_path / 'plan.json'} --profile p"
     config = arguments.parse_arguments(flags.split(), None).training.engine_config()
@@ -147,7 +147,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
         "device_memory": "3MiB",
         "host_memory": "1GiB",
         "default_chunk_size": 2048,
-        "client": {"mem_tracer": {"margin_use_ratio": 0.5, "with_static_partition": True}},
+        "client": {"mem_tracer": {"margin_use_ratio": 0.5}},
         "use_cpu_embedding": True,
         "plan": str(tmp_path / "plan.json"),
         "profile": {"step": 4, "output": "p"},

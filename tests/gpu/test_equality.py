@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar.engine import core_setup
 from tests.models import MODELS, VOCAB, Case, gpt2
-from tests.training import assert_same, make_config, relative_error, train, train_plain
+from tests.training import assert_same, make_config, make_host_config, relative_error, train, train_plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 PRECISIONS = ["fp32", "bf16", "fp16"]
@@ -93,14 +94,22 @@ def test_accumulation(precision):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_models(name, precision):
-    """Every model: everything resident, and optimizer states on the host with chunks of a few KiB in little memory."""
+def test_models(name, precision, monkeypatch):
+    """Every model: everything resident, and states on the host with chunks of a few KiB, fetched on demand into little
+    memory.
+    """
     config = make_config(precision, gradient_clipping=1.0)
     resident = train(MODELS[name], config, steps=6)
-    scarce = make_config(precision, gradient_clipping=1.0, default_chunk_size=2048, device_memory=256 * MIB)
-    scarce["optimizer"]["params"]["use_hybrid_adam"] = False
-    scarce["client"] = {"mem_tracer": {"with_static_partition": True, "warmup_gpu_chunk_mem_ratio": 3e-5}}
-    run = train(MODELS[name], scarce, steps=6)
+    make_options = core_setup.make_engine_options
+
+    def make_scarce_options(*args):
+        options = make_options(*args)
+        options.residency.payload_limit_bytes = 8192
+        return options
+
+    monkeypatch.setattr(core_setup, "make_engine_options", make_scarce_options)
+    scarce = make_host_config(precision, gradient_clipping=1.0, default_chunk_size=2048, device_memory=256 * MIB)
+    run = train(MODELS[name], scarce, steps=6, before_step=lambda engine, _: engine._session.runtime.forget_plan())
     assert run.report["num_evictions"] > 0
     assert_same(run, resident)
 

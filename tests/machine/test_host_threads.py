@@ -9,7 +9,7 @@ import pytest
 
 from patrickstar import _C
 from patrickstar.config import HostAffinity, HostThreadsConfig
-from patrickstar.machine.runtime_options import host_thread_options
+from patrickstar.machine.engine_options import host_thread_options
 from tests.bits import assert_same_bits
 from tests.common.pool_threads import worker_masks
 from tests.models import MODELS

@@ -27,8 +27,8 @@ def test_blocks_are_disjoint_and_reused(sizes, random):
             assert all(address + size <= other or other + length <= address for other, length in live)
             live.append((address, size))
         random.shuffle(live)
-        for address, size in live:
-            arena.free(address, size)
+        for address, _ in live:
+            arena.free(address)
         live.clear()
         assert arena.used_bytes == 0
     arena.trim()

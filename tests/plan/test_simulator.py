@@ -47,7 +47,7 @@ def forward(count):
 
 
 def costs_of(count, device_states=(), ranks=1):
-    """With several ranks as csrc/runtime/placement.cpp poses it: shards go up and down, no value outlives a step."""
+    """With several ranks as csrc/plan/placement.cpp poses it: shards go up and down, no value outlives a step."""
     costs = {}
     for i in range(count):
         on_device = i in device_states

@@ -304,15 +304,10 @@ def test_another_sequence_is_measured_anew(budget):
     assert lengths[10] > lengths[4]
 
 
-@pytest.mark.parametrize("without", ["delays", "tide"])
-def test_nothing_is_measured_where_time_decides_nothing(budget, without):
-    """Fetches of the simulated device take no time without delays; a static partition is what the user asked for."""
+def test_nothing_is_measured_where_time_decides_nothing(budget):
+    """Fetches of the simulated device take no time without delays."""
     config = linked(device_memory=budget)
-    if without == "delays":
-        del config["delays"]
-    else:
-        config["client"] = {"mem_tracer": {"with_static_partition": True}}
-        config["device_memory"] = 64 * budget
+    del config["delays"]
     run, plans = plans_of(LAYERS, config)
     assert run.report["predicted_step_seconds"] == 0
     assert all(plan.times is None and plan.prediction is None for plan in plans)

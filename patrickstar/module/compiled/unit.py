@@ -3,7 +3,7 @@
 [Note: compiled units] Nobody sees when compiled code uses which parameter: modules inside have no hooks, no torch
 function is called. So around each call of a region, outside of what Dynamo traces, a *unit* opens one scope that
 acquires all parameters below the region and holds them to its end; none was seen in an operation, so the backward of
-the call's outputs, which is compiled code too, acquires them again (``uncovered``, csrc/runtime/scope_stack.h).
+the call's outputs, which is compiled code too, acquires them again (``uncovered``, csrc/bind/scope_stack.h).
 
 While the call runs, its parameters have the class ``nn.Parameter``: Dynamo traces no ``__torch_function__`` written in
 C++, and guards would tell the two classes apart. Outside of it they say when they are used, as ever. That chunks move

@@ -1,0 +1,134 @@
+#include "engine/access_tracker.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+AccessTracker::AccessTracker(Pager& pager, GradientFlow& gradients, RankTurns& turns)
+    : pager_(pager), store_(pager.store()), gradients_(gradients), turns_(turns) {}
+
+Tick AccessTracker::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
+  release_transient();
+  acquire(params);
+  const Tick begin = tick();
+  const bool transient = until == HoldUntil::kNextEvent;
+  if (transient) transient_ = params;
+  scopes_.push_back({begin, transient ? std::vector<ParamId>{} : params, until});
+  return begin;
+}
+
+void AccessTracker::close_scope() {
+  PS_CHECK(!scopes_.empty(), StateError,
+           "a module ended that had not begun; was a forward hook of PatrickStar removed?");
+  release_transient();
+  const Hold scope = std::move(scopes_.back());
+  scopes_.pop_back();
+  release(scope.params, forward_release_state());
+}
+
+Tick AccessTracker::touch(const std::vector<ParamId>& params) {
+  if (!std::all_of(params.begin(), params.end(), [this](ParamId param) { return store_.uses(param) > 0; })) {
+    acquire_in_turn(params);
+    const bool transient = scopes_.empty() || scopes_.back().until == HoldUntil::kNextEvent;
+    auto& holder = transient ? transient_ : scopes_.back().params;
+    holder.insert(holder.end(), params.begin(), params.end());
+  }
+  return tick();
+}
+
+void AccessTracker::acquire_in_turn(const std::vector<ParamId>& params) {
+  if (!scopes_.empty() || transient_.empty()) return acquire(params);
+  try {
+    acquire(params);
+  } catch (const std::exception&) {  // no room
+    release_transient();
+    acquire(params);
+  }
+}
+
+void AccessTracker::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
+  release_transient();
+  std::vector<Hold> over;
+  const auto still_open =
+      std::stable_partition(backward_.begin(), backward_.end(), [end](const Hold& hold) { return hold.begin <= end; });
+  std::move(still_open, backward_.end(), std::back_inserter(over));
+  backward_.erase(still_open, backward_.end());
+  for (const Hold& hold : over) release(hold.params, State::kHoldAfterBwd);
+  acquire(params);
+  backward_.push_back({begin, params, HoldUntil::kScopeEnd});
+}
+
+void AccessTracker::release_all() {
+  release_transient();
+  while (!scopes_.empty()) close_scope();
+  for (const Hold& hold : std::exchange(backward_, {})) release(hold.params, State::kHoldAfterBwd);
+}
+
+void AccessTracker::release_transient() {
+  if (!transient_.empty()) release(std::exchange(transient_, {}), forward_release_state());
+}
+
+State AccessTracker::forward_release_state() const {
+  return tracking_ == Tracking::kTraining ? State::kHoldAfterFwd : State::kHold;
+}
+
+void AccessTracker::acquire(const std::vector<ParamId>& params) {
+  if (params.empty()) return;
+  const auto value_of = [this](ParamId param) -> ArrayId {
+    return {store_.layout().placement(param).chunk, ArrayKind::kParam};
+  };
+  std::vector<ArrayId> arrays;
+  bool all_held = true;
+  for (ParamId param : params) {
+    arrays.push_back(value_of(param));
+    all_held = all_held && store_.array(arrays.back()).holds > 0;
+  }
+  std::sort(arrays.begin(), arrays.end());
+  arrays.erase(std::unique(arrays.begin(), arrays.end()), arrays.end());
+  // Held before anything is brought in: making room for one must not evict another.
+  for (ParamId param : params) {
+    ++store_.uses(param);
+    ++store_.array(value_of(param)).holds;
+  }
+  try {
+    if (!all_held)
+      bring(arrays);  // else their chunks are in use already: nothing moves, and it is no moment of its own
+  } catch (...) {
+    for (ParamId param : params) {
+      --store_.uses(param);
+      --store_.array(value_of(param)).holds;
+    }
+    throw;
+  }
+  for (ParamId param : params) store_.move_param(param, State::kCompute);
+}
+
+void AccessTracker::bring(const std::vector<ArrayId>& arrays) {
+  const bool is_moment = tracking_ == Tracking::kTraining;
+  is_moment ? pager_.begin_moment(phase_, arrays) : pager_.begin_untracked_use();
+  for (ArrayId id : arrays) {
+    if (pager_.needs_others(id)) turns_.need(id.chunk);
+    pager_.bring(id);
+  }
+  if (is_moment) pager_.settle_moment();
+}
+
+void AccessTracker::release(const std::vector<ParamId>& params, State to) {
+  const auto chunk_of = [this](ParamId param) { return store_.layout().placement(param).chunk; };
+  for (ParamId param : params) {
+    --store_.array({chunk_of(param), ArrayKind::kParam}).holds;
+    if (--store_.uses(param) == 0) store_.move_param(param, to);
+  }
+  if (to != State::kHoldAfterBwd) return;
+  ChunkId last = -1;
+  for (ParamId param : params) {
+    const ChunkId chunk = chunk_of(param);
+    if (chunk != std::exchange(last, chunk)) gradients_.retire_if_complete(chunk);
+  }
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,179 @@
+#include "engine/chunk_memory.h"
+
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+// On CUDA PyTorch's allocator rounds, and a slot that is a little larger serves as well.
+constexpr double kCudaSlotWaste = 0.125;
+constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
+
+// What makes an array's value in host memory: gradients come down, all else is updated there.
+StallCause maker_on_host(ArrayId id) {
+  const bool gradient =
+      id.kind == ArrayKind::kGrad || id.kind == ArrayKind::kGradShard || id.kind == ArrayKind::kGradSum;
+  return gradient ? StallCause::kDownload : StallCause::kHostUpdate;
+}
+
+}  // namespace
+
+ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names)
+    : device_(device),
+      slots_(device.backend(), device.is_cuda() ? kCudaSlotWaste : 0.0),
+      arena_(device.make_arena()),
+      store_(std::move(layout), std::move(param_names)),
+      tracer_(device.backend(), store_, slots_) {}
+
+void ChunkMemory::upload(ArrayId id) {
+  ArrayRecord& record = array(id);
+  PS_CHECK(record.on_host && record.slot, StateError, store_.describe(id), " has nothing to upload or no slot");
+  record.device_ready = upload_to(id, record.slot.data, record.slot);
+  record.slot.busy = {record.device_ready, nullptr};
+  record.on_device = true;
+}
+
+Event ChunkMemory::upload_to(ArrayId id, void* to, const Slot& slot) {
+  ArrayRecord& record = array(id);
+  const int64_t num_bytes = store_.num_bytes(id);
+  await_slot(Queue::kUpload, slot);
+  {
+    // Where it is an update's (backend.waits_on_host), this thread waits, and compute with it.
+    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
+    backend().wait(Queue::kUpload, record.host_ready);
+  }
+  {
+    const TraceScope span(tracer_, {Track::kUpload, StallCause::kNone, id, num_bytes});
+    backend().copy(Queue::kUpload, to, record.block.data, num_bytes);
+  }
+  record.block_busy_until = backend().record(Queue::kUpload);
+  counters_.uploaded_bytes += num_bytes;
+  return record.block_busy_until;
+}
+
+void ChunkMemory::download(ArrayId id) {
+  ArrayRecord& record = array(id);
+  PS_CHECK(record.on_device && record.block, StateError, store_.describe(id), " has nothing to download or no block");
+  const int64_t num_bytes = store_.num_bytes(id);
+  backend().wait(Queue::kDownload, record.device_ready);
+  backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
+  {
+    const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
+    backend().copy(Queue::kDownload, record.block.data, record.slot.data, num_bytes);
+  }
+  record.host_ready = backend().record(Queue::kDownload);
+  record.slot.busy.copied = record.host_ready;
+  record.on_host = true;
+  counters_.downloaded_bytes += num_bytes;
+}
+
+void ChunkMemory::await_on_device(ArrayId id) {
+  ArrayRecord& record = array(id);
+  if (record.device_ready == nullptr) return;
+  // An upload that has not begun waits for what makes the array on the host.
+  const bool made = !tracer_.is_on() || backend().is_over(record.host_ready);
+  const StallCause bringer = is_whole(id) ? StallCause::kCollective : StallCause::kUpload;
+  const TraceScope stall(tracer_, {Track::kStall, made ? bringer : maker_on_host(id), id});
+  backend().wait(Queue::kCompute, record.device_ready);
+  record.device_ready = nullptr;
+}
+
+void ChunkMemory::await_on_host(ArrayId id) {
+  ArrayRecord& record = array(id);
+  // A sum of gradients is read by its update, all else by uploads.
+  const bool is_sum = id.kind == ArrayKind::kGradSum;
+  await(record.host_ready, maker_on_host(id), id);
+  await(record.block_busy_until, is_sum ? StallCause::kHostUpdate : StallCause::kUpload, id);
+  record.host_ready = nullptr;
+  record.block_busy_until = nullptr;
+}
+
+void ChunkMemory::settle_block(ArrayId id) {
+  ArrayRecord& record = array(id);
+  for (Event* event : {&record.host_ready, &record.block_busy_until}) {
+    if (*event == nullptr) continue;
+    const TraceScope stall(tracer_, {Track::kStall, maker_on_host(id), id});
+    backend().settle(std::exchange(*event, nullptr));
+  }
+}
+
+void ChunkMemory::await(const Event& event, StallCause cause, ArrayId id) {
+  if (event == nullptr) return;
+  const TraceScope stall(tracer_, {Track::kStall, cause, id});
+  backend().synchronize(event);
+}
+
+void ChunkMemory::await_slot(Queue queue, const Slot& slot) {
+  std::optional<TraceScope> stall;
+  if (queue == Queue::kCompute) stall.emplace(tracer_, SpanLabel{Track::kStall, StallCause::kRoom});
+  backend().wait(queue, slot.busy.copied);
+  backend().wait(queue, slot.busy.computed);
+}
+
+void ChunkMemory::leave_device(ArrayId id) {
+  ArrayRecord& record = array(id);
+  if (!record.slot) return;
+  if (id.kind == ArrayKind::kParam && store_.storage(id.chunk)) store_.storage(id.chunk).detach();
+  record.slot.busy.computed = backend().record(Queue::kCompute);
+  record.slot.reset();
+  record.device_ready = nullptr;
+  record.on_device = false;
+  record.prefetched = false;
+  tracer_.sample_memory();
+}
+
+void ChunkMemory::drop_block(ArrayId id) {
+  ArrayRecord& record = array(id);
+  if (!record.block) return;
+  settle_block(id);
+  record.block.reset();
+  record.on_host = false;
+}
+
+void ChunkMemory::drop_slot(ArrayId id) {
+  leave_device(id);
+  if (is_whole(id)) drop_block(id);
+}
+
+void ChunkMemory::discard(ArrayId id) {
+  leave_device(id);
+  drop_block(id);
+}
+
+void ChunkMemory::attach(ChunkId chunk) {
+  if (store_.storage(chunk)) store_.storage(chunk).attach(array({chunk, ArrayKind::kParam}).slot.data);
+}
+
+void ChunkMemory::cast_on_device(ChunkId chunk, void* to) {
+  const ArrayId master{chunk, ArrayKind::kMaster};
+  const ChunkSpec& spec = store_.chunk(chunk);
+  await_on_device(master);
+  device_compute().cast_from_float(static_cast<const float*>(array(master).slot.data), to, spec.dtype,
+                                   spec.shard_numel);
+}
+
+void ChunkMemory::cast_on_host(ChunkId chunk, void* to) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, {chunk, layout().param_home()}});
+  host_compute().cast_from_float(static_cast<const float*>(array({chunk, ArrayKind::kMaster}).block.data), to,
+                                 spec.dtype, spec.shard_numel);
+}
+
+void ChunkMemory::clear_block(ArrayId id) {
+  char* data = static_cast<char*>(array(id).block.data);
+  const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, id});
+  device_.pool().parallel_for(store_.num_bytes(id), kZeroGrain, [data](int64_t begin, int64_t end) {
+    std::memset(data + begin, 0, static_cast<size_t>(end - begin));
+  });
+}
+
+bool ChunkMemory::is_derivable(ArrayId id) const {
+  return is_whole(id) || (id.kind == layout().param_home() && store_.chunk(id.chunk).trainable);
+}
+
+}  // namespace patrickstar

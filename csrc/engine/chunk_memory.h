@@ -1,0 +1,117 @@
+// The memory that an engine's chunks lie in, and how payloads move between host and device: in order and without host
+// synchronisation. What moves when, and what makes room for it, is decided elsewhere (engine/pager.h).
+//
+//   upload(array)     block -> slot, on the upload queue
+//   download(array)   slot -> block, on the download queue, after the compute queue's present work
+//
+// Both must exist. The records keep the events, so that whoever reads next can wait. [Note: reuse of memory] When a slot's
+// `busy` events are complete, nothing reads or writes its old content any more; a block is freed after settle_block only.
+//
+// Owned by the engine's open state (engine/open_engine.h), guarded by its lock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "chunk/chunk_store.h"
+#include "engine/shared_device.h"
+#include "memory/host_arena.h"
+#include "memory/slot_pool.h"
+#include "optim/compute.h"
+#include "trace/step_tracer.h"
+
+namespace patrickstar {
+
+// Everything that an engine counts; Python's report() is made of it.
+struct Counters {
+  int64_t uploaded_bytes = 0;
+  int64_t downloaded_bytes = 0;
+  int64_t num_evictions = 0;           // arrays pushed off the device while still of use
+  int64_t num_prefetch_hits = 0;       // arrays that were on the device, or on their way, because the plan said so
+  int64_t num_pressure_evictions = 0;  // of the evictions, those because something else needed device memory
+  int64_t num_on_demand_fetches = 0;   // arrays brought in at the moment of their use
+  int64_t gathered_bytes = 0;          // that came from other ranks' shards of values
+  int64_t scattered_bytes = 0;         // of gradients, that came from other ranks
+  int64_t num_moments = 0;
+  int64_t num_replayed_moments = 0;  // moments that went as planned
+  int64_t num_plans = 0;
+  int64_t num_steps = 0;
+  int64_t num_skipped_steps = 0;
+  int64_t num_speculated_updates = 0;  // of chunks, started on the host before the step was decided
+  int64_t num_committed_updates = 0;   // of chunks, made on the host before the step, for good
+  int64_t num_updates_taken_over = 0;  // of those, as the step turned out to be
+};
+
+class ChunkMemory {
+ public:
+  ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names);
+  ChunkMemory(const ChunkMemory&) = delete;
+  ChunkMemory& operator=(const ChunkMemory&) = delete;
+
+  SharedDevice& device() { return device_; }
+  Backend& backend() { return device_.backend(); }
+  optim::Compute& host_compute() { return device_.host_compute(); }
+  optim::Compute& device_compute() { return device_.device_compute(); }
+  SlotPool& slots() { return slots_; }
+  HostArena& arena() { return *arena_; }
+  ChunkStore& store() { return store_; }
+  const ChunkStore& store() const { return store_; }
+  const Layout& layout() const { return store_.layout(); }
+  ArrayRecord& array(ArrayId id) { return store_.array(id); }
+  const ArrayRecord& array(ArrayId id) const { return store_.array(id); }
+  StepTracer& tracer() { return tracer_; }
+  Counters& counters() { return counters_; }
+
+  void upload(ArrayId id);
+  void download(ArrayId id);
+  // block -> `to`, which lies in a slot of another array. Returns the event after which it is there.
+  Event upload_to(ArrayId id, void* to, const Slot& slot);
+
+  // Later work of the compute queue sees the array's value in its slot.
+  void await_on_device(ArrayId id);
+  // Returns when the array's block has its value, and this thread may read and write it.
+  void await_on_host(ArrayId id);
+  // Returns when nobody uses the array's block any more, whatever became of its value: it may be freed.
+  void settle_block(ArrayId id);
+  // Later work of `queue` may write the slot: what still reads or writes its old content is over then.
+  void await_slot(Queue queue, const Slot& slot);
+
+  // Frees the device slot, which compute enqueued so far may use; the value must be elsewhere as well, derivable or dead.
+  // A transfer under way is known to the slot already, and the compute queue does not wait for it.
+  void leave_device(ArrayId id);
+  // Frees the host block; the value must be on the device as well or dead.
+  void drop_block(ArrayId id);
+  // The same of what several ranks hold together, whose copies on the host go with the slot.
+  void drop_slot(ArrayId id);
+  // Forgets the value, wherever it is.
+  void discard(ArrayId id);
+  // The chunk's storage is where its slot is.
+  void attach(ChunkId chunk);
+
+  // round(master), of this rank's part, on the compute queue into device memory `to`, or here into host memory.
+  void cast_on_device(ChunkId chunk, void* to);
+  void cast_on_host(ChunkId chunk, void* to);
+  // Zeros in the array's block, by all threads.
+  void clear_block(ArrayId id);
+
+  // Compute values that all ranks hold together.
+  bool is_whole(ArrayId id) const { return layout().is_sharded() && id.kind == ArrayKind::kParam; }
+  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there is.
+  bool is_derivable(ArrayId id) const;
+
+ private:
+  // Returns when `event` is complete.
+  void await(const Event& event, StallCause cause, ArrayId id);
+
+  SharedDevice& device_;
+  SlotPool slots_;
+  const std::unique_ptr<HostArena> arena_;
+  ChunkStore store_;
+  StepTracer tracer_;
+  Counters counters_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,55 @@
+// Values of parameters and their optimizer states, in and out of chunks: what initialisation, state_dict and
+// load_state_dict use. float32 at the border, whatever the chunk holds; one parameter at a time, so that nothing of the
+// model's size is ever copied.
+//
+// Guarded by the engine's lock.
+#pragma once
+
+#include "engine/pager.h"
+
+namespace patrickstar {
+
+// float32 values of one parameter, in its memory order.
+struct ParamValues {
+  const float* data;
+  Tier where;  // on the device: complete when the compute queue gets there
+};
+
+class ChunkValues {
+ public:
+  ChunkValues(Pager& pager, Collectives& collectives)
+      : pager_(pager), memory_(pager.memory()), store_(pager.store()), collectives_(collectives) {}
+
+  // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
+  // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs.
+  void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as
+  // zeros. Throws ArgumentError for a state of a frozen parameter.
+  void read(ParamId param, ArrayKind kind, float* values);
+  // The same of this rank's part alone (Layout::shard_of), which takes no other rank.
+  void read_own(ParamId param, ArrayKind kind, float* values);
+  // The float32 value becomes the compute value, which all of a frozen parameter is: it is trained from now on.
+  void round_master(ParamId param);
+  // The parameter's gradient, as the step will use it, which is in the chunk's array `source`. With several ranks all
+  // must call these, in the same order.
+  void read_gradient(ParamId param, ArrayKind source, float* values);
+  void write_gradient(ParamId param, ArrayKind source, ParamValues values);
+
+ private:
+  // These see this rank's part alone.
+  void write_cast(ParamId param, ArrayId id, ParamValues values);
+  void read_cast(ParamId param, ArrayId id, float* values);
+  void read_state(ParamId param, ArrayKind kind, float* values);
+  // Completes `values`, of which this rank's part is there.
+  void gather(ParamId param, float* values);
+  void discard_compute_values(ChunkId chunk);
+  // Returns when the values are there.
+  void copy_to_host(void* to, ParamValues values, int64_t num_bytes);
+
+  Pager& pager_;
+  ChunkMemory& memory_;
+  ChunkStore& store_;
+  Collectives& collectives_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,176 @@
+#include "engine/collectives.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <map>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "collective/message.h"
+#include "common/check.h"
+#include "common/fingerprint.h"
+
+namespace patrickstar {
+
+namespace {
+
+// What tells one sequence of moments from another.
+uint64_t fingerprint(const Timeline& timeline) {
+  Fingerprint result;
+  for (const Moment& moment : timeline.moments) {
+    result.add(static_cast<int64_t>(moment.phase));
+    result.add(static_cast<int64_t>(moment.acquired.size()));
+    for (ArrayId id : moment.acquired) result.add(id.index());
+    result.add(static_cast<int64_t>(moment.accesses.size()));
+    for (const Access& access : moment.accesses) {
+      result.add(access.array.index() * 4 + static_cast<int64_t>(access.mode));
+    }
+  }
+  return result.value();
+}
+
+std::vector<int64_t> tides_of(const Timeline& timeline) {
+  std::vector<int64_t> tides;
+  for (const Moment& moment : timeline.moments) tides.push_back(moment.tide_peak_bytes);
+  return tides;
+}
+
+std::string hexadecimal(uint64_t value) {
+  std::ostringstream text;
+  text << std::hex << std::setw(16) << std::setfill('0') << value;
+  return text.str();
+}
+
+}  // namespace
+
+std::string packed(const ChunkRequest& request) {
+  return MessageWriter().add(request.needed).add(request.complete).str();
+}
+
+ChunkRequest unpacked_request(const std::string& message, int num_chunks) {
+  MessageReader reader(message, "which chunks are needed");
+  ChunkRequest request;
+  request.needed = reader.next<ChunkId>();
+  request.complete = reader.next_list<ChunkId>();
+  reader.finish();
+  reader.check(request.needed >= ChunkRequest::kPhaseOver && request.needed < num_chunks, "a chunk that is not there");
+  std::set<ChunkId> seen;
+  for (ChunkId chunk : request.complete) {
+    reader.check(chunk >= 0 && chunk < num_chunks, "a chunk that is not there");
+    reader.check(seen.insert(chunk).second, "a chunk that is complete twice");
+  }
+  return request;
+}
+
+std::string packed(const StepSummary& summary) {
+  return MessageWriter().add(summary.fingerprint).add(summary.tides).add(summary.note).str();
+}
+
+StepSummary unpacked_summary(const std::string& message) {
+  MessageReader reader(message, "how the step went");
+  StepSummary summary;
+  summary.fingerprint = reader.next<uint64_t>();
+  summary.tides = reader.next_list<int64_t>();
+  summary.note = reader.next_text();
+  reader.finish();
+  for (int64_t tide : summary.tides) reader.check(tide >= 0, "a tide below 0");
+  return summary;
+}
+
+Collectives::Collectives() = default;
+
+Collectives::Collectives(std::shared_ptr<Communicator> gather, std::shared_ptr<Communicator> scatter,
+                         std::shared_ptr<ControlGroup> control)
+    : num_ranks_(control->size()),
+      gather_group_(std::move(gather)),
+      scatter_group_(std::move(scatter)),
+      control_(std::move(control)) {}
+
+void Collectives::abort() {
+  if (num_ranks_ == 1) return;
+  control_->abort();
+  gather_group_->abort();
+  scatter_group_->abort();
+}
+
+RankRound Collectives::negotiate(const ChunkRequest& mine, int num_chunks) {
+  std::map<ChunkId, int> num_complete;
+  std::set<ChunkId> wanted;
+  for (const std::string& message : exchange("which chunks are needed", packed(mine))) {
+    const ChunkRequest request = unpacked_request(message, num_chunks);
+    if (request.needed != ChunkRequest::kPhaseOver) wanted.insert(request.needed);
+    for (ChunkId chunk : request.complete) ++num_complete[chunk];
+  }
+  RankRound round;
+  for (const auto& [chunk, count] : num_complete) {
+    if (count == num_ranks_) round.complete.push_back(chunk);
+  }
+  if (!wanted.empty()) round.needed = *wanted.begin();
+  return round;
+}
+
+std::vector<std::string> Collectives::exchange(const std::string& what, const std::string& mine) {
+  if (control_ == nullptr) return {mine};
+  return control_->exchange(what, mine);
+}
+
+void Collectives::check_same_plan(uint64_t fingerprint) {
+  const std::string mine = hexadecimal(fingerprint);
+  const std::vector<std::string> all = exchange("the plan's fingerprint", mine);
+  if (std::all_of(all.begin(), all.end(), [&](const std::string& theirs) { return theirs == all.front(); })) return;
+  std::string who;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    who += (rank == 0 ? "rank " : ", rank ") + std::to_string(rank) + " has " + all[rank];
+  }
+  PS_CHECK(false, StateError, "the ranks came to have different plans (", who,
+           ") and would gather in different orders; run the same version of PatrickStar on all ranks, and report this");
+}
+
+int64_t Collectives::max_over_ranks(int64_t mine) {
+  int64_t highest = mine;
+  for (const std::string& message : exchange("the least device memory", MessageWriter().add(mine).str())) {
+    MessageReader reader(message, "the least device memory");
+    highest = std::max(highest, reader.next<int64_t>());
+    reader.finish();
+  }
+  return highest;
+}
+
+void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
+  constexpr const char* kWhat = "which gradients there are";
+  for (const std::string& message : exchange(kWhat, MessageWriter().add(flags).str())) {
+    MessageReader reader(message, kWhat);
+    const auto theirs = reader.next_list<uint8_t>(flags.size());
+    reader.finish();
+    for (size_t i = 0; i < flags.size(); ++i) flags[i] |= theirs[i];
+  }
+}
+
+StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note) {
+  StepAgreement agreement;
+  if (num_ranks_ == 1) {
+    agreement.notes = {note};
+    return agreement;
+  }
+  const size_t num_moments = timeline.moments.size();
+  const uint64_t mine = fingerprint(timeline);
+  std::vector<StepSummary> all;
+  int64_t highest = 0;
+  for (const std::string& message :
+       exchange("how the step went", packed(StepSummary{mine, tides_of(timeline), note}))) {
+    all.push_back(unpacked_summary(message));
+    const StepSummary& theirs = all.back();
+    agreement.notes.push_back(theirs.note);
+    agreement.alike = agreement.alike && theirs.fingerprint == mine && theirs.tides.size() == num_moments;
+    for (int64_t tide : theirs.tides) highest = std::max(highest, tide);
+  }
+  for (size_t t = 0; t < num_moments; ++t) {
+    int64_t& tide = timeline.moments[t].tide_peak_bytes;
+    if (!agreement.alike) tide = highest;
+    for (size_t rank = 0; agreement.alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank].tides[t]);
+  }
+  return agreement;
+}
+
+}  // namespace patrickstar

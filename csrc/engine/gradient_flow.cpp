@@ -1,0 +1,362 @@
+#include "engine/gradient_flow.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+void* offset_bytes(void* data, int64_t elements, DType dtype) {
+  return static_cast<char*>(data) + elements * element_size(dtype);
+}
+
+const void* offset_bytes(const void* data, int64_t elements, DType dtype) {
+  return static_cast<const char*>(data) + elements * element_size(dtype);
+}
+
+}  // namespace
+
+GradientFlow::GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder,
+                           Collectives& collectives)
+    : pager_(pager),
+      memory_(pager.memory()),
+      store_(pager.store()),
+      gradients_(gradients),
+      updates_(updates),
+      recorder_(recorder),
+      collectives_(collectives),
+      statistics_(pager, collectives),
+      in_slot_(static_cast<size_t>(store_.layout().num_params()), 0),
+      progress_(static_cast<size_t>(store_.num_chunks())) {
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    progress(chunk).expected_folds = static_cast<int>(store_.chunk(chunk).params.size());
+  }
+}
+
+void GradientFlow::begin_backward() {
+  in_backward_ = true;
+  if (num_backwards_ > 0) {
+    accumulates_ = true;
+    add_to_sums();
+  }
+  ++num_backwards_;
+  for (ChunkProgress& chunk : progress_) {
+    chunk.folds = 0;
+    chunk.complete = false;
+    chunk.scattered = false;
+  }
+}
+
+// From autograd into the chunk.
+
+void GradientFlow::fold(ParamId param, const void* data) {
+  const Placement place = store_.layout().placement(param);
+  const ChunkSpec& chunk = store_.chunk(place.chunk);
+  const ArrayId grad{place.chunk, ArrayKind::kGrad};
+  PS_CHECK(in_backward_, StateError,
+           "loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and gathered");
+  PS_CHECK(chunk.trainable, StateError, store_.param_name(param),
+           " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
+  ArrayRecord& record = memory_.array(grad);
+  if (!record.on_device) updates_.cancel(place.chunk);
+  ScopedHold hold(record);
+  void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
+  hold.release();
+  recorder_.add({grad, AccessMode::kWrite});
+  const int64_t numel = store_.layout().param(param).numel;
+  if (is_in_slot(param)) {
+    memory_.device_compute().add(target, data, chunk.dtype, numel);
+  } else {
+    memory_.backend().copy(Queue::kCompute, target, data, numel * element_size(chunk.dtype));
+  }
+  in_slot_[static_cast<size_t>(param)] = 1;
+  gradients_.set_in_grad(param, true);
+  statistics_.forget(place.chunk);
+  if (store_.uses(param) == 0) store_.move_param(param, State::kHoldAfterBwd);
+  ChunkProgress& chunk_progress = progress(place.chunk);
+  chunk_progress.complete = ++chunk_progress.folds == chunk_progress.expected_folds;
+  retire_if_complete(place.chunk);
+}
+
+// From the chunk to where its optimizer states are.
+
+void GradientFlow::retire_if_complete(ChunkId chunk) {
+  if (progress(chunk).complete && store_.is_dead(chunk)) retire(chunk);
+}
+
+void GradientFlow::retire(ChunkId chunk) {
+  const ArrayId param{chunk, ArrayKind::kParam};
+  progress(chunk).complete = false;  // once
+  if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
+  if (store_.layout().is_sharded()) {
+    if (pager_.replays()) return scatter(chunk);
+    note_needed_to_scatter(chunk);
+    complete_here_.push_back(chunk);
+    return;
+  }
+  if (!statistics_.has(chunk) && !accumulates_) {
+    statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
+  }
+  // The values are dead, and the gradient may take their place, unless another micro-batch or a later use is expected.
+  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) memory_.discard(param);
+  send_home(chunk);
+}
+
+void GradientFlow::send_home(ChunkId chunk) {
+  if (!store_.has_states_on_device(chunk)) {
+    if (!pager_.push_out(home_of(chunk))) return;
+    if (!store_.layout().is_sharded()) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+  }
+  if (!accumulates_) updates_.start_early(chunk);
+}
+
+void GradientFlow::complete_backward() {
+  in_backward_ = false;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    const ArrayRecord& grad = memory_.array({chunk, ArrayKind::kGrad});
+    if (!store_.chunk(chunk).trainable || !grad.exists()) continue;
+    for (ParamId param : store_.chunk(chunk).params) {
+      if (store_.param_state(param) != State::kFree) store_.move_param(param, State::kHoldAfterBwd);
+    }
+    ChunkProgress& chunk_progress = progress(chunk);
+    if (chunk_progress.folds == 0) continue;
+    chunk_progress.expected_folds = chunk_progress.folds;
+    if (!store_.layout().is_sharded() && !grad.on_host) retire(chunk);  // it had more gradients before
+  }
+}
+
+// With several ranks.
+
+void GradientFlow::forget_complete(ChunkId chunk) {
+  complete_here_.erase(std::remove(complete_here_.begin(), complete_here_.end(), chunk), complete_here_.end());
+}
+
+// A step that replays a plan scatters here, this one a little later, when there may be less tide ([Note: the least limit]).
+void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
+  int64_t held_bytes = 0;
+  for (int index = 0; index < store_.num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (memory_.array(id).slot && memory_.array(id).holds > 0) held_bytes += store_.num_bytes(id);
+  }
+  const int64_t grad_bytes = store_.num_bytes({chunk, ArrayKind::kGrad});
+  memory_.backend().note_needed_payloads(held_bytes + 2 * grad_bytes +
+                                         store_.num_bytes({chunk, ArrayKind::kGradShard}));
+}
+
+// Where a parameter has no gradient here, another rank may have one.
+void GradientFlow::fill_missing(ChunkId chunk) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const bool fresh = !memory_.array(grad).exists();
+  void* data = pager_.open_for_write(grad);
+  if (fresh) return memory_.backend().fill_zero(Queue::kCompute, data, spec.num_bytes(grad.kind));
+  for (ParamId param : spec.params) {
+    if (is_in_slot(param)) continue;
+    memory_.backend().fill_zero(Queue::kCompute,
+                                offset_bytes(data, store_.layout().placement(param).offset, spec.dtype),
+                                store_.layout().param(param).numel * element_size(spec.dtype));
+  }
+}
+
+void GradientFlow::scatter(ChunkId chunk) {
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const ArrayId shard{chunk, ArrayKind::kGradShard};
+  const ArrayId param{chunk, ArrayKind::kParam};
+  const bool again = std::exchange(progress(chunk).scattered, true);
+  updates_.cancel(chunk);
+  {
+    const ScopedHold grad_hold(memory_.array(grad));
+    const ScopedHold shard_hold(memory_.array(shard));
+    fill_missing(chunk);
+    enqueue_mean(chunk, pager_.open_for_write(shard), again);
+  }
+  memory_.discard(grad);
+  recorder_.add({grad, AccessMode::kRetire});
+  for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
+  const bool dead = store_.is_dead(chunk) && memory_.array(param).holds == 0;
+  if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) {
+    memory_.discard(param);
+    memory_.discard({chunk, ArrayKind::kParamShard});  // the gradient takes its place
+  }
+  send_home(chunk);
+}
+
+// The ranks' mean of the chunk's gradients: this rank's shard of it into `sum`, or added there, and its statistics.
+void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const ArrayId grad{chunk, ArrayKind::kGrad};
+  const ArrayId shard{chunk, ArrayKind::kGradShard};
+  Backend& backend = memory_.backend();
+  ArrayRecord& grad_record = memory_.array(grad);
+  ArrayRecord& shard_record = memory_.array(shard);
+  Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
+  void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
+  statistics_.prepare_device();
+  memory_.await_slot(Queue::kScatter, scratch);
+  memory_.await_slot(Queue::kScatter, shard_record.slot);
+  backend.wait(Queue::kScatter, backend.record(Queue::kCompute));
+  const int64_t others_bytes = spec.num_bytes(grad.kind) - spec.num_bytes(shard.kind);
+  {
+    const TraceScope span(memory_.tracer(), {Track::kScatter, StallCause::kNone, grad, others_bytes});
+    backend.enqueue(Queue::kScatter,
+                    [&group = collectives_.scatter_group(), whole = grad_record.slot.data, to = again ? more : sum,
+                     scratch = scratch.data, numel = spec.shard_numel,
+                     dtype = spec.dtype] { group.reduce_scatter_mean(whole, to, scratch, numel, dtype); });
+  }
+  if (again) {
+    backend.enqueue(Queue::kScatter, [&compute = memory_.device_compute(), sum, more, dtype = spec.dtype,
+                                      numel = spec.shard_numel] { compute.add(sum, more, dtype, numel); });
+  }
+  if (!accumulates_) statistics_.enqueue_scattered(chunk, sum);
+  memory_.counters().scattered_bytes += others_bytes;
+  last_scatter_ = backend.record(Queue::kScatter);
+  shard_record.device_ready = last_scatter_;
+  shard_record.slot.busy = {last_scatter_, nullptr};
+  grad_record.slot.busy.copied = last_scatter_;
+  scratch.busy = {last_scatter_, nullptr};
+}
+
+void GradientFlow::scatter_rest() {
+  complete_here_.clear();
+  const int num_params = store_.layout().num_params();
+  std::vector<uint8_t> flags = gradients_.flags();
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    flags.push_back(memory_.array({chunk, ArrayKind::kGrad}).exists());
+  }
+  collectives_.any_over_ranks(flags);
+  for (ParamId param = 0; param < num_params; ++param) {
+    if (gradients_.in_grad(param) == (flags[static_cast<size_t>(param)] != 0)) continue;
+    updates_.cancel(store_.layout().placement(param).chunk);  // an update that began without it is another one
+    gradients_.set_in_grad(param, true);
+  }
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    if (flags[static_cast<size_t>(num_params + chunk)] != 0) scatter(chunk);
+  }
+}
+
+// Forgetting.
+
+bool GradientFlow::keep_backward() {
+  const std::vector<uint8_t>& flags = gradients_.flags();
+  const bool any = std::any_of(flags.begin(), flags.end(), [](uint8_t has) { return has != 0; });
+  if (!any) --num_backwards_;
+  return any;
+}
+
+void GradientFlow::abort_backward() {
+  in_backward_ = false;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    updates_.cancel(chunk);
+    discard_gradients(chunk);
+    for (ParamId param : store_.chunk(chunk).params) gradients_.set_in_grad(param, false);
+    statistics_.forget(chunk);
+  }
+  num_backwards_ = gradients_.any_in_sum() ? std::max(num_backwards_ - 1, 1) : 0;
+}
+
+void GradientFlow::clear() {
+  if (num_backwards_ > 0) accumulates_ = num_backwards_ > 1;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) forget(chunk);
+  num_backwards_ = 0;
+}
+
+void GradientFlow::clear_param(ParamId param) {
+  const ChunkId chunk = store_.layout().placement(param).chunk;
+  note_rewritten(chunk);
+  gradients_.set_in_grad(param, false);
+  gradients_.set_in_sum(param, false);
+}
+
+void GradientFlow::note_rewritten(ChunkId chunk) {
+  updates_.cancel(chunk);
+  statistics_.forget(chunk);
+}
+
+void GradientFlow::forget(ChunkId chunk) {
+  note_rewritten(chunk);
+  discard_gradients(chunk);
+  memory_.discard({chunk, ArrayKind::kGradSum});
+  for (ParamId param : store_.chunk(chunk).params) {
+    gradients_.set_in_grad(param, false);
+    gradients_.set_in_sum(param, false);
+  }
+}
+
+void GradientFlow::discard_gradients(ChunkId chunk) {
+  memory_.discard({chunk, ArrayKind::kGrad});
+  memory_.discard(home_of(chunk));
+  for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
+}
+
+// Micro-batches.
+
+void GradientFlow::add_to_sums() {
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    if (memory_.array(home_of(chunk)).exists()) add_to_sum(chunk);
+  }
+}
+
+void GradientFlow::add_to_sum(ChunkId chunk) {
+  updates_.cancel(chunk);
+  const ArrayId grad = home_of(chunk);
+  const ArrayId sum{chunk, ArrayKind::kGradSum};
+  ArrayRecord& grad_record = memory_.array(grad);
+  ArrayRecord& sum_record = memory_.array(sum);
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const bool on_device = sum_record.exists() ? sum_record.on_device : store_.has_states_on_device(chunk);
+  ScopedHold grad_hold(grad_record);
+  ScopedHold sum_hold(sum_record);
+  if (on_device) {
+    pager_.bring(grad);
+    pager_.open_for_write(sum);
+  } else {
+    pager_.bring_to_host(grad);
+    pager_.ensure_block(sum);
+    memory_.await_on_host(sum);
+  }
+  std::optional<TraceScope> stall;
+  if (!on_device) stall.emplace(memory_.tracer(), SpanLabel{Track::kStall, StallCause::kHostWork, sum});
+  optim::Compute& compute = on_device ? memory_.device_compute() : memory_.host_compute();
+  const void* from = on_device ? grad_record.slot.data : grad_record.block.data;
+  auto* to = static_cast<float*>(on_device ? sum_record.slot.data : sum_record.block.data);
+  for (ParamId param : spec.params) {
+    if (!gradients_.in_grad(param)) continue;
+    const bool has_sum = gradients_.in_sum(param);
+    gradients_.set_in_grad(param, false);
+    gradients_.set_in_sum(param, true);
+    const auto [begin, numel, offset] = store_.layout().shard_of(param);
+    if (numel == 0) continue;
+    if (has_sum) {
+      compute.add_to_float(to + offset, offset_bytes(from, offset, spec.dtype), spec.dtype, numel);
+    } else {
+      compute.cast_to_float(offset_bytes(from, offset, spec.dtype), spec.dtype, to + offset, numel);
+    }
+  }
+  on_device ? sum_record.set_on_device() : sum_record.set_on_host();
+  grad_hold.release();
+  sum_hold.release();
+  discard_gradients(chunk);
+  statistics_.forget(chunk);
+}
+
+double GradientFlow::sum_of_squares() {
+  if (gradients_.any_in_sum()) add_to_sums();
+  std::vector<ParamId> params;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    const std::vector<ParamId> here = gradients_.in_chunk(chunk);
+    if (!here.empty() && !statistics_.has(chunk)) statistics_.compute({chunk, gradients_.source(chunk)}, here);
+    params.insert(params.end(), here.begin(), here.end());
+  }
+  std::sort(params.begin(), params.end());
+  {
+    const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kCollective});
+    memory_.backend().wait(Queue::kCompute, last_scatter_);
+  }
+  return statistics_.sum(params);
+}
+
+}  // namespace patrickstar

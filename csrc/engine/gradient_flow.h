@@ -1,0 +1,110 @@
+// Gradients on their way from autograd to the optimizer, from the fold of a parameter's to the update of its chunk.
+//
+// Within one backward a parameter's gradient is folded into its chunk's gradient slot (kGrad, compute dtype). When a
+// chunk has all the gradients it had in the backward before (in the first one: one for each trainable parameter), and
+// its parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the
+// optimizer states are on the host, the gradient goes down in their place. Then its update may start (engine/updates.h).
+//
+// [Note: accumulation] A second backward before the step first moves what is there into a float32 sum (kGradSum), on
+// whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
+// ((g1 + g2) + g3) in float32 for every placement.
+//
+// With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard (kGradShard):
+// a scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that has a gradient on
+// any rank has one on all; where it has none, zeros count.
+//
+// A parameter without a gradient in a step is "unused", and the optimizer leaves it alone.
+// Guarded by the engine's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/gradient_statistics.h"
+#include "engine/gradients.h"
+#include "engine/pager.h"
+#include "engine/updates.h"
+
+namespace patrickstar {
+
+class GradientFlow {
+ public:
+  GradientFlow(Pager& pager, Gradients& gradients, Updates& updates, Recorder& recorder, Collectives& collectives);
+
+  void begin_backward();
+  // `data` is a device pointer to the parameter's gradient in the chunk's dtype, in the memory order of the parameter.
+  // It may be freed after the call (in the order of the compute queue).
+  void fold(ParamId param, const void* data);
+  // A use of the chunk in backward was released, which may have been the last that it waited for.
+  void retire_if_complete(ChunkId chunk);
+  // Autograd is done: what is complete by now retires.
+  void complete_backward();
+  // With several ranks, when their phases are over: every rank's gradients become all ranks'.
+  void scatter_rest();
+  // Whether the last backward gave gradients; if not, it is as if it had not been.
+  bool keep_backward();
+  // Forgets what the running micro-batch has contributed (an exception left the backward).
+  void abort_backward();
+  // Forgets all gradients (zero_grad, or after the step).
+  void clear();
+  void clear_param(ParamId param);
+  // Somebody else changes the chunk's complete gradient.
+  void note_rewritten(ChunkId chunk);
+
+  // The layout has more trainable chunks than before.
+  void cover_trainable() { statistics_.cover_trainable(); }
+
+  // With several ranks: chunks that are complete here, and not yet known to be so on all ranks.
+  const std::vector<ChunkId>& complete_here() const { return complete_here_; }
+  void forget_complete() { complete_here_.clear(); }
+  void forget_complete(ChunkId chunk);
+  // This rank's part in the ranks' mean, which all must take in the same order.
+  void scatter(ChunkId chunk);
+
+  // Sum of the squares of all gradients, in parameter order; inf or NaN when any gradient is. Completes all statistics.
+  // Waits for the device.
+  double sum_of_squares();
+
+  bool pending() const { return num_backwards_ > 0; }
+  // The last complete step had several micro-batches, and the next is expected to.
+  bool accumulates() const { return accumulates_; }
+
+ private:
+  struct ChunkProgress {
+    int folds = 0;           // in this backward
+    int expected_folds = 0;  // as in the backward before
+    bool complete = false;
+    bool scattered = false;  // in this backward
+  };
+
+  void retire(ChunkId chunk);
+  void note_needed_to_scatter(ChunkId chunk);
+  void fill_missing(ChunkId chunk);
+  void enqueue_mean(ChunkId chunk, void* sum, bool again);
+  void send_home(ChunkId chunk);
+  void discard_gradients(ChunkId chunk);
+  void forget(ChunkId chunk);
+  void add_to_sums();
+  void add_to_sum(ChunkId chunk);
+  ChunkProgress& progress(ChunkId chunk) { return progress_[static_cast<size_t>(chunk)]; }
+  bool is_in_slot(ParamId param) const { return in_slot_[static_cast<size_t>(param)] != 0; }
+  ArrayId home_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
+
+  Pager& pager_;
+  ChunkMemory& memory_;
+  ChunkStore& store_;
+  Gradients& gradients_;
+  Updates& updates_;
+  Recorder& recorder_;
+  Collectives& collectives_;
+  GradientStatistics statistics_;
+  std::vector<uint8_t> in_slot_;  // by parameter: kGrad has a gradient of it
+  std::vector<ChunkProgress> progress_;
+  std::vector<ChunkId> complete_here_;
+  Event last_scatter_;     // when the gradients of all scatters so far are there
+  int num_backwards_ = 0;  // since the last clear()
+  bool in_backward_ = false;
+  bool accumulates_ = false;  // the step before had several micro-batches
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,99 @@
+#include "engine/open_engine.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "common/check.h"
+#include "plan/placement.h"
+
+namespace patrickstar {
+
+namespace {
+
+// What speculation leaves free of host memory: gradients on their way, and one that is kept beside its parameters.
+int64_t reserve_bytes(const Layout& layout) {
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
+  return 4 * largest;
+}
+
+ResidencyOptions residency_options(const EngineOptions& options) {
+  ResidencyOptions residency = options.residency;
+  residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
+  return residency;
+}
+
+// Does one thing after the other, also after one that fails.
+class EveryStep {
+ public:
+  template <typename Step>
+  EveryStep& then(const Step& step) {
+    try {
+      step();
+    } catch (...) {
+      if (!first_failure_) first_failure_ = std::current_exception();
+    }
+    return *this;
+  }
+  void rethrow() const {
+    if (first_failure_) std::rethrow_exception(first_failure_);
+  }
+
+ private:
+  std::exception_ptr first_failure_;
+};
+
+}  // namespace
+
+OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layout, std::vector<std::string> param_names,
+                       const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
+                       std::shared_ptr<Collectives> ranks)
+    : options(options),
+      device(std::move(shared_device)),
+      collectives(std::move(ranks)),
+      memory(*device, std::move(layout), std::move(param_names)),
+      traces(memory.tracer()),
+      host_updates(device->backend(), device->host_compute(), memory.tracer()),
+      speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(), options.speculation,
+                  reserve_bytes(memory.layout())),
+      pager(memory, speculation, recorder, *collectives),
+      gradients(memory.store()),
+      updates(pager, gradients, host_updates, speculation),
+      flow(pager, gradients, updates, recorder, *collectives),
+      turns(pager, flow, *collectives),
+      tracker(pager, flow, turns),
+      values(pager, *collectives),
+      residency(pager, residency_options(options)),
+      planner(pager, recorder, *collectives, residency, updates, flow, traces),
+      unfreezing(pager, values, residency, flow, updates, planner, module_params) {
+  PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
+           this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
+  const int64_t limit = options.device.device_limit_bytes;
+  const int64_t working_set = working_set_bytes(this->layout(), module_params);
+  PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", limit,
+           " bytes, but the largest module's chunks and their gradients alone take ", working_set,
+           " bytes; raise device_memory to at least ", working_set,
+           " bytes (activations come on top), or lower default_chunk_size (", this->layout().chunk_numel(),
+           " elements)");
+  // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
+  backend().set_limit_policy(LimitPolicy::kMeasure);
+  residency.place_initially();
+}
+
+void OpenEngine::shut_down() {
+  EveryStep steps;
+  steps.then([this] { tracker.release_all(); }).then([this] { updates.forget_committed(); }).then([this] {
+    speculation.release_memory();
+  });
+  for (int index = 0; index < memory.store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    steps.then([&] { memory.leave_device(id); }).then([&] { memory.drop_block(id); });
+  }
+  steps.then([this] { memory.slots().trim(INT64_MAX); })
+      .then([this] { memory.arena().release_reserved(); })
+      .then([this] { memory.arena().trim(); })
+      .rethrow();
+}
+
+}  // namespace patrickstar

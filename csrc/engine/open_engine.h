@@ -1,0 +1,87 @@
+// All that an open engine has below Python: its chunks' memory, and the parts that work on them, in the order in which they
+// need each other; a part calls those above it in this list, and none below. Closing the engine is destroying this, after
+// shut_down().
+//
+//   device        shared with other engines of the process (engine/shared_device.h)
+//   memory        chunks, slots and blocks, and how payloads move
+//   pager         what is on the device, by plan or on demand
+//   gradients     which there are
+//   updates       of chunks, by Adam, in the step or ahead of it
+//   flow          from autograd's gradients to their chunk's update
+//   turns         with other ranks, where no plan says whose chunk is next
+//   tracker       who uses which parameter, when
+//   residency     which optimizer states are on the device
+//   planner       the plan of the next step
+//
+// What it was given of ranks (`collectives`) it uses and does not own: their communicators live until all ranks have
+// closed (patrickstar/ranks/distributed.py). Guarded by the device's lock.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/access_tracker.h"
+#include "engine/chunk_memory.h"
+#include "engine/chunk_values.h"
+#include "engine/gradient_flow.h"
+#include "engine/pager.h"
+#include "engine/rank_turns.h"
+#include "engine/residency.h"
+#include "engine/shared_device.h"
+#include "engine/step_planner.h"
+#include "engine/unfreezing.h"
+#include "engine/updates.h"
+#include "trace/recorder.h"
+#include "trace/trace_requests.h"
+
+namespace patrickstar {
+
+struct EngineOptions {
+  DeviceOptions device;
+  ResidencyOptions residency;
+  SpeculationMode speculation = SpeculationMode::kOff;
+  // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
+  // the least limit).
+  int64_t ample_limit_bytes = kUnlimited;
+  int64_t ample_extra_bytes = 0;
+};
+
+struct OpenEngine {
+  // Throws MemoryBudgetError when the model cannot fit. `module_params` lists the parameters that each module owns.
+  OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layout, std::vector<std::string> param_names,
+             const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
+             std::shared_ptr<Collectives> ranks);
+  OpenEngine(const OpenEngine&) = delete;
+  OpenEngine& operator=(const OpenEngine&) = delete;
+
+  // Ends what runs and frees all memory, every part of it also when another one fails. Throws what failed first.
+  void shut_down();
+
+  const Layout& layout() const { return memory.layout(); }
+  Backend& backend() { return device->backend(); }
+
+  const EngineOptions options;
+  const std::shared_ptr<SharedDevice> device;
+  const std::shared_ptr<Collectives> collectives;
+  ChunkMemory memory;
+  TraceRequests traces;
+  Recorder recorder;
+  HostUpdates host_updates;
+  Speculation speculation;
+  Pager pager;
+  Gradients gradients;
+  Updates updates;
+  GradientFlow flow;
+  RankTurns turns;
+  AccessTracker tracker;
+  ChunkValues values;
+  Residency residency;
+  StepPlanner planner;
+  Unfreezing unfreezing;
+  bool warmed_up = false;
+  bool has_new_states = false;  // of unfrozen chunks, which no complete step has placed yet
+  bool ranks_go_alike = true;   // in all steps so far
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,416 @@
+#include "engine/pager.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+struct Victim {
+  ArrayId id;
+  int64_t farness;  // moments until its next use, at most; larger ones leave first
+  uint64_t last_use;
+};
+
+bool is_optimizer_state(ArrayKind kind) {
+  const OptimizerArrays states = optimizer_arrays();
+  return std::find(states.begin(), states.end(), kind) != states.end();
+}
+
+}  // namespace
+
+Pager::Pager(ChunkMemory& memory, Speculation& speculation, Recorder& recorder, Collectives& collectives)
+    : memory_(memory), speculation_(speculation), recorder_(recorder), collectives_(collectives) {
+  memory_.device().join(*this);
+}
+
+Pager::~Pager() { memory_.device().leave(*this); }
+
+// Moments.
+
+void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
+  ++clock_;
+  ++memory_.counters().num_moments;
+  memory_.tracer().begin_moment(phase, acquired);
+  recorder_.begin_moment(phase, acquired, tide_of_running_moment());
+  const auto t = static_cast<size_t>(recorder_.position());
+  if (replaying_) {
+    const auto& planned = recorder_.last().moments;
+    replaying_ = t < planned.size() && planned[t].phase == phase && planned[t].acquired == acquired;
+  }
+  if (!replaying_) return;
+  ++memory_.counters().num_replayed_moments;
+  for (ArrayId id : plan_.moments[t].evict) evict_as_planned(id);
+}
+
+void Pager::settle_moment() {
+  if (replaying_) {
+    const auto& planned = plan_.moments[static_cast<size_t>(recorder_.position())];
+    for (ArrayId id : planned.evict_ahead) evict_as_planned(id);
+    postponed_.insert(postponed_.end(), planned.prefetch.begin(), planned.prefetch.end());
+    // In order: a later one must not take the link, and the slot, of an earlier one.
+    auto first_left = postponed_.begin();
+    while (first_left != postponed_.end() && prefetch(*first_left)) ++first_left;
+    postponed_.erase(postponed_.begin(), first_left);
+  }
+  // What was evicted above is not part of this moment's tide.
+  if (measures_tide()) memory_.device().take_tide_peak(*this);
+  memory_.tracer().settle_moment();
+}
+
+int64_t Pager::tide_of_running_moment() {
+  if (measures_tide()) return memory_.device().take_tide_peak(*this);
+  const auto& planned = recorder_.last().moments;
+  const int64_t position = recorder_.position();
+  return position < 0 ? 0 : planned[static_cast<size_t>(position)].tide_peak_bytes;
+}
+
+void Pager::set_plan(Plan plan, NextUse next_use) {
+  plan_ = std::move(plan);
+  next_use_ = std::move(next_use);
+  ++memory_.counters().num_plans;
+  if (!plan_.moments.empty()) return;
+  replaying_ = false;  // also in the middle of a step
+  postponed_.clear();
+}
+
+void Pager::restart_replay() {
+  replaying_ = !plan_.moments.empty();
+  postponed_.clear();
+  if (!layout().is_sharded()) return;
+  // All ranks begin alike, whatever an evaluation has left here.
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
+    const ArrayId id{chunk, ArrayKind::kParam};
+    if (is_evictable(id) || !memory_.array(id).slot) memory_.drop_slot(id);
+  }
+}
+
+// To the device.
+
+bool Pager::prefetch(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (array.on_device) return true;
+  const bool gathers = memory_.is_whole(id) && !array.on_host;
+  const ArrayRecord& source = gathers ? memory_.array({id.chunk, ArrayKind::kParamShard}) : array;
+  if (source.on_host && memory_.backend().waits_on_host(source.host_ready)) return false;
+  if (gathers) {
+    gather(id.chunk);
+  } else {
+    {
+      const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, id});
+      array.slot = acquire(store().num_bytes(id));
+    }
+    memory_.tracer().sample_memory();
+    if (!array.slot) return true;  // the tide is above the trace: the use itself will make room
+    fetch_into_slot(id);
+  }
+  array.prefetched = true;
+  return true;
+}
+
+bool Pager::needs_others(ArrayId id) const {
+  const ArrayRecord& array = memory_.array(id);
+  return memory_.is_whole(id) && !array.on_device && !array.on_host && !replays();
+}
+
+void Pager::bring(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  array.last_use = static_cast<uint64_t>(clock_);
+  if (array.on_device) {
+    memory_.counters().num_prefetch_hits += array.prefetched ? 1 : 0;
+  } else {
+    ++memory_.counters().num_on_demand_fetches;
+    const ScopedHold hold(array);  // making room must not evict what the derivation below reads
+    if (memory_.is_whole(id) && !array.on_host) {
+      gather_in_turn(id);
+    } else {
+      ensure_slot(id);
+      fetch_into_slot(id);
+    }
+  }
+  array.prefetched = false;
+  memory_.await_on_device(id);
+  if (id.kind == ArrayKind::kParam) memory_.attach(id.chunk);
+}
+
+// Uploads the value, or derives it: round(master), on the tier where the master is.
+void Pager::fetch_into_slot(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
+  if (!array.on_host) {
+    PS_CHECK(id.kind == ArrayKind::kParam && master.exists(), StateError, store().describe(id), " has no value");
+    if (master.on_device) {
+      memory_.await_slot(Queue::kCompute, array.slot);
+      memory_.cast_on_device(id.chunk, array.slot.data);
+      array.set_on_device();
+      return;
+    }
+    bring_to_host(id);
+  }
+  memory_.upload(id);
+}
+
+// [Note: the same order on every rank] What this rank put off, others have gathered already.
+void Pager::gather_in_turn(ArrayId id) {
+  for (ArrayId next = ArrayId(); next != id && !postponed_.empty();) {
+    next = postponed_.front();
+    postponed_.erase(postponed_.begin());
+    if (!memory_.array(next).on_device) gather(next.chunk);
+  }
+  if (!memory_.array(id).on_device) gather(id.chunk);
+}
+
+void Pager::gather(ChunkId chunk) {
+  const ArrayId id{chunk, ArrayKind::kParam};
+  const int64_t num_bytes = layout().num_bytes(id);
+  const int64_t shard_bytes = layout().num_bytes({chunk, ArrayKind::kParamShard});
+  Backend& backend = memory_.backend();
+  ArrayRecord& array = memory_.array(id);
+  const ScopedHold hold(array);
+  ensure_slot(id);
+  char* place = static_cast<char*>(array.slot.data) + layout().sharding().rank * shard_bytes;
+  backend.wait(Queue::kGather, place_shard(chunk, place, array.slot));
+  {
+    const TraceScope span(memory_.tracer(), {Track::kGather, StallCause::kNone, id, num_bytes - shard_bytes});
+    backend.enqueue(Queue::kGather, [&group = collectives_.gather_group(), whole = array.slot.data, shard_bytes] {
+      group.all_gather(whole, shard_bytes);
+    });
+  }
+  memory_.counters().gathered_bytes += num_bytes - shard_bytes;
+  array.device_ready = backend.record(Queue::kGather);
+  array.slot.busy = {array.device_ready, nullptr};
+  array.set_on_device();
+}
+
+// Returns the event after which this rank's shard is in `place`, which lies in `slot`.
+Event Pager::place_shard(ChunkId chunk, void* place, const Slot& slot) {
+  const ArrayId shard{chunk, ArrayKind::kParamShard};
+  if (!store().has_states_on_device(chunk)) {
+    bring_to_host(shard);
+    return memory_.upload_to(shard, place, slot);
+  }
+  memory_.await_slot(Queue::kCompute, slot);
+  memory_.cast_on_device(chunk, place);
+  return memory_.backend().record(Queue::kCompute);
+}
+
+void* Pager::open_for_write(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  array.last_use = static_cast<uint64_t>(clock_);
+  if (!array.on_device) {
+    ensure_slot(id);
+    if (array.on_host) {
+      memory_.upload(id);
+    } else {
+      memory_.await_slot(Queue::kCompute, array.slot);
+    }
+  }
+  memory_.await_on_device(id);
+  // The host's copy, if any, is about to be stale.
+  memory_.drop_block(id);
+  array.set_on_device();
+  return array.slot.data;
+}
+
+void Pager::ensure_slot(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (array.slot) return;
+  array.slot = take_slot(store().num_bytes(id), id);
+  memory_.tracer().sample_memory();
+}
+
+void Pager::ensure_state(ArrayId id, Tier tier) {
+  ArrayRecord& array = memory_.array(id);
+  if (array.exists()) return;
+  if (tier == Tier::kDevice) {
+    ensure_slot(id);
+    memory_.await_slot(Queue::kCompute, array.slot);
+    memory_.backend().fill_zero(Queue::kCompute, array.slot.data, store().num_bytes(id));
+    array.set_on_device();
+    return;
+  }
+  ensure_block(id);
+  memory_.await_on_host(id);
+  if (!array.block.zeroed) memory_.clear_block(id);
+  array.set_on_host();
+}
+
+// To the host.
+
+void Pager::bring_to_host(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (!array.on_host && array.on_device) {
+    ensure_block(id);
+    memory_.download(id);
+  }
+  if (!array.on_host) {
+    const ArrayId master{id.chunk, ArrayKind::kMaster};
+    PS_CHECK(id.kind == layout().param_home() && memory_.array(master).exists(), StateError, store().describe(id),
+             " has no value");
+    bring_to_host(master);
+    ensure_block(id);
+    memory_.cast_on_host(id.chunk, array.block.data);
+    array.on_host = true;
+  }
+  memory_.await_on_host(id);
+}
+
+bool Pager::push_out(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (!array.on_device) return true;
+  if (!array.on_host) {
+    if (!array.block) array.block = try_allocate_block(store().num_bytes(id));
+    if (!array.block) return false;
+    memory_.download(id);
+  }
+  memory_.leave_device(id);
+  return true;
+}
+
+void Pager::send_to_host(ArrayId id) {
+  ensure_block(id);
+  push_out(id);
+}
+
+void Pager::ensure_block(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (array.block) return;
+  array.block = try_allocate_block(store().num_bytes(id));
+  if (!array.block) array.block = memory_.arena().allocate(store().num_bytes(id));  // says what is missing
+}
+
+// What updates ahead of the step have for themselves goes first.
+HostBlock Pager::try_allocate_block(int64_t num_bytes) {
+  HostBlock block = memory_.arena().try_allocate(num_bytes);
+  if (block) return block;
+  speculation_.release_memory();
+  return memory_.arena().try_allocate(num_bytes);
+}
+
+// Room on the device.
+
+Slot Pager::acquire(int64_t num_bytes) {
+  Slot slot = memory_.slots().acquire(num_bytes);
+  if (slot || memory_.device().take_from_others(*this, num_bytes, Vacate::kValues) == 0) return slot;
+  return memory_.slots().acquire(num_bytes);
+}
+
+Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
+  SlotPool& slots = memory_.slots();
+  Backend& backend = memory_.backend();
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
+  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ && evict_one(Vacate::kEverything)) {
+  }
+  Slot slot = acquire(num_bytes);
+  while (!slot && evict_one(Vacate::kEverything)) slot = slots.acquire(num_bytes);
+  if (!slot) {
+    memory_.device().take_from_others(*this, num_bytes, Vacate::kEverything);
+    backend.reclaim();
+    slot = slots.acquire(num_bytes);
+  }
+  // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
+  // would be needed, later it is an error that says it.
+  if (!slot) slot = slots.acquire(num_bytes, OverLimit::kAllow);
+  PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
+           slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
+           backend.limit_bytes(), "; raise device_memory or lower the batch size");
+  return slot;
+}
+
+bool Pager::is_evictable(ArrayId id) const {
+  const ArrayRecord& array = memory_.array(id);
+  return array.slot && array.on_device && array.holds == 0;
+}
+
+bool Pager::evict_one(Vacate what) {
+  const auto num_moments = static_cast<int64_t>(plan_.moments.size());
+  std::vector<Victim> victims;
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    const bool is_state = is_optimizer_state(id.kind);
+    if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
+    const ArrayRecord& array = memory_.array(id);
+    const bool dirty = !array.on_host && !can_be_had_again(id);
+    int64_t farness = next_use_.empty() ? 1 : next_use(id);
+    if (dirty) farness = std::min(farness, num_moments);
+    victims.push_back({id, is_state ? 0 : farness, array.last_use});
+  }
+  std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
+    return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
+  });
+  // One that cannot leave (host memory is full and it is dirty) does not save the others.
+  return std::any_of(victims.begin(), victims.end(), [this](const Victim& victim) { return evict(victim.id); });
+}
+
+// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not once
+// more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the whole
+// values to its host and fetches them from there; they end when the plan would have them leave the device.
+bool Pager::evict(ArrayId id) {
+  if (!is_evictable(id)) return false;
+  if (can_be_had_again(id)) {
+    memory_.drop_slot(id);
+  } else if (!push_out(id)) {
+    return false;
+  }
+  ++memory_.counters().num_evictions;
+  return true;
+}
+
+void Pager::evict_as_planned(ArrayId id) {
+  const ArrayRecord& array = memory_.array(id);
+  if (!memory_.is_whole(id)) {
+    evict(id);
+  } else if (array.holds == 0 && !array.slot) {
+    memory_.drop_block(id);
+  } else if (is_evictable(id)) {
+    memory_.drop_slot(id);
+    ++memory_.counters().num_evictions;
+  }
+}
+
+void Pager::vacate(Vacate what) {
+  memory_.device().take_from_others(*this, INT64_MAX, what);
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
+  }
+  memory_.slots().trim(INT64_MAX);
+  memory_.backend().reclaim();
+}
+
+int64_t Pager::trim(int64_t num_bytes) {
+  const int64_t freed = memory_.slots().trim(num_bytes);
+  memory_.tracer().sample_memory();
+  return freed;
+}
+
+int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
+  int64_t freed = 0;
+  while (freed < num_bytes && evict_one(what)) {
+    ++memory_.counters().num_pressure_evictions;
+    freed += memory_.slots().trim(num_bytes - freed);
+  }
+  memory_.tracer().sample_memory();
+  return freed;
+}
+
+int64_t Pager::state_bytes() const {
+  int64_t bytes = 0;
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
+    for (ArrayKind kind : optimizer_arrays()) bytes += memory_.array({chunk, kind}).slot.num_bytes;
+  }
+  return bytes;
+}
+
+int64_t Pager::value_bytes() const {
+  int64_t bytes = 0;
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk)
+    bytes += layout().num_bytes({chunk, ArrayKind::kParam});
+  return bytes;
+}
+
+}  // namespace patrickstar

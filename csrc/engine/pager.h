@@ -1,0 +1,132 @@
+// The pager brings payloads to the device and decides what leaves it.
+//
+// It replays the plan while the step goes as planned; otherwise it fetches on demand and evicts by the order below. It
+// never evicts an array that a running operation holds. Its answers do not change any number, only where bytes are.
+//
+// [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the one
+// that was used longest ago. An array whose only value is on the device counts as used at the step's end at the latest,
+// where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go.
+//
+// A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays are
+// other ranks' to give:
+//
+//   pager.begin_moment(phase, arrays);
+//   for (ArrayId id : arrays) pager.bring(id);
+//   pager.settle_moment();
+//
+// Guarded by the engine's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/chunk_memory.h"
+#include "engine/collectives.h"
+#include "engine/speculation.h"
+#include "plan/planner.h"
+#include "trace/recorder.h"
+
+namespace patrickstar {
+
+class Pager final : public Tenant {
+ public:
+  Pager(ChunkMemory& memory, Speculation& speculation, Recorder& recorder, Collectives& collectives);
+  ~Pager() override;
+
+  ChunkMemory& memory() { return memory_; }
+  const ChunkMemory& memory() const { return memory_; }
+  ChunkStore& store() { return memory_.store(); }
+  const ChunkStore& store() const { return memory_.store(); }
+  const Layout& layout() const { return memory_.layout(); }
+
+  // Records that a moment begins with `acquired` (sorted param arrays), and evicts what the plan says for it.
+  void begin_moment(Phase phase, const std::vector<ArrayId>& acquired);
+  // They are there: starts what the plan fetches ahead.
+  void settle_moment();
+  // Uses outside of a training step (evaluation, the user's own access) are no moments.
+  void begin_untracked_use() { ++clock_; }
+
+  // Makes sure that the value is on the device (uploading, deriving or gathering it) and that compute waits for it.
+  void bring(ArrayId id);
+  // Whether bring() would need a gather that the other ranks do not expect ([Note: the same order on every rank]).
+  bool needs_others(ArrayId id) const;
+  // A slot that the compute queue may write, with the array's present value if it has one.
+  void* open_for_write(ArrayId id);
+  // Makes sure that the value is in host memory and complete there.
+  void bring_to_host(ArrayId id);
+  // Starts the copy to the host and frees the slot. False when host memory has no room for it.
+  bool push_out(ArrayId id);
+  // The same, and an error when there is no room; host_ready says when the copy is complete.
+  void send_to_host(ArrayId id);
+  // A block for `id` (if it has none).
+  void ensure_block(ArrayId id);
+  // A slot for `id` (if it has none), making room for it.
+  void ensure_slot(ArrayId id);
+  // A slot for something that is no array, making room for it. `what` is for the error message.
+  Slot take_slot(int64_t num_bytes, ArrayId what);
+  // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before
+  // training the arena holds masters only.
+  void ensure_state(ArrayId id, Tier tier);
+  // Enqueues the gather of a chunk's compute values from all ranks, which all must in the same order: this rank's shard
+  // goes up into its place in the chunk's slot, or is cast there from a master on the device; an all-gather in place brings
+  // the others'.
+  void gather(ChunkId chunk);
+
+  // Next step's plan. `payload_limit_bytes` bounds payloads whatever the tide (in the warm-up).
+  void set_plan(Plan plan, NextUse next_use);
+  void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
+  void restart_replay();
+  const Plan& plan() const { return plan_; }
+  // The next moment is taken for the planned one.
+  bool is_replaying() const { return replaying_; }
+  // The running step goes as planned so far, on all ranks.
+  bool replays() const { return replaying_ && recorder_.position() >= 0; }
+  // Highest tide since the running moment began; while a replay makes measuring needless, the planned one.
+  int64_t tide_of_running_moment();
+  int64_t next_use(ArrayId id) const { return next_use_.after(id, recorder_.position()); }
+
+  // Pushes out what can leave.
+  void vacate(Vacate what);
+  // A forward or a backward begins or ends.
+  void set_running(bool running) { running_ = running; }
+
+  int64_t trim(int64_t num_bytes) override;
+  int64_t give_up(int64_t num_bytes, Vacate what) override;
+  bool is_running() const override { return running_; }
+  int64_t state_bytes() const override;
+  int64_t value_bytes() const override;
+
+ private:
+  bool measures_tide() const { return !replaying_ || memory_.device().backend().measures_tide_freely(); }
+  // False when it is too early: what makes the host's copy is still running.
+  bool prefetch(ArrayId id);
+  void fetch_into_slot(ArrayId id);
+  // With several ranks, in a replay: gathers what was postponed, up to the chunk.
+  void gather_in_turn(ArrayId id);
+  Event place_shard(ChunkId chunk, void* place, const Slot& slot);
+  // Also where another engine must make room.
+  Slot acquire(int64_t num_bytes);
+  HostBlock try_allocate_block(int64_t num_bytes);
+
+  // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
+  bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
+  bool is_evictable(ArrayId id) const;
+  bool evict(ArrayId id);
+  void evict_as_planned(ArrayId id);
+  // [Note: what leaves first]. False when nothing can leave.
+  bool evict_one(Vacate what);
+
+  ChunkMemory& memory_;
+  Speculation& speculation_;
+  Recorder& recorder_;
+  Collectives& collectives_;
+  Plan plan_;
+  NextUse next_use_;
+  bool replaying_ = false;
+  bool running_ = false;
+  std::vector<ArrayId> postponed_;  // prefetches that came too early
+  int64_t payload_limit_bytes_ = INT64_MAX;
+  int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
+};
+
+}  // namespace patrickstar

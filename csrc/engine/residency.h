@@ -1,0 +1,78 @@
+// Residency: what lives where from step to step, and how much of the device payloads may take.
+//
+//   before the first step   optimizer states on the host, what does not fit there on the device; payloads keep to a
+//                           fixed share of the device, since the tide is not known
+//   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
+//   after an unfreezing     the same once more, for what is new
+//   after every step        poses the planner's problem for the next
+//
+// Guarded by the engine's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/pager.h"
+#include "plan/placement.h"
+#include "plan/planner.h"
+
+namespace patrickstar {
+
+enum class StatePlacement : uint8_t {
+  kHybrid,  // optimizer states in the device's margin, the others on the host
+  kHost,    // all optimizer states on the host
+};
+
+struct ResidencyOptions {
+  double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
+  double margin_use_ratio = 0.8;
+  int64_t payload_limit_bytes = kUnlimited;  // of what is fetched on demand, whatever the tide leaves (for tests)
+  StatePlacement state_placement = StatePlacement::kHybrid;
+  bool keeps_gradients = true;  // DeviceBudget::keeps_gradients
+};
+
+class Residency {
+ public:
+  Residency(Pager& pager, const ResidencyOptions& options)
+      : pager_(pager), memory_(pager.memory()), options_(options) {}
+
+  // Decides the first homes and reserves host memory for them. Throws MemoryBudgetError when the budgets cannot hold
+  // the model.
+  void place_initially();
+  // Moves states into the margin that a step's tide leaves.
+  void place_in_margin(const Timeline& step);
+  // The same when there are more states than before: those that are there stay, and others move in as far as the margin
+  // has room beside them.
+  void fill_margin(const Timeline& step);
+  // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
+  Tier home_of_new_states(ChunkId chunk) const;
+  void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
+  void move_states_to_device(ChunkId chunk);
+  // What host memory keeps free for a gradient that needs a block of its own.
+  int64_t spare_bytes() const;
+  // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
+  void limit_payloads(const Timeline& last);
+  // `states_on_device` by chunk, as all ranks agree.
+  PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
+  // Whether transfers take time that compute can hide, and memory may be given to that.
+  bool prefetches_far() const { return device_budget().prefetches_far; }
+
+  // Where the chunk's optimizer states are kept.
+  Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
+
+ private:
+  const Layout& layout() const { return memory_.layout(); }
+  int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
+  int64_t limit_within_slack() const;
+  DeviceBudget device_budget() const;
+  int64_t warmup_payload_limit() const;
+  // For states that stay: other engines' values are to find room beside them.
+  DeviceBudget budget_for_states() const;
+
+  Pager& pager_;
+  ChunkMemory& memory_;
+  ResidencyOptions options_;
+  std::vector<Tier> homes_;
+};
+
+}  // namespace patrickstar

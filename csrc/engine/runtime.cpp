@@ -1,0 +1,545 @@
+#include "engine/runtime.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+void forget_running_step(OpenEngine& open) {
+  open.recorder.abandon_step();
+  open.memory.tracer().abandon();
+}
+
+// With several ranks, what decisions are made from must be the same on all: `timeline` becomes so. What the others say.
+std::vector<std::string> agree_on(OpenEngine& open, Timeline& timeline, const std::string& note) {
+  StepAgreement agreement = open.collectives->agree_on(timeline, note);
+  open.ranks_go_alike = open.ranks_go_alike && agreement.alike;
+  return std::move(agreement.notes);
+}
+
+// Nothing is trained: no step of an optimizer ends one of its own.
+bool is_frozen(const Layout& layout) {
+  const auto& chunks = layout.chunks();
+  return std::none_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.trainable; });
+}
+
+LimitPolicy policy_between_calls(const OpenEngine& open) {
+  return open.warmed_up ? LimitPolicy::kEnforce : LimitPolicy::kMeasure;
+}
+
+int64_t largest_whole_chunk_bytes(const Layout& layout) {
+  int64_t most = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    most = std::max(most, layout.num_bytes({chunk, ArrayKind::kParam}));
+  }
+  return most;
+}
+
+// [Note: the least limit] An error that names the memory to raise the budget to must name enough. So on the simulated
+// device what exceeds the limit passes (LimitPolicy::kMeasure) wherever the call cannot be made again with an emptier
+// device, and is refused here, when the whole is known; before anything is updated, and on all ranks.
+void check_least_limit(OpenEngine& open, const char* what) {
+  if (!open.backend().may_exceed_limit()) return;
+  int64_t least = open.backend().least_limit_bytes();
+  if (open.layout().is_sharded()) least = open.collectives->max_over_ranks(least);
+  const int64_t limit = open.options.device.device_limit_bytes;
+  if (least <= limit) return;
+  if (open.layout().is_sharded())
+    least += largest_whole_chunk_bytes(open.layout());  // gathered ahead, as a plan may say
+  if (least >= open.options.ample_limit_bytes) least += open.options.ample_extra_bytes;
+  open.backend().reset_least_limit();
+  PS_CHECK(false, MemoryBudgetError, "device_memory is ", limit, " bytes, but ", what, " needs ", least,
+           " bytes at its peak even with every idle chunk evicted; raise device_memory to at least ", least,
+           " bytes, or lower the batch size or default_chunk_size",
+           open.updates.num_committed() > 0 ? "" : ". Nothing was updated");
+}
+
+// A step's tide is known.
+void place_states(OpenEngine& open, const Timeline& step) {
+  if (!std::exchange(open.has_new_states, false)) return open.residency.place_in_margin(step);
+  if (open.updates.num_committed() > 0) return;  // updates are under way; states stay on the host
+  open.updates.cancel_all();
+  open.residency.fill_margin(step);
+  open.updates.forget_choice();
+}
+
+void finish_step(OpenEngine& open, StepOutcome outcome) {
+  open.flow.clear();
+  for (ParamId param = 0; param < open.layout().num_params(); ++param) {
+    const bool exists = open.memory.store().array({open.layout().placement(param).chunk, ArrayKind::kParam}).exists();
+    if (open.memory.store().param_state(param) != State::kFree || exists)
+      open.memory.store().move_param(param, exists ? State::kHold : State::kFree);
+  }
+  if (open.recorder.position() < 0) return open.memory.tracer().abandon();
+  const bool first = !open.warmed_up;
+  const Timeline previous = open.recorder.last();
+  // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
+  // optimizer states would be taken for tide.
+  open.recorder.finish_step();
+  if (first) {
+    open.warmed_up = true;
+    open.backend().set_limit_policy(LimitPolicy::kEnforce);
+    open.updates.forget_choice();  // of what was unfrozen before
+    open.updates.choose_speculation();
+  }
+  Timeline last = open.recorder.last();
+  std::vector<PlanVote> votes;
+  for (const std::string& note : agree_on(open, last, packed(open.planner.vote(previous)))) {
+    votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
+  }
+  open.recorder.set_last(std::move(last));
+  open.memory.tracer().end_step(open.recorder.last(), outcome);
+  open.residency.limit_payloads(open.recorder.last());
+  if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
+  open.planner.end_step(previous, agreed(votes));
+}
+
+}  // namespace
+
+Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
+                 const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
+                 std::shared_ptr<Collectives> collectives) {
+  const std::shared_ptr<SharedDevice> device = SharedDevice::open(options.device);
+  lock_ = device->lock();
+  const std::lock_guard<SharedDevice::Lock> lock(*lock_);
+  open_ = std::make_unique<OpenEngine>(device, std::move(layout), std::move(param_names), module_params, options,
+                                       std::move(collectives));
+}
+
+Runtime::~Runtime() {
+  if (!made_in_.is_here()) {
+    open_.release();  // its threads are the other process's
+    return;
+  }
+  if (open_ == nullptr) return;
+  open_->collectives->abort();
+  try {
+    close();
+  } catch (const std::exception&) {  // it is freed all the same
+  }
+}
+
+void Runtime::check_process() const {
+  PS_CHECK(
+      made_in_.is_here(), StateError,
+      "this process is a fork of the one that made this engine (a DataLoader worker, a subprocess?), and has none of "
+      "its threads; use the engine in the process that made it, and hand tensors to forks");
+}
+
+Runtime::Entry::Entry(Runtime& runtime) : lock_((runtime.check_process(), *runtime.lock_)), open_(runtime.open_.get()) {
+  PS_CHECK(open_ != nullptr, StateError,
+           "this engine is closed, but something of it is still used (the backward of an old loss?); "
+           "build a new engine to train on");
+}
+
+Runtime::Entry Runtime::compute() {
+  Entry open(*this);
+  open->backend().follow_compute();
+  return open;
+}
+
+void Runtime::close() {
+  check_process();
+  std::shared_ptr<SharedDevice> device;  // which ends, if no other engine has it, when the lock is free again
+  const std::lock_guard<SharedDevice::Lock> lock(*lock_);
+  const std::unique_ptr<OpenEngine> open = std::move(open_);
+  if (open == nullptr) return;
+  device = open->device;
+  open->shut_down();
+}
+
+bool Runtime::closed() {
+  check_process();
+  const std::lock_guard<SharedDevice::Lock> lock(*lock_);
+  return open_ == nullptr;
+}
+
+void Runtime::bind_storage(ChunkId chunk, c10::StorageImpl* storage) {
+  const Entry open(*this);
+  const ArrayId id{chunk, ArrayKind::kParam};
+  open->memory.store().storage(chunk) =
+      ParamStorage(storage, open->memory.store().num_bytes(id),
+                   open->memory.store().describe(id) +
+                       ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
+                       "torch function uses them; code that reads a tensor's memory in another way must run inside the "
+                       "module that owns it.");
+}
+
+void Runtime::seal_storage(ChunkId chunk) {
+  const Entry open(*this);
+  open->memory.store().storage(chunk).detach();
+}
+
+void Runtime::write_values(ParamId param, ArrayKind kind, ParamValues values) {
+  const Entry open = compute();
+  const ChunkId chunk = open->layout().placement(param).chunk;
+  open->tracker.release_transient();
+  open->updates.cancel(chunk);
+  open->values.write(param, kind, values, open->residency.home(chunk));
+}
+
+void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
+  const Entry open = compute();
+  open->values.read(param, kind, values);
+}
+
+void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
+  const Entry open = compute();
+  open->values.read_own(param, kind, values);
+}
+
+void Runtime::read_gradient(ParamId param, float* values) {
+  const Entry open = compute();
+  open->updates.check_nothing_committed("a gradient was to be read");
+  open->values.read_gradient(param, open->gradients.source(open->layout().placement(param).chunk), values);
+}
+
+void Runtime::write_gradient(ParamId param, ParamValues values) {
+  const Entry open = compute();
+  const ChunkId chunk = open->layout().placement(param).chunk;
+  open->updates.check_nothing_committed("a gradient was to be written");
+  open->flow.note_rewritten(chunk);
+  open->values.write_gradient(param, open->gradients.source(chunk), values);
+}
+
+void Runtime::adopt_timeline(Timeline timeline, std::optional<StepTimes> times) {
+  const Entry open = compute();
+  PS_CHECK(!open->warmed_up && open->recorder.position() < 0, StateError,
+           "a plan is adopted before the first step only");
+  open->recorder.set_last(std::move(timeline));
+  open->residency.place_in_margin(open->recorder.last());
+  open->residency.limit_payloads(open->recorder.last());
+  open->planner.adopt(std::move(times));
+}
+
+void Runtime::make_states(const std::vector<ChunkId>& chunks) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->unfreezing.make_states(chunks);
+}
+
+void Runtime::discard_states(const std::vector<ChunkId>& chunks) {
+  const Entry open = compute();
+  open->unfreezing.discard_states(chunks);
+}
+
+void Runtime::train(const std::vector<ParamId>& params) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->unfreezing.train(params);
+  open->has_new_states = open->warmed_up;
+}
+
+void Runtime::release_chunk(ChunkId chunk) {
+  const Entry open(*this);
+  open->tracker.release_all();
+  open->updates.forget_committed();
+  open->updates.cancel(chunk);
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) open->memory.discard({chunk, static_cast<ArrayKind>(kind)});
+  open->memory.slots().trim(INT64_MAX);
+  open->memory.arena().trim();
+}
+
+void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
+  const Entry open = compute();
+  if (tracking == Tracking::kTraining && is_frozen(open->layout())) forget_running_step(*open);
+  if (open->recorder.position() < 0) open->backend().reset_least_limit();
+  open->pager.set_running(true);
+  open->tracker.release_transient();
+  open->tracker.set_tracking(tracking);
+  open->tracker.set_phase(Phase::kForward);
+  if (tracking == Tracking::kTraining && open->recorder.position() < 0) {
+    open->device->take_tide_peak(open->pager);
+    open->pager.restart_replay();
+    open->memory.arena().prepare_ahead();  // the moments' memory, beside the first step
+    open->planner.begin_step();
+    open->memory.tracer().begin_step();
+  }
+  // A replay with other ranks is not repeated either.
+  const bool last = attempt == Attempt::kLast || (open->layout().is_sharded() && open->pager.is_replaying());
+  open->backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
+}
+
+void Runtime::end_forward() {
+  const Entry open = compute();
+  open->tracker.release_all();
+  if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
+  open->pager.set_running(false);
+  const bool training = open->tracker.tracking() == Tracking::kTraining;
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->backend().set_limit_policy(training ? LimitPolicy::kMeasure : policy_between_calls(*open));
+  if (!training) check_least_limit(*open, "this forward pass");
+}
+
+Tick Runtime::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
+  const Entry open = compute();
+  open->updates.check_not_committed(params);
+  return open->tracker.open_scope(params, until);
+}
+
+void Runtime::close_scope() {
+  const Entry open = compute();
+  open->tracker.close_scope();
+}
+
+Tick Runtime::tick() {
+  const Entry open(*this);
+  return open->tracker.tick();
+}
+
+Tick Runtime::touch(const std::vector<ParamId>& params) {
+  const Entry open = compute();
+  open->updates.check_not_committed(params);
+  return open->tracker.touch(params);
+}
+
+void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
+  const Entry open = compute();
+  open->updates.check_nothing_committed("a second backward");
+  open->updates.expect(expected_groups, expected_grad_scale);
+  if (!open->flow.pending()) open->updates.choose_speculation();
+  open->tracker.release_transient();
+  open->pager.set_running(true);
+  open->tracker.set_tracking(Tracking::kTraining);
+  open->tracker.set_phase(Phase::kBackward);
+  open->backend().set_limit_policy(LimitPolicy::kMeasure);
+  open->flow.begin_backward();
+}
+
+void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
+  const Entry open = compute();
+  open->updates.check_not_committed(params);
+  open->tracker.enter_backward(begin, end, params);
+}
+
+void Runtime::fold_gradient(ParamId param, const void* data) {
+  const Entry open = compute();
+  open->flow.fold(param, data);
+}
+
+void Runtime::end_backward() {
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->flow.complete_backward();
+  if (open->layout().is_sharded()) {
+    if (!open->pager.replays()) open->turns.finish_phase();
+    open->flow.scatter_rest();
+  }
+  open->pager.set_running(false);
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->backend().set_limit_policy(policy_between_calls(*open));
+  check_least_limit(*open, "this step");
+}
+
+bool Runtime::keep_joint_backward() {
+  const Entry open = compute();
+  if (open->flow.keep_backward()) return true;
+  if (is_frozen(open->layout())) {
+    open->recorder.note_tide(open->pager.tide_of_running_moment());
+    finish_step(*open, StepOutcome::kSkipped);
+  }
+  return false;
+}
+
+void Runtime::abort_forward() {
+  const Entry open(*this);
+  open->pager.set_running(false);
+  open->tracker.release_all();
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->flow.forget_complete();
+  open->backend().set_limit_policy(policy_between_calls(*open));
+  forget_running_step(*open);
+}
+
+void Runtime::abort_backward() {
+  abort_forward();
+  const Entry open(*this);
+  open->updates.forget_committed();
+  open->updates.cancel_all();
+  open->flow.abort_backward();
+}
+
+void Runtime::vacate_device(Vacate what) {
+  const Entry open = compute();
+  open->pager.vacate(what);
+}
+
+double Runtime::prepare_step() {
+  const Entry open = compute();
+  open->memory.tracer().begin_optimizer();
+  open->tracker.release_all();
+  const double sum = open->flow.sum_of_squares();
+  open->recorder.note_tide(open->pager.tide_of_running_moment());
+  if ((!open->warmed_up || open->has_new_states) && open->recorder.position() >= 0) {
+    Timeline timeline = open->recorder.running();
+    agree_on(*open, timeline, {});
+    place_states(*open, timeline);
+  }
+  return sum;
+}
+
+void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const Entry open = compute();
+  open->updates.apply(groups, grad_scale);
+  ++open->memory.counters().num_steps;
+  finish_step(*open, StepOutcome::kApplied);
+}
+
+void Runtime::skip_step() {
+  const Entry open = compute();
+  open->updates.check_nothing_committed("a skipped step");
+  ++open->memory.counters().num_skipped_steps;
+  open->updates.cancel_all();
+  finish_step(*open, StepOutcome::kSkipped);
+}
+
+void Runtime::clear_gradients() {
+  const Entry open(*this);
+  if (!open->flow.pending()) return;
+  open->updates.check_nothing_committed("gradients were to be forgotten");
+  open->updates.cancel_all();
+  open->flow.clear();
+  forget_running_step(*open);
+}
+
+void Runtime::clear_gradient(ParamId param) {
+  const Entry open(*this);
+  open->flow.clear_param(param);
+}
+
+void Runtime::forget_plan() {
+  const Entry open(*this);
+  open->planner.forget_plan();
+}
+
+bool Runtime::has_gradient(ParamId param) {
+  const Entry open(*this);
+  return open->gradients.has(param);
+}
+
+bool Runtime::gradients_pending() {
+  const Entry open(*this);
+  return open->flow.pending();
+}
+
+void Runtime::set_group(ParamId param, int group) {
+  const Entry open(*this);
+  open->updates.set_group(param, group);
+}
+
+int64_t Runtime::step_count(ParamId param) {
+  const Entry open(*this);
+  return open->updates.step_count(param);
+}
+
+void Runtime::set_step_count(ParamId param, int64_t count) {
+  const Entry open(*this);
+  open->updates.set_step_count(param, count);
+}
+
+int Runtime::num_committed() {
+  const Entry open(*this);
+  return open->updates.num_committed();
+}
+
+void Runtime::start_trace(TraceReader reader) {
+  const Entry open(*this);
+  open->traces.ask(reader);
+}
+
+std::optional<StepTrace> Runtime::take_trace(TraceReader reader) {
+  const Entry open(*this);
+  return open->traces.take(reader);
+}
+
+RuntimeReport Runtime::report() {
+  const Entry open(*this);
+  RuntimeReport report;
+  report.device_budget_bytes = open->backend().limit_bytes();
+  report.device_peak_bytes = open->backend().peak_bytes();
+  report.device_tide_bytes = open->backend().tide_bytes();
+  report.device_payload_bytes = open->memory.slots().used_bytes();
+  report.host_budget_bytes = open->memory.arena().limit_bytes();
+  report.host_bytes = open->memory.arena().mapped_bytes();
+  report.host_peak_bytes = open->memory.arena().peak_mapped_bytes();
+  report.counters = open->memory.counters();
+  report.interleaved_nodes = open->device->interleaved_nodes();
+  report.pinned_cpus = open->device->pool().pinned_cpus();
+  report.num_host_threads = open->device->pool().num_threads();
+  report.num_chunks = open->layout().num_chunks();
+  report.chunk_numel = open->layout().chunk_numel();
+  for (const ChunkSpec& chunk : open->layout().chunks()) report.num_chunk_elements += chunk.numel;
+  for (ChunkId chunk = 0; chunk < open->layout().num_chunks(); ++chunk) {
+    report.num_device_state_chunks += open->memory.store().has_states_on_device(chunk) ? 1 : 0;
+  }
+  report.planned_uploaded_bytes = open->pager.plan().uploaded_bytes;
+  report.planned_downloaded_bytes = open->pager.plan().downloaded_bytes;
+  if (open->planner.predicted()) report.predicted_step_seconds = open->planner.predicted()->seconds;
+  return report;
+}
+
+void Runtime::reset_report() {
+  const Entry open(*this);
+  open->memory.counters() = {};
+  open->backend().reset_peak();
+  open->memory.arena().reset_peak();
+}
+
+int64_t Runtime::num_pressure_evictions() {
+  const Entry open(*this);
+  return open->memory.counters().num_pressure_evictions;
+}
+
+Timeline Runtime::last_timeline() {
+  const Entry open(*this);
+  return open->recorder.last();
+}
+
+Plan Runtime::plan() {
+  const Entry open(*this);
+  return open->pager.plan();
+}
+
+PlanProblem Runtime::plan_problem() {
+  const Entry open(*this);
+  PlanProblem problem = open->planner.problem();
+  problem.timeline = nullptr;
+  return problem;
+}
+
+std::optional<StepTimes> Runtime::step_times() {
+  const Entry open(*this);
+  return open->planner.times();
+}
+
+std::optional<SimulatedStep> Runtime::predicted_step() {
+  const Entry open(*this);
+  return open->planner.predicted();
+}
+
+bool Runtime::replays() {
+  const Entry open(*this);
+  return open->pager.replays();
+}
+
+State Runtime::param_state(ParamId param) {
+  const Entry open(*this);
+  return open->memory.store().param_state(param);
+}
+
+State Runtime::chunk_state(ChunkId chunk) {
+  const Entry open(*this);
+  return open->memory.store().chunk_state(chunk);
+}
+
+bool Runtime::is_on_device(ArrayId array) {
+  const Entry open(*this);
+  return open->memory.store().array(array).on_device;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,172 @@
+// The façade of the core: what Python's hooks, engine and optimizer call. It holds the engine's open state
+// (engine/open_engine.h), takes the device's lock, and keeps the order of a step:
+//
+//   begin_forward  open_scope/touch/close_scope ...  end_forward
+//   begin_backward enter_backward/fold ...           end_backward
+//   prepare_step   apply_step or skip_step
+//
+// Calls may come from any thread (on CUDA, backward hooks run on an autograd thread); each takes the lock, and may wait
+// for it, so the caller must not hold the Python interpreter. None needs it. Hooks never see the optimizer; the runtime
+// never sees an nn.Module. Every call but the destructor throws StateError once the runtime is closed, and in a fork of
+// the process that made it (common/process_fork.h).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/process_fork.h"
+#include "engine/open_engine.h"
+#include "engine/use_listener.h"
+
+namespace patrickstar {
+
+// The figures of a runtime at one moment; totals and peaks since reset_report().
+struct RuntimeReport {
+  int64_t device_budget_bytes = 0;
+  int64_t device_peak_bytes = 0;
+  int64_t device_tide_bytes = 0;
+  int64_t device_payload_bytes = 0;
+  int64_t host_budget_bytes = 0;
+  int64_t host_bytes = 0;
+  int64_t host_peak_bytes = 0;
+  Counters counters;
+  std::vector<int> interleaved_nodes;
+  std::vector<int> pinned_cpus;
+  int num_host_threads = 0;
+  int num_chunks = 0;
+  int64_t chunk_numel = 0;
+  int64_t num_chunk_elements = 0;  // padding included
+  int num_device_state_chunks = 0;
+  int64_t planned_uploaded_bytes = 0;
+  int64_t planned_downloaded_bytes = 0;
+  double predicted_step_seconds = 0;  // 0: no step was measured
+};
+
+class Runtime final : public UseListener {
+ public:
+  Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
+          const EngineOptions& options, std::shared_ptr<Collectives> collectives);
+  // Where nobody closed it, what runs with other ranks is aborted: it waits for none of them.
+  ~Runtime() override;
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  // Setting up: chunks get their storages, then parameters their values.
+  void bind_storage(ChunkId chunk, c10::StorageImpl* storage);
+  // All views of the chunk's storage are made: from now on it guards its memory.
+  void seal_storage(ChunkId chunk);
+  // One value of a parameter's float32 arrays, in the parameter's memory order. kMaster of a frozen parameter means its
+  // compute value. What is read goes to host memory.
+  void write_values(ParamId param, ArrayKind kind, ParamValues values);
+  void read_values(ParamId param, ArrayKind kind, float* values);
+  void read_own_values(ParamId param, ArrayKind kind, float* values);
+  // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is written
+  // is the ranks' mean, and prepare_step() must be called again.
+  void read_gradient(ParamId param, float* values);
+  void write_gradient(ParamId param, ParamValues values);
+  // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
+  // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
+  // does. With several ranks all must be here.
+  void adopt_timeline(Timeline timeline, std::optional<StepTimes> times);
+  // Parameters that were frozen are to be trained (engine/unfreezing.h): states of their chunks, all of them or none; then
+  // the parameters that were not trained so far, or back. With several ranks all must, between the same forwards.
+  void make_states(const std::vector<ChunkId>& chunks);
+  void discard_states(const std::vector<ChunkId>& chunks);
+  void train(const std::vector<ParamId>& params);
+  // Forgets all arrays of a chunk (a model that leaves its engine).
+  void release_chunk(ChunkId chunk);
+  // Ends all threads, frees all memory and gives PyTorch's allocator back, whatever fails meanwhile; throws what failed
+  // first. Idempotent. Autograd graphs may outlive the engine and still refer to this object.
+  void close();
+  bool closed();
+
+  // Forward.
+  // `attempt`: whether the caller runs the forward again when this one runs out of device memory.
+  void begin_forward(Tracking tracking, Attempt attempt);
+  void end_forward();
+  Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;
+  void close_scope() override;
+  Tick tick() override;
+  Tick touch(const std::vector<ParamId>& params) override;
+
+  // Backward.
+  // With the options and the factor on gradients that the step after it is expected to get (none: not known).
+  void begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale);
+  void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
+  void fold_gradient(ParamId param, const void* data);
+  void end_backward();
+  // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py): whether
+  // it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
+  bool keep_joint_backward();
+  // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
+  void abort_forward();
+  // An exception left the backward: what it held is released, its gradients are forgotten.
+  void abort_backward();
+  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
+  void vacate_device(Vacate what);
+
+  // Step.
+  double prepare_step();  // the gradients' sum of squares
+  void apply_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  void skip_step();
+  void clear_gradients();
+  // Goes back to fetching on demand until the next step is over (what changes is time, not numbers).
+  void forget_plan();
+  void clear_gradient(ParamId param);
+  bool has_gradient(ParamId param);
+  bool gradients_pending();
+
+  // The optimizer's options of a parameter, and how often it was updated.
+  void set_group(ParamId param, int group);
+  int64_t step_count(ParamId param);
+  void set_step_count(ParamId param, int64_t count);
+  // Chunks that a backward has updated for good ([Note: committed updates]).
+  int num_committed();
+
+  // The next training step that begins is traced for `reader` (trace/trace_requests.h).
+  void start_trace(TraceReader reader);
+  // The traced step, once; nothing before it is over. Waits for the updates that it started.
+  std::optional<StepTrace> take_trace(TraceReader reader);
+
+  RuntimeReport report();
+  void reset_report();
+  int64_t num_pressure_evictions();
+  Timeline last_timeline();
+  Plan plan();
+  // What a plan for the last timeline has to solve; its `timeline` is null.
+  PlanProblem plan_problem();
+  // What a step takes, and what the next one is predicted to take; none before a step was measured.
+  std::optional<StepTimes> step_times();
+  std::optional<SimulatedStep> predicted_step();
+  // The running step goes as planned so far.
+  bool replays();
+  State param_state(ParamId param);
+  State chunk_state(ChunkId chunk);
+  bool is_on_device(ArrayId array);
+
+ private:
+  // The open state, for one call, with the lock; throws StateError when there is none here.
+  class Entry {
+   public:
+    explicit Entry(Runtime& runtime);
+    OpenEngine* operator->() const { return open_; }
+    OpenEngine& operator*() const { return *open_; }
+
+   private:
+    std::unique_lock<SharedDevice::Lock> lock_;
+    OpenEngine* open_;
+  };
+  // For a call that uses chunks where the calling thread computes, or is ordered by that ([Note: one compute queue]).
+  Entry compute();
+  void check_process() const;
+
+  const ProcessFork made_in_ = ProcessFork::current();
+  std::shared_ptr<SharedDevice::Lock> lock_;  // the device's, which is gone when all of its engines are closed
+  std::unique_ptr<OpenEngine> open_;          // null: closed
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,182 @@
+#include "engine/shared_device.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "common/check.h"
+#include "memory/interleave.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kTouchGrain = int64_t{2} << 20;  // bytes
+
+std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
+#ifdef PATRICKSTAR_WITH_CUDA
+  if (options.cuda_device >= 0) {
+    return make_cuda_backend(options.cuda_device, options.device_limit_bytes, options.limit_rounding_bytes);
+  }
+#endif
+  PS_CHECK(options.cuda_device < 0, ArgumentError,
+           "this build of PatrickStar has no CUDA part; build it with a CUDA "
+           "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
+  return make_cpu_backend(options.device_limit_bytes);
+}
+
+std::unique_ptr<optim::Compute> make_device_compute(const DeviceOptions& options) {
+#ifdef PATRICKSTAR_WITH_CUDA
+  if (options.cuda_device >= 0) return optim::make_cuda_compute(options.cuda_device);
+#endif
+  (void)options;
+  return nullptr;
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::map<int, std::weak_ptr<SharedDevice>> devices;  // by cuda_device
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+}  // namespace
+
+std::shared_ptr<SharedDevice> SharedDevice::find(int cuda_device) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  std::shared_ptr<SharedDevice> device = registry().devices[cuda_device].lock();
+  PS_CHECK(device == nullptr || device->made_in_.is_here(), StateError,
+           "this process is a fork of one that has an engine open, and has none of its threads; open engines in the "
+           "process that has them, or in one that was started anew (multiprocessing's \"spawn\")");
+  return device;
+}
+
+std::shared_ptr<SharedDevice> SharedDevice::open(const DeviceOptions& options) {
+  std::shared_ptr<SharedDevice> device = find(options.cuda_device);
+  if (device != nullptr) {
+    device->check_same(options);
+    return device;
+  }
+  device = std::make_shared<SharedDevice>(options);
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().devices[options.cuda_device] = device;
+  return device;
+}
+
+void SharedDevice::check_same(const DeviceOptions& options) const {
+  const auto check = [](const char* name, int64_t theirs, int64_t mine) {
+    PS_CHECK(theirs == mine, ArgumentError, name, " is ", mine,
+             " bytes, but an engine that is open in this process has ", theirs,
+             ", and all engines of a process share one budget; give both the same, or leave it out of the later one");
+  };
+  check("device_memory", options_.device_limit_bytes, options.device_limit_bytes);
+  check("host_memory", options_.host_limit_bytes, options.host_limit_bytes);
+}
+
+SharedDevice::SharedDevice(const DeviceOptions& options)
+    : options_(options),
+      backend_(make_delaying_backend(make_backend(options), options.delays)),
+      host_threads_(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
+      pool_(host_threads_.num_threads, host_threads_.worker_cpus),
+      host_compute_(optim::make_host_compute(pool_)),
+      cuda_compute_(make_device_compute(options)),
+      interleaved_nodes_(nodes_to_interleave(host_threads_.nodes)),
+      host_budget_(std::make_shared<HostBudget>(options.host_limit_bytes)) {
+  backend_->set_pressure_handler(this);
+}
+
+SharedDevice::~SharedDevice() {
+  backend_->set_pressure_handler(nullptr);
+  try {
+    backend_->shut_down();
+  } catch (const std::exception&) {  // the device has failed
+  }
+}
+
+// First touch by all threads, then locking: what cudaHostRegister does alone takes three times as long.
+std::unique_ptr<HostArena> SharedDevice::make_arena() {
+  RegionHooks hooks;
+  if (!interleaved_nodes_.empty()) {
+    hooks.place = [this](void* data, int64_t num_bytes) { interleave_pages(data, num_bytes, interleaved_nodes_); };
+  }
+  if (is_cuda()) {
+    hooks.prepare = [this](void* data, int64_t num_bytes) {
+      const auto touch = [data](int64_t begin, int64_t end) {
+        std::memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(end - begin));
+      };
+      pool_.parallel_for(num_bytes, kTouchGrain, touch, Priority::kBackground);
+      backend_->pin(data, num_bytes);
+    };
+    hooks.dispose = [this](void* data, int64_t num_bytes) { backend_->unpin(data, num_bytes); };
+  }
+  return std::make_unique<HostArena>(host_budget_, std::move(hooks));
+}
+
+void SharedDevice::join(Tenant& tenant) { tenants_.push_back({&tenant}); }
+
+void SharedDevice::leave(Tenant& tenant) {
+  tenants_.erase(std::remove_if(tenants_.begin(), tenants_.end(),
+                                [&tenant](const Joined& joined) { return joined.tenant == &tenant; }),
+                 tenants_.end());
+}
+
+OthersBytes SharedDevice::others_bytes(const Tenant& asking) const {
+  OthersBytes bytes;
+  for (const Joined& joined : tenants_) {
+    if (joined.tenant == &asking) continue;
+    bytes.states += joined.tenant->state_bytes();
+    bytes.values += joined.tenant->value_bytes();
+  }
+  return bytes;
+}
+
+int64_t SharedDevice::take_from_others(const Tenant& asking, int64_t num_bytes, Vacate what) {
+  int64_t freed = 0;
+  for (const bool running : {false, true}) {
+    for (const Joined& joined : tenants_) {
+      Tenant& tenant = *joined.tenant;
+      if (&tenant == &asking || tenant.is_running() != running) continue;
+      freed += tenant.trim(num_bytes - freed);
+      if (freed < num_bytes) freed += tenant.give_up(num_bytes - freed, what);
+      if (freed >= num_bytes) return freed;
+    }
+  }
+  return freed;
+}
+
+int64_t SharedDevice::take_tide_peak(const Tenant& reader) {
+  const int64_t peak = backend_->take_tide_peak();
+  int64_t highest = peak;
+  for (Joined& joined : tenants_) {
+    joined.tide_peak = std::max(joined.tide_peak, peak);
+    if (joined.tenant == &reader) highest = std::exchange(joined.tide_peak, 0);
+  }
+  return highest;
+}
+
+void SharedDevice::release_device_memory(int64_t num_bytes) {
+  // Another thread may hold the lock while it waits for PyTorch's allocator, whose lock this thread holds on CUDA:
+  // giving up after a moment is the way out of that.
+  const std::unique_lock<Lock> lock(*lock_, std::chrono::milliseconds(50));
+  if (!lock.owns_lock()) return;
+  int64_t freed = 0;
+  for (const Joined& joined : tenants_) freed += joined.tenant->trim(num_bytes - freed);
+  for (const bool running : {false, true}) {
+    for (const Joined& joined : tenants_) {
+      const Vacate what = running ? Vacate::kEverything : Vacate::kValues;
+      if (freed < num_bytes && joined.tenant->is_running() == running) {
+        freed += joined.tenant->give_up(num_bytes - freed, what);
+      }
+    }
+  }
+  for (const Joined& joined : tenants_) {
+    if (freed < num_bytes) freed += joined.tenant->give_up(num_bytes - freed, Vacate::kEverything);
+  }
+}
+
+}  // namespace patrickstar

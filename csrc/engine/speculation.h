@@ -1,0 +1,101 @@
+// Speculation: updates on the host that start before it is known whether the step will be what it is expected to be.
+//
+// Clipping and loss scaling make a chunk's update depend on the norm of all gradients, which is known when backward is
+// over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host, into
+// memory of its own; the step then either takes the new states over, which moves nothing, or drops them and updates the
+// chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched until then, and
+// what is taken over was computed from the very inputs of the step, so results do not depend on it.
+//
+//   expect(groups, grad_scale)     before a backward
+//   start(chunk, update, ...)      its gradient is complete
+//   begin_step(groups, grad_scale) true when they are the expected ones
+//   take(chunk)                    its new states; or cancel(chunk)
+//
+// Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
+// time to run beside it. Where expectations fail again and again, speculation pauses.
+// Guarded by the engine's lock.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "common/types.h"
+#include "engine/update_jobs.h"
+#include "memory/host_arena.h"
+
+namespace patrickstar {
+
+enum class SpeculationMode : uint8_t {
+  kOff,     // updates start when the step does
+  kOn,      // before, where memory allows it; taken back when the step turns out otherwise
+  kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
+};
+
+class Speculation {
+ public:
+  // `reserve_bytes` of host memory are left to everybody else.
+  Speculation(int num_chunks, HostArena& arena, HostUpdates& updates, Backend& backend, SpeculationMode mode,
+              int64_t reserve_bytes);
+  ~Speculation();
+
+  void expect(std::vector<GroupOptions> groups, double grad_scale);
+  bool commits() const { return mode_ == SpeculationMode::kCommit && !groups_.empty(); }
+  const std::vector<GroupOptions>& expected_groups() const { return groups_; }
+  double expected_grad_scale() const { return grad_scale_; }
+
+  // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
+  // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
+  // the host.
+  void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
+  bool must_choose() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_ && chosen_.empty(); }
+  // The next choice is made anew: other chunks have their states on the host.
+  void forget_choice() { chosen_.clear(); }
+  bool wants(ChunkId chunk) const { return active_ && chooses(chunk); }
+  // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
+  bool succeeds(ChunkId chunk) const {
+    return mode_ == SpeculationMode::kOn && !paused_for_memory_ && failures_ == 0 && chooses(chunk);
+  }
+
+  // Memory for a chunk's new values: false when there is none, or not yet.
+  bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
+  void start(ChunkId chunk, HostUpdate update, NewStates states);
+  bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
+
+  bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  NewStates take(ChunkId chunk);
+  // Drops what was started; returns when nothing of it runs any more.
+  void cancel(ChunkId chunk);
+  void cancel_all();
+  // Frees `block` once `after` is complete.
+  void free_after(HostBlock block, Event after);
+  // Gives back all host memory that speculation holds.
+  void release_memory();
+
+ private:
+  struct Pending {
+    NewStates states;
+    std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
+  };
+  bool chooses(ChunkId chunk) const { return !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
+  void free_completed();
+
+  HostArena& arena_;
+  HostUpdates& updates_;
+  Backend& backend_;
+  SpeculationMode mode_;
+  int64_t reserve_bytes_;
+  std::vector<Pending> pending_;  // by chunk
+  std::vector<uint8_t> chosen_;   // by chunk
+  std::vector<std::pair<Event, HostBlock>> leaving_;
+  std::vector<GroupOptions> groups_;
+  double grad_scale_ = 0;
+  bool active_ = false;
+  bool paused_for_memory_ = false;
+  int failures_ = 0;  // in a row
+  int backwards_to_wait_ = 0;
+};
+
+}  // namespace patrickstar

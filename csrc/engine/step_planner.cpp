@@ -1,0 +1,167 @@
+#include "engine/step_planner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+#include "plan/step_measurement.h"
+
+namespace patrickstar {
+
+namespace {
+
+// The first makes optimizer states, the second what updates ahead of the step need.
+constexpr int64_t kWarmupSteps = 2;
+
+bool same_structure(const Timeline& a, const Timeline& b) {
+  return std::equal(
+      a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
+        return x.phase == y.phase && x.acquired == y.acquired &&
+               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
+                          [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
+      });
+}
+
+bool tide_rose(const Timeline& before, const Timeline& now) {
+  for (size_t t = 0; t < now.moments.size(); ++t) {
+    if (now.moments[t].tide_peak_bytes > before.moments[t].tide_peak_bytes) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+StepPlanner::StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency,
+                         const Updates& updates, const GradientFlow& gradients, TraceRequests& traces)
+    : pager_(pager),
+      store_(pager.store()),
+      recorder_(recorder),
+      collectives_(collectives),
+      residency_(residency),
+      updates_(updates),
+      gradients_(gradients),
+      traces_(traces) {}
+
+void StepPlanner::begin_step() {
+  if (stage_ != Stage::kUnmeasured || !all_can_measure_) return;
+  traces_.ask(TraceReader::kPlanner);
+  stage_ = Stage::kAsked;
+}
+
+PlanVote StepPlanner::vote(const Timeline& previous) {
+  const bool alike = same_structure(previous, recorder_.last());
+  measure(alike);
+  return {can_measure(alike), !pager_.plan().moments.empty(), update_times(), own_times_};
+}
+
+bool StepPlanner::can_measure(bool alike) const {
+  if (stage_ != Stage::kUnmeasured) return true;
+  return num_steps_ + 1 >= kWarmupSteps && alike && residency_.prefetches_far() &&
+         !pager_.memory().arena().is_preparing();
+}
+
+void StepPlanner::measure(bool alike) {
+  if (!alike) own_times_.reset();
+  if (stage_ == Stage::kMeasured && !alike) stage_ = Stage::kUnmeasured;
+  if (stage_ != Stage::kTraced) return;
+  stage_ = Stage::kUnmeasured;
+  const std::optional<StepTrace> trace = traces_.take(TraceReader::kPlanner);
+  if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return;
+  own_times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
+  stage_ = Stage::kMeasured;
+}
+
+void StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
+  ++num_steps_;
+  const bool alike = same_structure(previous, recorder_.last());
+  all_can_measure_ = agreed.can_measure;
+  agreed_updates_ = agreed.updates;
+  if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) stage_ = Stage::kTraced;
+  if (!alike) times_.reset();
+  if (agreed.times) {
+    own_times_.reset();
+    times_ = agreed.times;
+  }
+  const bool holds = agreed.has_plan && !agreed.times && alike && !tide_rose(previous, recorder_.last()) &&
+                     !(times_ && times_->shape.updates != agreed_updates_);
+  if (!holds) make_next_plan();
+}
+
+void StepPlanner::adopt(std::optional<StepTimes> times) {
+  if (times && residency_.prefetches_far()) {
+    std::vector<UpdateAt> now = update_times();
+    std::vector<UpdateAt>& then = times->shape.updates;
+    PS_CHECK(now.size() == then.size(), ArgumentError, "the plan has updates of ", then.size(), " chunks, the layout ",
+             now.size(), " chunks; make the plan again");
+    // Where the states are is known; whether updates start ahead of the step was seen by the plan's run alone.
+    for (size_t chunk = 0; chunk < now.size(); ++chunk) {
+      if (now[chunk] != UpdateAt::kHostAfterNorm || then[chunk] != UpdateAt::kHostAtRetire) then[chunk] = now[chunk];
+    }
+    times_ = std::move(times);
+  }
+  make_next_plan();
+}
+
+void StepPlanner::forget_plan() {
+  pager_.set_plan({}, {});
+  predicted_.reset();
+}
+
+void StepPlanner::forget_step() {
+  recorder_.set_last({});
+  forget_plan();
+}
+
+PlanProblem StepPlanner::untimed_problem() const {
+  std::vector<uint8_t> states_on_device;
+  for (UpdateAt where : agreed_updates_.empty() ? update_times() : agreed_updates_) {
+    states_on_device.push_back(where == UpdateAt::kDeviceAfterNorm);
+  }
+  return residency_.plan_problem(recorder_.last(), states_on_device);
+}
+
+PlanProblem StepPlanner::problem() const {
+  PlanProblem problem = untimed_problem();
+  if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
+  return problem;
+}
+
+std::vector<UpdateAt> StepPlanner::update_times() const {
+  std::vector<UpdateAt> result;
+  const Layout& layout = store_.layout();
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (!layout.chunk(chunk).trainable) {
+      result.push_back(UpdateAt::kNever);
+    } else if (store_.has_states_on_device(chunk)) {
+      result.push_back(UpdateAt::kDeviceAfterNorm);
+    } else {
+      const bool early = updates_.updates_early(chunk) && !gradients_.accumulates();
+      result.push_back(early ? UpdateAt::kHostAtRetire : UpdateAt::kHostAfterNorm);
+    }
+  }
+  return result;
+}
+
+void StepPlanner::make_next_plan() {
+  const Timeline& last = recorder_.last();
+  const PlanProblem untimed = untimed_problem();
+  predicted_.reset();
+  Plan plan;
+  if (times_) {
+    StepShape& shape = times_->shape;
+    if (num_steps_ > 0) shape.updates = agreed_updates_;
+    shape.num_ranks = store_.layout().sharding().num_ranks;
+    shape.numels.clear();
+    for (const ChunkSpec& chunk : store_.layout().chunks()) shape.numels.push_back(chunk.shard_numel);
+    PlanChoice choice = choose_plan(untimed, times_->rates, shape);
+    plan = std::move(choice.plan);
+    prefetch_bytes_ = choice.prefetch_bytes;
+    predicted_ = choice.predicted;
+  } else {
+    plan = make_plan(untimed);
+  }
+  collectives_.check_same_plan(fingerprint(plan));
+  pager_.set_plan(std::move(plan), NextUse(last, store_.num_arrays()));
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,92 @@
+// The step planner makes the plan of the next step: by moments alone at first, with time once a step was measured.
+//
+// [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
+// asking: the first from the third on before which no host memory is being prepared, after two that went alike. One
+// step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans are
+// chosen by their predicted steps (plan/plan_choice.h). With several ranks all of this is as they agree: a step is traced
+// when it can be on all, and plans follow from what the slowest measured ([Note: one plan on all ranks]). Times belong to
+// the sequence of moments: they stay while steps go alike, whatever the tide; a step that goes otherwise has the planner
+// forget them, follow the rule for the room of prefetches (plan/placement.h), and measure again. A model that goes
+// otherwise in every step is never measured.
+//
+//   planner.begin_step();                       // before the tracer's
+//   PlanVote vote = planner.vote(previous);     // the step is recorded
+//   planner.end_step(previous, agreed(votes));  // and its trace complete
+//
+// Guarded by the engine's lock. What it decides changes no number.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/gradient_flow.h"
+#include "engine/pager.h"
+#include "engine/residency.h"
+#include "engine/updates.h"
+#include "plan/plan_choice.h"
+#include "plan/plan_vote.h"
+#include "trace/trace_requests.h"
+
+namespace patrickstar {
+
+class StepPlanner {
+ public:
+  StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency,
+              const Updates& updates, const GradientFlow& gradients, TraceRequests& traces);
+
+  // A training step begins.
+  void begin_step();
+  // It is recorded; the step before it went as `previous` says. What this rank alone knows of the next plan.
+  PlanVote vote(const Timeline& previous);
+  // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
+  void end_step(const Timeline& previous, const PlanVote& agreed);
+  // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times, if
+  // there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the timeline.
+  void adopt(std::optional<StepTimes> times);
+  // The next step fetches on demand.
+  void forget_plan();
+  // The same, and there was no last step either.
+  void forget_step();
+
+  // What the present plan solves, for the last timeline.
+  PlanProblem problem() const;
+  // None before a step was measured, or where nobody gave any.
+  const std::optional<StepTimes>& times() const { return times_; }
+  const std::optional<SimulatedStep>& predicted() const { return predicted_; }
+
+ private:
+  enum class Stage : uint8_t {
+    kUnmeasured,
+    kAsked,     // for a trace of the next step that begins
+    kTraced,    // in the step before this one
+    kMeasured,  // here; all ranks' times, or this one's until all have theirs
+  };
+
+  // The traced step becomes this rank's times, if it went as usual.
+  void measure(bool alike);
+  bool can_measure(bool alike) const;
+  // As things are here.
+  std::vector<UpdateAt> update_times() const;
+  PlanProblem untimed_problem() const;
+  void make_next_plan();
+
+  Pager& pager_;
+  const ChunkStore& store_;
+  Recorder& recorder_;
+  Collectives& collectives_;
+  const Residency& residency_;
+  const Updates& updates_;
+  const GradientFlow& gradients_;
+  TraceRequests& traces_;
+  Stage stage_ = Stage::kUnmeasured;
+  int64_t num_steps_ = 0;
+  bool all_can_measure_ = false;            // in the next step
+  std::vector<UpdateAt> agreed_updates_;    // by chunk; none before the first step
+  std::optional<StepTimes> own_times_;      // until all ranks have theirs
+  std::optional<StepTimes> times_;          // of all ranks
+  std::optional<SimulatedStep> predicted_;  // of the present plan
+  int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,114 @@
+#include "engine/unfreezing.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+#include "plan/placement.h"
+
+namespace patrickstar {
+
+Unfreezing::Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, GradientFlow& gradients,
+                       Updates& updates, StepPlanner& planner, std::vector<std::vector<ParamId>> module_params)
+    : pager_(pager),
+      memory_(pager.memory()),
+      values_(values),
+      residency_(residency),
+      gradients_(gradients),
+      updates_(updates),
+      planner_(planner),
+      module_params_(std::move(module_params)) {}
+
+void Unfreezing::make_states(const std::vector<ChunkId>& chunks) {
+  for (ChunkId chunk : chunks) {
+    PS_CHECK(chunk >= 0 && chunk < layout().num_chunks() && !layout().chunk(chunk).trainable, ArgumentError, "chunk ",
+             chunk, " is not a frozen one");
+  }
+  Layout then = layout();
+  for (ChunkId chunk : chunks) then.train(chunk);
+  check_device(then);
+  check_host(then, chunks);
+  try {
+    for (ChunkId chunk : chunks) make_states_of(chunk);
+  } catch (...) {
+    discard_states(chunks);
+    throw;
+  }
+}
+
+void Unfreezing::discard_states(const std::vector<ChunkId>& chunks) {
+  for (ChunkId chunk : chunks) {
+    for (ArrayKind kind : optimizer_arrays()) memory_.discard({chunk, kind});
+  }
+  memory_.arena().trim();
+}
+
+void Unfreezing::train(const std::vector<ParamId>& params) {
+  for (ParamId param : params) {
+    const ChunkId chunk = layout().placement(param).chunk;
+    if (layout().chunk(chunk).trainable) {
+      updates_.cancel(chunk);
+      values_.round_master(param);
+    }
+  }
+  for (ParamId param : params) {
+    const ChunkId chunk = layout().placement(param).chunk;
+    residency_.set_home(
+        chunk, layout().chunk(chunk).trainable ? residency_.home(chunk) : residency_.home_of_new_states(chunk));
+    memory_.store().train(chunk);
+  }
+  gradients_.cover_trainable();
+  planner_.forget_step();
+  updates_.forget_choice();
+}
+
+void Unfreezing::check_device(const Layout& then) const {
+  const int64_t working_set = working_set_bytes(then, module_params_);
+  const int64_t limit = memory_.device().options().device_limit_bytes;
+  PS_CHECK(
+      working_set <= limit, MemoryBudgetError, "device_memory is ", limit,
+      " bytes, but with the parameters that are unfrozen the largest module's chunks and their gradients alone take ",
+      working_set, " bytes; raise device_memory to at least ", working_set,
+      " bytes (activations come on top), or lower default_chunk_size (", then.chunk_numel(), " elements)");
+}
+
+// But for what is promised: moments that were not made yet, and a gradient that needs a block of its own.
+int64_t Unfreezing::free_host_bytes() const {
+  int64_t free = memory_.arena().free_bytes() - residency_.spare_bytes();
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    if (!layout().chunk(chunk).trainable || residency_.home(chunk) == Tier::kDevice) continue;
+    for (ArrayKind kind : optimizer_arrays()) {
+      if (!memory_.array({chunk, kind}).exists()) free -= memory_.store().num_bytes({chunk, kind});
+    }
+  }
+  return free;
+}
+
+void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chunks) {
+  int64_t needed = 0;
+  for (ChunkId chunk : chunks) {
+    if (residency_.home_of_new_states(chunk) == Tier::kHost) needed += optimizer_bytes(then.chunk(chunk));
+  }
+  if (needed > free_host_bytes()) updates_.release_host_memory();
+  const int64_t free = free_host_bytes();
+  PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
+           " bytes of host memory for optimizer states (12 per element of their chunks), but of host_memory (",
+           memory_.arena().limit_bytes(), " bytes) ", std::max<int64_t>(free, 0),
+           " are free; raise host_memory to at least ", memory_.arena().limit_bytes() + needed - free,
+           " bytes, or freeze them again with requires_grad_(False)");
+}
+
+void Unfreezing::make_states_of(ChunkId chunk) {
+  const ChunkSpec& spec = layout().chunk(chunk);
+  const ArrayId param{chunk, layout().param_home()};
+  const ArrayId master{chunk, ArrayKind::kMaster};
+  const Tier home = residency_.home_of_new_states(chunk);
+  pager_.bring_to_host(param);
+  pager_.ensure_state(master, Tier::kHost);
+  memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
+                                       static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
+  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, home);
+  if (home == Tier::kDevice) residency_.move_states_to_device(chunk);
+}
+
+}  // namespace patrickstar

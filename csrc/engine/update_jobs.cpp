@@ -1,0 +1,175 @@
+#include "engine/update_jobs.h"
+
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+namespace patrickstar {
+
+namespace {
+
+char* at(void* data, int64_t offset, DType dtype) { return static_cast<char*>(data) + offset * element_size(dtype); }
+const char* at(const void* data, int64_t offset, DType dtype) {
+  return static_cast<const char*>(data) + offset * element_size(dtype);
+}
+
+// The float32 constants of one step, from the options in binary64 (kernels.h).
+optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
+  const auto step = static_cast<double>(step_count);
+  const bool corrects = options.bias_correction == BiasCorrection::kApplied;
+  const double bias_correction1 = corrects ? 1 - std::pow(options.beta1, step) : 1;
+  const double bias_correction2 = corrects ? 1 - std::pow(options.beta2, step) : 1;
+  const bool l2 = options.mode == WeightDecay::kL2;
+  optim::AdamScalars scalars{};
+  scalars.grad_scale = grad_scale;
+  scalars.weight_decay = l2 ? static_cast<float>(options.weight_decay) : 0.0f;
+  scalars.decay = l2 ? 1.0f : static_cast<float>(1 - options.lr * options.weight_decay);
+  scalars.beta2 = static_cast<float>(options.beta2);
+  scalars.one_minus_beta1 = static_cast<float>(1 - options.beta1);
+  scalars.one_minus_beta2 = static_cast<float>(1 - options.beta2);
+  scalars.inv_sqrt_bias_correction2 = static_cast<float>(1 / std::sqrt(bias_correction2));
+  scalars.eps = static_cast<float>(options.eps);
+  scalars.step_size = static_cast<float>(options.lr / bias_correction1);
+  return scalars;
+}
+
+// Around the work of an update, on the thread that does it; nothing when nobody wants to know.
+class HostSpanScope {
+ public:
+  explicit HostSpanScope(HostSpan* span) : span_(span) {
+    if (span_ != nullptr) span_->begin = TraceClock::now();
+  }
+  ~HostSpanScope() {
+    if (span_ == nullptr) return;
+    span_->end = TraceClock::now();
+    span_->ran = true;
+  }
+  HostSpanScope(const HostSpanScope&) = delete;
+  HostSpanScope& operator=(const HostSpanScope&) = delete;
+
+ private:
+  HostSpan* span_;
+};
+
+// A trace waits for the span of an update, also of one that failed.
+class HostSpanEnd {
+ public:
+  explicit HostSpanEnd(HostSpan* span) : span_(span) {}
+  ~HostSpanEnd() {
+    if (span_ != nullptr) span_->done.complete();
+  }
+  HostSpanEnd(const HostSpanEnd&) = delete;
+  HostSpanEnd& operator=(const HostSpanEnd&) = delete;
+
+ private:
+  HostSpan* span_;
+};
+
+}  // namespace
+
+UpdateJobs::UpdateJobs(const ChunkStore& store, const Gradients& gradients)
+    : store_(store),
+      gradients_(gradients),
+      group_of_(static_cast<size_t>(store.layout().num_params()), 0),
+      step_counts_(group_of_.size(), 0) {}
+
+void UpdateJobs::count_step(ChunkId chunk) {
+  for (ParamId param : store_.layout().chunk(chunk).params) {
+    if (gradients_.has(param)) ++step_counts_[static_cast<size_t>(param)];
+  }
+}
+
+std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& target) const {
+  const Layout& layout = store_.layout();
+  const DType dtype = layout.chunk(chunk).dtype;
+  const ArrayRecord& master = store_.array({chunk, ArrayKind::kMaster});
+  const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
+  std::vector<Restore> result;
+  for (ParamId param : layout.chunk(chunk).params) {
+    const ParamShard shard = layout.shard_of(param);
+    if (gradients_.has(param) || shard.numel == 0) continue;
+    result.push_back({from + shard.offset, at(target.param, shard.offset, dtype), dtype, shard.numel});
+  }
+  return result;
+}
+
+std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewStates& states) const {
+  const Layout& layout = store_.layout();
+  const OptimizerArrays kinds = optimizer_arrays();
+  std::vector<Carry> result;
+  for (ParamId param : layout.chunk(chunk).params) {
+    const ParamShard shard = layout.shard_of(param);
+    if (gradients_.has(param) || shard.numel == 0) continue;
+    const int64_t offset = shard.offset;
+    const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
+    for (size_t i = 0; i < states.states.size(); ++i) {
+      const auto* from = static_cast<const float*>(store_.array({chunk, kinds.kinds[i]}).block.data);
+      result.push_back({from + offset, static_cast<float*>(states.states[i].data) + offset, num_bytes});
+    }
+  }
+  return result;
+}
+
+void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vector<GroupOptions>& groups,
+                     float grad_scale, std::vector<optim::AdamJob>& jobs) const {
+  const Layout& layout = store_.layout();
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const auto array = [&](ArrayKind kind) {
+    const ArrayRecord& record = store_.array({chunk, kind});
+    return static_cast<float*>(target.on_device ? record.slot.data : record.block.data);
+  };
+  const auto new_state = [&](size_t index, int64_t offset) {
+    return target.apart == nullptr ? nullptr : static_cast<float*>(target.apart->states[index].data) + offset;
+  };
+  // Neighbours of one group and step count are updated as one range.
+  int64_t end = -1;
+  std::pair<int, int64_t> last_key{-1, -1};
+  for (ParamId param : spec.params) {
+    const ParamShard shard = layout.shard_of(param);
+    if (!gradients_.has(param) || shard.numel == 0) continue;
+    const int64_t offset = shard.offset;
+    const int64_t numel = shard.numel;
+    const int group = group_of_[static_cast<size_t>(param)];
+    const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
+    if (offset == end && key == last_key) {
+      jobs.back().range.numel += numel;
+    } else {
+      jobs.push_back({{array(ArrayKind::kMaster) + offset, array(ArrayKind::kMomentum) + offset,
+                       array(ArrayKind::kVariance) + offset, at(target.grad, offset, target.grad_dtype),
+                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
+                       new_state(1, offset), new_state(2, offset)},
+                      make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
+    }
+    end = offset + numel;
+    last_key = key;
+  }
+}
+
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
+  SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
+  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
+  return label;
+}
+
+Event HostUpdates::submit(HostUpdate update) {
+  const std::shared_ptr<HostSpan> span =
+      tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs), update.cancelled);
+  return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
+    const HostSpanEnd end(span.get());
+    if (!shared->is_cancelled()) run(*shared, span.get());
+  });
+}
+
+void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
+  for (const Event& event : update.after) backend_.synchronize(event);
+  const HostSpanScope scope(span);
+  for (const Restore& restore : update.restores) {
+    compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+  }
+  for (const Carry& carry : update.carries) {
+    std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
+  }
+  compute_.adam(update.jobs);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,143 @@
+// What one chunk's update consists of, and the queue on which the host does it.
+//
+//   GroupOptions   the hyperparameters of one parameter group in one step
+//   UpdateJobs     a chunk's update as jobs for the Adam kernels, one for each range of parameters that share a group and a
+//                  step count, and copies for parameters that have no gradient. Keeps each parameter's group and step count.
+//   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on a
+//                  queue of their own, one after the other, each on all threads of the pool
+//
+//   Event done = updates.submit({chunk, jobs, restores, carries, {gradient.host_ready}});
+//   record.host_ready = done;   // whoever reads the block waits for it
+//
+// An update owns nothing: its blocks must stay until its event is over, which their records see to. One whose gradient
+// did not come down fails with the download, and leaves its states as they were.
+//
+// Guarded by the engine's lock, but for what runs on the queue.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "backend/backend.h"
+#include "common/tracing.h"
+#include "common/work_queue.h"
+#include "engine/gradients.h"
+#include "optim/compute.h"
+
+namespace patrickstar {
+
+enum class WeightDecay : uint8_t {
+  kL2,         // Adam: the decay is added to the gradient
+  kDecoupled,  // AdamW
+};
+
+enum class BiasCorrection : uint8_t {
+  kApplied,  // moments are divided by 1 - beta^step, as torch.optim does
+  kNone,     // moments are taken as they are, so the first steps are smaller
+};
+
+struct GroupOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  WeightDecay mode = WeightDecay::kDecoupled;
+  BiasCorrection bias_correction = BiasCorrection::kApplied;
+
+  friend bool operator==(const GroupOptions& a, const GroupOptions& b) {
+    return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps &&
+           a.weight_decay == b.weight_decay && a.mode == b.mode && a.bias_correction == b.bias_correction;
+  }
+};
+
+// New values of a chunk, in memory of their own.
+struct NewStates {
+  std::array<HostBlock, 3> states;  // in the order of optimizer_arrays()
+  HostBlock param;
+  Event done;
+};
+
+// Where one chunk's update happens and where its result goes.
+struct UpdateTarget {
+  bool on_device;
+  const void* grad;
+  DType grad_dtype;
+  void* param;
+  bool in_place;  // the result replaces the gradient in its memory
+  const NewStates* apart = nullptr;
+};
+
+// out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
+struct Restore {
+  const float* in;
+  void* out;
+  DType dtype;
+  int64_t numel;
+};
+
+// Values that an update apart from its states does not write: those of a parameter without a gradient.
+struct Carry {
+  const void* in;
+  void* out;
+  int64_t num_bytes;
+};
+
+struct HostUpdate {
+  ChunkId chunk = -1;                // the first of those that it updates
+  std::vector<optim::AdamJob> jobs;  // in host memory
+  std::vector<Restore> restores;
+  std::vector<Carry> carries;
+  std::vector<Event> after;                            // downloads of the gradients, updates before it
+  std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
+
+  bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
+};
+
+// How a trace names an update.
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
+
+class UpdateJobs {
+ public:
+  UpdateJobs(const ChunkStore& store, const Gradients& gradients);
+
+  void set_group(ParamId param, int group) { group_of_[static_cast<size_t>(param)] = group; }
+  int64_t step_count(ParamId param) const { return step_counts_[static_cast<size_t>(param)]; }
+  void set_step_count(ParamId param, int64_t count) { step_counts_[static_cast<size_t>(param)] = count; }
+  // The chunk was updated.
+  void count_step(ChunkId chunk);
+
+  // `groups` by index; gradients are multiplied by `grad_scale` first.
+  void add(ChunkId chunk, const UpdateTarget& target, const std::vector<GroupOptions>& groups, float grad_scale,
+           std::vector<optim::AdamJob>& jobs) const;
+  std::vector<Restore> restores(ChunkId chunk, const UpdateTarget& target) const;
+  std::vector<Carry> carries(ChunkId chunk, const NewStates& states) const;
+
+ private:
+  const ChunkStore& store_;
+  const Gradients& gradients_;
+  std::vector<int> group_of_;         // by parameter
+  std::vector<int64_t> step_counts_;  // by parameter
+};
+
+class HostUpdates {
+ public:
+  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer)
+      : backend_(backend), compute_(compute), tracer_(tracer) {}
+
+  // Complete when the update is.
+  Event submit(HostUpdate update);
+
+ private:
+  void run(const HostUpdate& update, HostSpan* span);
+
+  Backend& backend_;
+  optim::Compute& compute_;
+  Tracer& tracer_;
+  WorkQueue queue_;
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,330 @@
+#include "engine/updates.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Host chunks are updated in batches of at least this many elements, so that small chunks keep all threads busy.
+constexpr int64_t kBatchNumel = int64_t{4} << 20;
+
+}  // namespace
+
+Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation)
+    : pager_(pager),
+      memory_(pager.memory()),
+      store_(pager.store()),
+      gradients_(gradients),
+      host_updates_(host_updates),
+      speculation_(speculation),
+      jobs_(store_, gradients),
+      committed_(static_cast<size_t>(store_.num_chunks()), 0) {}
+
+void Updates::set_step_count(ParamId param, int64_t count) {
+  cancel(store_.layout().placement(param).chunk);
+  jobs_.set_step_count(param, count);
+}
+
+// Moments are made in the first step.
+bool Updates::has_states(ChunkId chunk, Tier tier) const {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
+    const ArrayRecord& state = memory_.array({chunk, kind});
+    return tier == Tier::kDevice ? state.on_device : state.on_host && !state.on_device;
+  });
+}
+
+// Pressure may have pushed some of them off: they come back rather than that the others follow, for which the host may
+// have no room.
+bool Updates::has_any_state_on_device(ChunkId chunk) const {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return std::any_of(kinds.begin(), kinds.end(),
+                     [&](ArrayKind kind) { return memory_.array({chunk, kind}).on_device; });
+}
+
+void Updates::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
+  held_back_ = -1;
+  speculation_.expect(groups, grad_scale);
+}
+
+void Updates::choose_speculation() {
+  const Layout& layout = store_.layout();
+  if (!speculation_.must_choose()) return;
+  std::vector<std::pair<int64_t, int64_t>> sizes(static_cast<size_t>(layout.num_chunks()));
+  bool any = false;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (!has_states(chunk, Tier::kHost)) continue;
+    sizes[static_cast<size_t>(chunk)] = {layout.num_bytes({chunk, ArrayKind::kMaster}),
+                                         layout.num_bytes(param_of(chunk))};
+    any = true;
+  }
+  if (any) speculation_.choose(sizes);
+}
+
+void Updates::start_early(ChunkId chunk) {
+  if (!speculation_.commits()) return speculate(chunk);
+  if (has_states(chunk, Tier::kDevice)) return commit_on_device(chunk);
+  commit(chunk);
+}
+
+void Updates::commit_on_device(ChunkId chunk) {
+  if (store_.layout().is_sharded()) chunk = std::exchange(held_back_, chunk);
+  if (chunk >= 0) commit(chunk);
+}
+
+void Updates::commit(ChunkId chunk) {
+  const ArrayRecord& grad = memory_.array(grad_of(chunk));
+  if (gradients_.source(chunk) != grad_of(chunk).kind || !grad.exists() || !gradients_.has_any(chunk)) return;
+  // A later use in this step needs the old values.
+  const ArrayId param{chunk, ArrayKind::kParam};
+  if (pager_.next_use(param) != NextUse::kNever) return;
+  const auto scale = static_cast<float>(speculation_.expected_grad_scale());
+  if (has_states(chunk, Tier::kDevice)) {
+    apply_on_device(chunk, speculation_.expected_groups(), scale);
+  } else if (has_states(chunk, Tier::kHost) && grad.on_host) {
+    apply_on_host({chunk}, speculation_.expected_groups(), scale);
+  } else {
+    return;
+  }
+  committed_[static_cast<size_t>(chunk)] = 1;
+  ++num_committed_;
+  ++memory_.counters().num_committed_updates;
+}
+
+void Updates::check_nothing_committed(const char* what) const {
+  PS_CHECK(
+      num_committed_ == 0, StateError, what, " after a backward that has updated ", num_committed_,
+      " chunks already (optimizer.speculation is \"commit\"): every backward must be followed by exactly one step, "
+      "with the options it began with; set optimizer.speculation to \"auto\"");
+}
+
+void Updates::check_not_committed(const std::vector<ParamId>& params) const {
+  if (num_committed_ == 0) return;
+  for (ParamId param : params) {
+    PS_CHECK(!is_committed(store_.layout().placement(param).chunk), StateError, store_.param_name(param),
+             " is used again in a backward that has updated it already (optimizer.speculation is \"commit\"); set "
+             "optimizer.speculation to \"auto\"");
+  }
+}
+
+void Updates::forget_committed() {
+  std::fill(committed_.begin(), committed_.end(), uint8_t{0});
+  num_committed_ = 0;
+  held_back_ = -1;
+}
+
+void Updates::cancel(ChunkId chunk) {
+  if (chunk == held_back_) held_back_ = -1;
+  if (is_committed(chunk)) check_nothing_committed("a gradient, a value or a step count was to change");
+  speculation_.cancel(chunk);
+}
+
+// Starts the chunk's update on the host ahead of the step, if it has all that it takes.
+void Updates::speculate(ChunkId chunk) {
+  const ArrayId grad = grad_of(chunk);
+  ArrayRecord& record = memory_.array(grad);
+  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
+  if (!record.on_host || !gradients_.has_any(chunk) || !has_states(chunk, Tier::kHost)) return;
+  NewStates states;
+  if (!speculation_.try_allocate(store_.num_bytes({chunk, ArrayKind::kMaster}), store_.num_bytes(grad), states)) return;
+  UpdateTarget target{};
+  target.grad = record.block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = states.param.data;
+  target.apart = &states;
+  HostUpdate update;
+  update.after.push_back(record.host_ready);
+  for (ArrayKind kind : optimizer_arrays()) update.after.push_back(memory_.array({chunk, kind}).host_ready);
+  update.restores = jobs_.restores(chunk, target);
+  update.carries = jobs_.carries(chunk, states);
+  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
+            update.jobs);
+  speculation_.start(chunk, std::move(update), std::move(states));
+  ++memory_.counters().num_speculated_updates;
+}
+
+// The chunk's new states become its states.
+void Updates::take_over(ChunkId chunk) {
+  const ArrayId param_id = param_of(chunk);
+  NewStates states = speculation_.take(chunk);
+  auto block = states.states.begin();
+  for (ArrayKind kind : optimizer_arrays()) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    speculation_.free_after(std::exchange(record.block, std::move(*block++)), states.done);
+    record.host_ready = states.done;
+  }
+  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  speculation_.free_after(std::exchange(grad.block, {}), states.done);
+  grad.host_ready = nullptr;
+  grad.on_host = false;
+  discard_values(chunk);
+  ArrayRecord& param = memory_.array(param_id);
+  param.block = std::move(states.param);
+  param.host_ready = states.done;
+  param.set_on_host();
+  note_new_values(chunk);
+  jobs_.count_step(chunk);
+}
+
+// The values that all ranks gathered are as old as this rank's own.
+void Updates::discard_values(ChunkId chunk) {
+  memory_.discard(param_of(chunk));
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+}
+
+void Updates::note_new_values(ChunkId chunk) {
+  const bool whole = memory_.array({chunk, ArrayKind::kParam}).exists();
+  for (ParamId id : store_.chunk(chunk).params) {
+    if (whole || store_.param_state(id) != State::kFree) {
+      store_.move_param(id, whole ? State::kHold : State::kFree);
+    }
+  }
+}
+
+// Drops what was started for nothing, which may have to be waited for.
+bool Updates::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
+  return speculation_.begin_step(groups, grad_scale);
+}
+
+void Updates::cancel_all() {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
+  speculation_.cancel_all();
+}
+
+void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const auto scale = static_cast<float>(grad_scale);
+  if (groups != speculation_.expected_groups() || grad_scale != speculation_.expected_grad_scale()) {
+    check_nothing_committed("a step with other options");
+  }
+  const bool as_expected = begin_step(groups, grad_scale);
+  std::vector<ChunkId> on_host;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    if (!gradients_.has_any(chunk) || is_committed(chunk)) continue;
+    if (as_expected && speculation_.has(chunk)) {
+      take_over(chunk);
+      ++memory_.counters().num_updates_taken_over;
+    } else if (has_any_state_on_device(chunk)) {
+      apply_on_device(chunk, groups, scale);
+    } else {
+      // Downloads of all chunks are under way before the first update waits for one.
+      pager_.send_to_host({chunk, gradients_.source(chunk)});
+      on_host.push_back(chunk);
+    }
+  }
+  std::vector<ChunkId> batch;
+  int64_t numel = 0;
+  for (ChunkId chunk : on_host) {
+    batch.push_back(chunk);
+    numel += store_.chunk(chunk).numel;
+    if (numel < kBatchNumel) continue;
+    apply_on_host(std::exchange(batch, {}), groups, scale);
+    numel = 0;
+  }
+  if (!batch.empty()) apply_on_host(batch, groups, scale);
+  forget_committed();
+}
+
+void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
+  for (ArrayKind kind : optimizer_arrays()) used.push_back({chunk, kind});
+  std::vector<ScopedHold> holds;
+  for (ArrayId id : used) holds.emplace_back(memory_.array(id));
+  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
+  for (ArrayId id : used) pager_.bring(id);
+  const UpdateTarget target = open_target(chunk, /*on_device=*/true);
+  std::vector<optim::AdamJob> jobs;
+  jobs_.add(chunk, target, groups, grad_scale, jobs);
+  {
+    const TraceScope span(memory_.tracer(), update_label(Track::kDeviceAdam, chunk, jobs));
+    for (const Restore& restore : jobs_.restores(chunk, target)) {
+      memory_.device_compute().cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
+    }
+    memory_.device_compute().adam(jobs);
+  }
+  for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).set_on_device();
+  holds.clear();
+  close_target(chunk, target);
+}
+
+void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
+                            float grad_scale) {
+  std::vector<UpdateTarget> targets;
+  HostUpdate update;
+  update.chunk = chunks.front();
+  for (ChunkId chunk : chunks) {
+    const ArrayId grad{chunk, gradients_.source(chunk)};
+    pager_.send_to_host(grad);
+    for (ArrayKind kind : optimizer_arrays()) {
+      pager_.ensure_state({chunk, kind}, Tier::kHost);
+      pager_.bring_to_host({chunk, kind});
+    }
+    update.after.push_back(memory_.array(grad).host_ready);
+    const UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    for (const Restore& restore : jobs_.restores(chunk, target)) update.restores.push_back(restore);
+    jobs_.add(chunk, target, groups, grad_scale, update.jobs);
+    targets.push_back(target);
+  }
+  const Event done = host_updates_.submit(std::move(update));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    close_target(chunks[i], targets[i]);
+    for (ArrayKind kind : optimizer_arrays()) memory_.array({chunks[i], kind}).host_ready = done;
+    memory_.array(param_of(chunks[i])).host_ready = done;
+    if (!targets[i].in_place) memory_.array({chunks[i], ArrayKind::kGradSum}).block_busy_until = done;
+  }
+}
+
+UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
+  const ArrayId grad{chunk, gradients_.source(chunk)};
+  const ArrayId param = param_of(chunk);
+  const ArrayRecord& record = memory_.array(grad);
+  UpdateTarget target{};
+  target.on_device = on_device;
+  target.in_place = grad.kind == grad_of(chunk).kind;
+  target.grad_dtype = target.in_place ? store_.chunk(chunk).dtype : DType::kFloat32;
+  target.grad = on_device ? record.slot.data : record.block.data;
+  if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
+  if (target.in_place) {
+    memory_.discard(param);
+    target.param = const_cast<void*>(target.grad);
+  } else if (on_device) {
+    target.param = pager_.open_for_write(param);
+  } else {
+    memory_.drop_slot(param);
+    pager_.ensure_block(param);
+    memory_.await_on_host(param);
+    target.param = memory_.array(param).block.data;
+  }
+  return target;
+}
+
+void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
+  jobs_.count_step(chunk);
+  const ArrayId param_id = param_of(chunk);
+  ArrayRecord& param = memory_.array(param_id);
+  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  if (target.in_place && target.on_device) {
+    param.slot = std::exchange(grad.slot, {});
+    param.device_ready = std::exchange(grad.device_ready, nullptr);
+    grad.on_device = false;
+  } else if (target.in_place) {
+    param.block = std::exchange(grad.block, {});
+    grad.host_ready = nullptr;
+    grad.on_host = false;
+  }
+  if (target.on_device && store_.layout().is_sharded()) {
+    memory_.discard(param_id);  // gathers take it from the master
+  } else if (target.on_device) {
+    param.set_on_device();
+    memory_.attach(chunk);
+  } else {
+    param.set_on_host();
+  }
+  note_new_values(chunk);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,90 @@
+// Updates of chunks by Adam, each where its optimizer states are: in the optimizer's step, or ahead of it.
+//
+// A chunk's gradient is complete (engine/gradient_flow.h): start_early() begins its update where that is wanted, for good
+// ([Note: committed updates]) or so that it can be taken back ([Note: exact speculation]). The step then updates the rest.
+//
+// Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
+// torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
+// the gradients' place, on the tier of the update. Updates on the host run on after apply() has returned, in the order
+// in which the next forward needs the chunks; blocks are marked with the event of their update. Guarded by the engine's
+// lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/gradients.h"
+#include "engine/pager.h"
+#include "engine/speculation.h"
+#include "engine/update_jobs.h"
+
+namespace patrickstar {
+
+class Updates {
+ public:
+  Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation);
+
+  // Before a backward: what the step after it is expected to get. Updates on the host may start then.
+  void expect(const std::vector<GroupOptions>& groups, double grad_scale);
+  // The chunk's gradient is complete and where its states are, or on its way there.
+  void start_early(ChunkId chunk);
+  // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
+  void choose_speculation();
+  // It is decided anew, since there are more states.
+  void forget_choice() { speculation_.forget_choice(); }
+  // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
+  void apply(const std::vector<GroupOptions>& groups, double grad_scale);
+
+  // Whether the chunk's updates on the host start ahead of the step, from step to step.
+  bool updates_early(ChunkId chunk) const { return speculation_.commits() || speculation_.succeeds(chunk); }
+
+  void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
+  int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
+  void set_step_count(ParamId param, int64_t count);
+  // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for good.
+  void cancel(ChunkId chunk);
+  // [Note: committed updates] With SpeculationMode::kCommit a chunk is updated in place as soon as its gradient is
+  // complete, on the device as well: its gradient need not wait there for the step. Nothing takes that back, so
+  // everything that would make the step another one is refused until apply().
+  // Throws StateError when there are such updates; `what` says what was about to happen.
+  void check_nothing_committed(const char* what) const;
+  // The same for a use of these parameters, whose values are those of the next step by now.
+  void check_not_committed(const std::vector<ParamId>& params) const;
+  int num_committed() const { return num_committed_; }
+  void forget_committed();
+  void cancel_all();
+  void release_host_memory() { speculation_.release_memory(); }
+
+ private:
+  bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
+  UpdateTarget open_target(ChunkId chunk, bool on_device);
+  void close_target(ChunkId chunk, const UpdateTarget& target);
+  bool has_states(ChunkId chunk, Tier tier) const;  // all of them
+  bool has_any_state_on_device(ChunkId chunk) const;
+  // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
+  void commit_on_device(ChunkId chunk);
+  void speculate(ChunkId chunk);
+  void commit(ChunkId chunk);
+  bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
+  void take_over(ChunkId chunk);
+  void discard_values(ChunkId chunk);
+  void note_new_values(ChunkId chunk);
+
+  ArrayId param_of(ChunkId chunk) const { return {chunk, store_.layout().param_home()}; }
+  ArrayId grad_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
+
+  Pager& pager_;
+  ChunkMemory& memory_;
+  ChunkStore& store_;
+  const Gradients& gradients_;
+  HostUpdates& host_updates_;
+  Speculation& speculation_;
+  UpdateJobs jobs_;
+  std::vector<uint8_t> committed_;  // by chunk
+  int num_committed_ = 0;
+  ChunkId held_back_ = -1;
+};
+
+}  // namespace patrickstar

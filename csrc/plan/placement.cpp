@@ -1,0 +1,179 @@
+#include "plan/placement.h"
+
+#include <algorithm>
+#include <set>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
+constexpr int64_t kPrefetchedChunks = 16;
+// Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
+constexpr double kBoundaryShare = 0.45;
+constexpr int kBoundaryChunks = 3;
+constexpr int64_t kBoundarySlack = int64_t{128} << 20;
+
+int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
+
+// What scatters need beside the gradients: room for all ranks' parts, and the shards on their way to the host.
+int64_t scatter_bytes(const Layout& layout) {
+  if (!layout.is_sharded()) return 0;
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad) + 2 * chunk.num_bytes(ArrayKind::kGradShard));
+  }
+  return largest;
+}
+
+int64_t largest_moment_bytes(const Layout& layout, const Timeline& timeline) {
+  int64_t largest = 0;
+  for (const Moment& moment : timeline.moments) {
+    int64_t bytes = 0;
+    for (const Access& access : moment.accesses) {
+      if (access.mode != AccessMode::kRetire) bytes += layout.num_bytes(access.array);
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+// The chunks that backward finishes with are those that the next forward begins with. Updated on the device, they need
+// not go down, through the host's update and up again while it waits.
+int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limit_bytes) {
+  const int64_t left = limit_bytes - highest_tide(step);
+  int64_t room = std::min(share(left, kBoundaryShare), left - 2 * largest_moment_bytes(layout, step) - kBoundarySlack);
+  int count = 0;
+  while (count < std::min(kBoundaryChunks, layout.num_chunks())) {
+    const ChunkSpec& chunk = layout.chunk(count);
+    room -= optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
+    if (room < 0) break;
+    ++count;
+  }
+  return count;
+}
+
+// Half of the room that no moment needs for itself, up to a few chunks. On the simulated device a fetch takes no longer
+// than a copy in memory, so there all room goes to what can stay.
+int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
+  const int64_t room = problem.limit_bytes - problem.fixed_bytes - highest_tide(*problem.timeline);
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
+  const int64_t spare = room - largest_moment_bytes(layout, *problem.timeline);
+  return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
+}
+
+}  // namespace
+
+int64_t highest_tide(const Timeline& timeline) {
+  int64_t highest = 0;
+  for (const Moment& moment : timeline.moments) highest = std::max(highest, moment.tide_peak_bytes);
+  return highest;
+}
+
+int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
+  const int count = num_margin_chunks(layout, budget, highest_tide(step));
+  return budget.follows_tide ? count : std::max(count, num_boundary_chunks(layout, step, budget.limit_bytes));
+}
+
+PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
+                         const DeviceBudget& budget) {
+  PlanProblem problem;
+  problem.timeline = &last;
+  problem.arrays.resize(static_cast<size_t>(layout.num_chunks()) * kNumArrayKinds);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool trainable = layout.chunk(chunk).trainable;
+    const bool on_device = trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
+    const ArrayId param{chunk, ArrayKind::kParam};
+    const ArrayId grad{chunk, ArrayKind::kGrad};
+    const int64_t bytes = layout.num_bytes(param);
+    const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
+    // Of several ranks none may have what another one lacks: all values go when the step is over.
+    const bool survives = !layout.is_sharded() && (on_device || !trainable);
+    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, on_device ? 0 : shard_bytes, false};
+    if (!layout.is_sharded()) problem.arrays[static_cast<size_t>(grad.index())].retire_bytes = bytes;
+    if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
+    if (on_device && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
+  }
+  problem.fixed_bytes += scatter_bytes(layout);
+  if (budget.limit_bytes == INT64_MAX) return problem;
+  if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
+  problem.limit_bytes = budget.limit_bytes;
+  if (budget.prefetches_far) problem.prefetch_bytes = prefetch_bytes(layout, problem);
+  return problem;
+}
+
+int64_t optimizer_bytes(const ChunkSpec& chunk) {
+  int64_t bytes = 0;
+  if (!chunk.trainable) return bytes;
+  for (ArrayKind kind : optimizer_arrays()) bytes += chunk.num_bytes(kind);
+  return bytes;
+}
+
+int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard); }
+
+std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
+                                    bool device_unlimited) {
+  int64_t on_host = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) on_host += home_bytes(chunk);
+  int64_t on_device = 0;
+  std::vector<Tier> tiers;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const bool host = !device_unlimited && on_host <= host_limit_bytes;
+    const int64_t bytes = host ? 0 : home_bytes(chunk);
+    on_host -= bytes;
+    on_device += bytes;
+    tiers.push_back(host ? Tier::kHost : Tier::kDevice);
+  }
+  PS_CHECK(device_unlimited || on_device <= device_room_bytes, MemoryBudgetError,
+           "parameters and optimizer states need ", on_host + on_device, " bytes; host memory takes ", host_limit_bytes,
+           " and the device ", device_room_bytes, " before activations; raise host_memory or device_memory by ",
+           on_device - device_room_bytes, " bytes");
+  return tiers;
+}
+
+int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes) {
+  if (budget.limit_bytes == INT64_MAX) return layout.num_chunks();
+  int64_t margin = budget.limit_bytes - tide_peak_bytes;
+  int64_t largest = 0;
+  int64_t values = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    values += chunk.num_bytes(ArrayKind::kParam);
+    largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
+  }
+  // Of several ranks each has the others to get values from, which is faster than the host.
+  if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
+  margin -= values + scatter_bytes(layout);
+  margin -= 2 * largest;  // gradients on their way; the others take their parameters' place
+  auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * budget.margin_use_ratio);
+  int count = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const bool grad = layout.is_sharded() && budget.keeps_gradients;
+    usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    if (usable < 0) break;
+    ++count;
+  }
+  return count;
+}
+
+int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params) {
+  int64_t largest = 0;
+  for (const auto& params : module_params) {
+    std::set<ChunkId> chunks;
+    int64_t largest_grad = 0;
+    for (ParamId param : params) chunks.insert(layout.placement(param).chunk);
+    int64_t bytes = 0;
+    for (ChunkId id : chunks) {
+      bytes += layout.chunk(id).num_bytes(ArrayKind::kParam);
+      if (layout.chunk(id).trainable)
+        largest_grad = std::max(largest_grad, layout.chunk(id).num_bytes(ArrayKind::kGrad));
+    }
+    largest = std::max(largest, bytes + largest_grad);
+  }
+  return largest + scatter_bytes(layout);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,78 @@
+#include "plan/plan_vote.h"
+
+#include <algorithm>
+
+#include "collective/message.h"
+
+namespace patrickstar {
+
+namespace {
+
+void keep_slower(Rates& all, const Rates& mine) {
+  const auto least = [&](double Rates::* rate) { all.*rate = std::min(all.*rate, mine.*rate); };
+  const auto most = [&](double Rates::* rate) { all.*rate = std::max(all.*rate, mine.*rate); };
+  least(&Rates::upload_gbps);
+  least(&Rates::download_gbps);
+  least(&Rates::host_adam_params_per_second);
+  least(&Rates::device_adam_params_per_second);
+  least(&Rates::launch_ahead_seconds);
+  most(&Rates::transfer_latency_seconds);
+  most(&Rates::collective_latency_seconds);
+  most(&Rates::synchronize_seconds);
+  most(&Rates::gather_gbps);
+  most(&Rates::scatter_gbps);
+}
+
+void keep_slower(StepTimes& all, const StepTimes& mine) {
+  keep_slower(all.rates, mine.rates);
+  std::vector<double>& seconds = all.shape.compute_seconds;
+  for (size_t t = 0; t < seconds.size(); ++t) seconds[t] = std::max(seconds[t], mine.shape.compute_seconds[t]);
+}
+
+}  // namespace
+
+std::string packed(const PlanVote& vote) {
+  return MessageWriter()
+      .add(static_cast<uint8_t>(vote.can_measure))
+      .add(static_cast<uint8_t>(vote.has_plan))
+      .add(vote.updates)
+      .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
+      .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
+      .str();
+}
+
+PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
+  MessageReader reader(message, "a vote on the plan");
+  PlanVote vote;
+  vote.can_measure = reader.next<uint8_t>() != 0;
+  vote.has_plan = reader.next<uint8_t>() != 0;
+  vote.updates = reader.next_list<UpdateAt>(num_chunks);
+  const auto rates = reader.next_list<Rates>();
+  const auto compute_seconds = reader.next_list<double>();
+  reader.finish();
+  reader.check(rates.size() <= 1, "several rates");
+  for (UpdateAt update : vote.updates) reader.check(update <= kLastUpdateAt, "an update at no known time");
+  if (!rates.empty()) vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
+  return vote;
+}
+
+PlanVote agreed(const std::vector<PlanVote>& votes) {
+  PlanVote all = votes.front();
+  for (const PlanVote& vote : votes) {
+    all.can_measure = all.can_measure && vote.can_measure;
+    all.has_plan = all.has_plan && vote.has_plan;
+    for (size_t chunk = 0; chunk < all.updates.size(); ++chunk) {
+      all.updates[chunk] = std::max(all.updates[chunk], vote.updates[chunk]);
+    }
+    const bool of_one_step =
+        all.times && vote.times && all.times->shape.compute_seconds.size() == vote.times->shape.compute_seconds.size();
+    if (of_one_step) {
+      keep_slower(*all.times, *vote.times);
+    } else {
+      all.times.reset();
+    }
+  }
+  return all;
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,111 @@
+"""The configuration as the core's options: the only place that knows both."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from patrickstar import _C
+from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation
+from patrickstar.machine.budgets import Budgets
+
+
+def make_engine_options(
+    config: Config,
+    device: torch.device,
+    budgets: Budgets,
+    limit_rounding_bytes: int,
+    local_ranks: tuple[int, int],
+) -> _C.EngineOptions:
+    """What ``_C.Runtime`` is told, but for the chunk size.
+
+    Args:
+        config: the whole configuration.
+        device: the engine's device; a CPU is the simulated one.
+        budgets: what :func:`patrickstar.machine.budgets.make_budgets` gave.
+        limit_rounding_bytes: what PyTorch's CUDA allocator may take beyond a limit that it is given.
+        local_ranks: as :func:`host_thread_options` takes it.
+
+    Raises:
+        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
+    """
+    tracer = config.client.mem_tracer
+    options = _C.EngineOptions()
+    shared = options.device
+    shared.cuda_device = device.index if device.type == "cuda" else -1
+    shared.device_limit_bytes = budgets.device_bytes
+    shared.limit_rounding_bytes = limit_rounding_bytes
+    shared.host_limit_bytes = budgets.host_bytes
+    shared.delays = _delay_options(config.delays)
+    shared.host_threads = host_thread_options(
+        config.host_threads, with_gpu=device.type == "cuda", local_ranks=local_ranks
+    )
+    options.residency.warmup_payload_ratio = tracer.warmup_gpu_chunk_mem_ratio
+    options.residency.margin_use_ratio = tracer.margin_use_ratio
+    hybrid = config.optimizer.params.use_hybrid_adam
+    options.residency.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
+    options.speculation = _speculation_mode(config.optimizer.speculation, device)
+    return options
+
+
+def host_thread_options(
+    threads: HostThreadsConfig, *, with_gpu: bool, local_ranks: tuple[int, int] = (0, 1)
+) -> _C.HostThreadOptions:
+    """What :func:`patrickstar._C.choose_host_threads` is told.
+
+    Args:
+        threads: the section ``host_threads`` of the configuration.
+        with_gpu: whether a GPU trains, whose kernels a thread launches that needs a core.
+        local_ranks: this rank's index among the ranks of its run on this machine, and their number. They divide the
+            CPUs unless the configuration says else.
+
+    Raises:
+        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
+    """
+    options = _C.HostThreadOptions()
+    options.num_threads = threads.num_threads
+    options.launching_core = _C.LaunchingCore.RESERVED if with_gpu else _C.LaunchingCore.SHARED
+    local_rank, num_local_ranks = local_ranks
+    options.num_sharing = threads.num_sharing_processes or num_local_ranks
+    if threads.num_sharing_processes is not None and options.num_sharing > 1:
+        local_rank = _local_rank()
+    options.sharing_index = local_rank % options.num_sharing
+    # Several pinned processes that do not know of each other would crowd on the same CPUs.
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    known = threads.num_sharing_processes is not None or num_local_ranks > 1 or alone
+    pinned = {
+        HostAffinity.AUTO: with_gpu and known,
+        HostAffinity.PINNED: True,
+        HostAffinity.FREE: False,
+    }[threads.affinity]
+    options.affinity = _C.Affinity.PINNED if pinned else _C.Affinity.FREE
+    return options
+
+
+def _local_rank() -> int:
+    value = os.environ.get("LOCAL_RANK", "")
+    if not value.isdecimal():
+        raise ValueError(
+            f"host_threads.num_sharing_processes is more than 1, but LOCAL_RANK is {value!r}; start the processes with "
+            "torchrun, or set LOCAL_RANK to this process's index among those of this machine"
+        )
+    return int(value)
+
+
+def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:
+    return {
+        Speculation.AUTO: _C.SpeculationMode.ON if device.type == "cuda" else _C.SpeculationMode.OFF,
+        Speculation.ALWAYS: _C.SpeculationMode.ON,
+        Speculation.NEVER: _C.SpeculationMode.OFF,
+        Speculation.COMMIT: _C.SpeculationMode.COMMIT,
+    }[speculation]
+
+
+def _delay_options(delays: DelaysConfig) -> _C.DelayOptions:
+    options = _C.DelayOptions()
+    options.bytes_per_second = delays.link_gbps * 1e9
+    options.latency_seconds = delays.link_latency_us * 1e-6
+    options.max_random_seconds = delays.max_random_us * 1e-6
+    options.seed = delays.seed
+    return options

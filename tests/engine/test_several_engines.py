@@ -1,0 +1,148 @@
+"""Several engines in one process, within one budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import StateError
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.several_engines import RECIPES, Discriminator, Generator, config_of, run, run_plain
+from tests.training import make_config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_against_plain_pytorch(name):
+    ours, plain = run(name, config_of("fp32")), run_plain(name)
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-5, atol=1e-6)
+    for role, state in plain.states.items():
+        for key, value in state.items():
+            torch.testing.assert_close(ours.states[role][key], value, rtol=1e-4, atol=1e-5, msg=f"{role}.{key}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shared_budget(name, precision):
+    """The same bits where all together have little memory, and where they have much."""
+    roomy = run(name, config_of(precision))
+    budget = 2 * max(report["device_peak_bytes"] for report in roomy.reports.values()) // 3
+    scarce = run(name, config_of(precision, device_memory=budget))
+    assert [loss.hex() for loss in scarce.losses] == [loss.hex() for loss in roomy.losses]
+    for role, state in roomy.states.items():
+        assert_same_bits(scarce.states[role], state, role)
+    moved = {role: report["num_evictions"] for role, report in scarce.reports.items()}
+    print(f"{name}, {precision}: {budget} bytes for all; arrays that made room: {moved}")
+    assert sum(moved.values()) > 0
+    assert all(report["device_peak_bytes"] <= budget for report in scarce.reports.values())
+
+
+def test_operations_on_parameters_of_several_engines():
+    """A moving average of one model in another, and a distance between both that is trained."""
+    engine, optimizer = initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB"))
+    other, _ = initialize_engine(Generator, 0, make_config("bf16"))
+    with engine, other:
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        engine.backward(engine(torch.ones(4, 8)).float().square().mean())
+        optimizer.step()
+        with torch.no_grad():
+            for average, param in zip(other.module.parameters(), engine.module.parameters(), strict=True):
+                average.mul_(0.5).add_(param, alpha=0.5)
+        now, state = other.state_dict(), engine.state_dict()
+        for name, value in before.items():
+            expected = value * 0.5
+            expected.add_(state[name], alpha=0.5)
+            torch.testing.assert_close(now[name], expected, rtol=1e-6, atol=1e-7)
+        engine.zero_grad()
+        pairs = zip(engine.module.parameters(), other.module.parameters(), strict=True)
+        loss = engine(torch.ones(4, 8)).float().mean() * 0
+        loss = loss + sum((mine - theirs.detach()).float().square().sum() for mine, theirs in pairs)
+        engine.backward(loss)
+        assert engine.grad_norm() > 0
+
+
+def test_budgets_are_one():
+    """What a later engine does not give is that of the first; what it gives otherwise is refused."""
+    first, _ = initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB", host_memory="64MB"))
+    with first:
+        second, _ = initialize_engine(Discriminator, 0, make_config("bf16"))
+        with second:
+            budgets = [engine.report() for engine in (first, second)]
+            assert budgets[0]["device_budget_bytes"] == budgets[1]["device_budget_bytes"] == 10**6
+            assert budgets[0]["host_budget_bytes"] == budgets[1]["host_budget_bytes"] == 64 * 10**6
+        for key, value in {"device_memory": "2MB", "host_memory": "32MB"}.items():
+            with pytest.raises(ValueError, match=f"{key} is .* all engines of a process share one budget"):
+                initialize_engine(Discriminator, 0, make_config("bf16", **{key: value}))
+        big = lambda: nn.Linear(2000, 2000)  # noqa: E731
+        with pytest.raises(patrickstar.MemoryBudgetError, match="other engines of this process [1-9]"):
+            initialize_engine(big, 0, make_config("fp32"))
+        first.backward(first(torch.ones(4, 8)).float().mean())
+    third, _ = initialize_engine(Discriminator, 0, make_config("bf16", device_memory="2MB"))
+    third.close()
+
+
+def test_a_parameter_belongs_to_one_engine():
+    module = Generator()
+    engine, _ = initialize_engine(lambda: module, 0, make_config("bf16"))
+    with engine:
+        with pytest.raises(ValueError, match=r"0.weight belongs to an engine .*patrickstar.close_open_engine\(\)"):
+            initialize_engine(lambda: nn.Sequential(*module), 0, make_config("bf16"))
+        engine.backward(engine(torch.ones(4, 8)).float().mean())
+
+
+def test_engines_close_in_any_order():
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        engines = [initialize_engine(Generator, 0, make_config("bf16", device_memory="1MB"))[0] for _ in range(3)]
+        for closing in order:
+            for engine in engines:
+                if engine._session.closed:
+                    continue
+                engine.backward(engine(torch.ones(4, 8)).float().mean())
+                engine.zero_grad()
+            engines[closing].close()
+
+
+def test_a_joint_backward_that_fails():
+    """Neither engine has a gradient of it, and both go on."""
+    maker, maker_optimizer = initialize_engine(Generator, 0, make_config("fp32"))
+    judge, _ = initialize_engine(Discriminator, 0, make_config("fp32"))
+    with maker, judge:
+        loss = judge(maker(torch.ones(4, 8))).mean()
+        judge.backward(loss, retain_graph=True)
+        norms = [maker.grad_norm(), judge.grad_norm()]
+        maker.zero_grad()
+        judge.zero_grad()
+        out = maker(torch.ones(4, 8))
+
+        def fail(gradient):
+            raise KeyError("in backward")
+
+        out.register_hook(fail)
+        with pytest.raises(KeyError, match="in backward"):
+            judge.backward(judge(out).mean())
+        judge.backward(judge(maker(torch.ones(4, 8))).mean())
+        assert [maker.grad_norm(), judge.grad_norm()] == norms
+        maker_optimizer.step()
+
+
+def test_loss_scales_of_a_joint_backward():
+    """float16: gradients of one loss have one scale, that of the engine whose backward it was."""
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
+    maker, maker_optimizer = initialize_engine(Generator, 0, {**make_config("fp32"), "fp16": fp16})
+    judge, judge_optimizer = initialize_engine(
+        Discriminator, 0, {**make_config("fp32"), "fp16": {**fp16, "initial_scale_power": 6}}
+    )
+    with maker, judge:
+        judge.backward(judge(maker(torch.ones(4, 8))).float().mean())
+        norms = [maker.grad_norm(), judge.grad_norm()]
+        with pytest.raises(StateError, match="scaled by 64 so far and would be by 256"):
+            maker.backward(judge(maker(torch.ones(4, 8))).float().mean())
+        maker.zero_grad()
+        judge.zero_grad()
+        maker.backward(judge(maker(torch.ones(4, 8))).float().mean())
+        assert [maker.grad_norm(), judge.grad_norm()] == pytest.approx(norms, rel=1e-3)
+        maker_optimizer.step()
+        judge_optimizer.step()
+        assert maker.report()["num_steps"] == judge.report()["num_steps"] == 1
