@@ -27,7 +27,7 @@ struct CpuMark final : MarkState {
   TraceClock::time_point time;
 };
 
-// [Note: a queue fails for good] As a stream of CUDA does: what comes after a task that has thrown (a collective whose
+// A queue fails for good, as a stream of CUDA does: what comes after a task that has thrown (a collective whose
 // other rank is gone) is left out, and every event from then on has its failure. So whoever waits for something of this
 // queue, and would read what was not written, gets the failure instead; others do not.
 class SimulatedQueue {

@@ -70,7 +70,7 @@ struct CudaMark final : MarkState {
   CudaEvent timed;
 };
 
-// [Note: streams last] PyTorch's allocator remembers the stream that memory was allocated for, and synchronises with it
+// PyTorch's allocator remembers the stream that memory was allocated for, and synchronises with it
 // when it unmaps an expandable segment, long after the engine is closed. So copy streams are made once per device and,
 // like PyTorch's own, never destroyed.
 cudaStream_t lasting_stream(int device, Queue queue) {

@@ -35,7 +35,7 @@ struct Metered {
 
 class MeteredTable {
  public:
-  // [Note: forks] A thread may be inside when the process forks, and would never leave the copy: so nobody is.
+  // Before a fork of the process: a thread that were inside then would never leave the copy.
   void lock_all() {
     for (Shard& shard : shards_) shard.mutex.lock();
   }

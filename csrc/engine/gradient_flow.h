@@ -5,7 +5,7 @@
 // its parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the
 // optimizer states are on the host, the gradient goes down in their place. Then its update may start (engine/updates.h).
 //
-// [Note: accumulation] A second backward before the step first moves what is there into a float32 sum (kGradSum), on
+// A second backward before the step first moves what is there into a float32 sum (kGradSum), on
 // whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
 // ((g1 + g2) + g3) in float32 for every placement.
 //

@@ -1,6 +1,5 @@
 // All that an open engine has below Python: its chunks' memory, and the parts that work on them, in the order in which they
-// need each other; a part calls those above it in this list, and none below. Closing the engine is destroying this, after
-// shut_down().
+// need each other ([Note: who calls whom], docs/design.md). Closing the engine is destroying this, after shut_down().
 //
 //   device        shared with other engines of the process (engine/shared_device.h)
 //   memory        chunks, slots and blocks, and how payloads move

@@ -31,7 +31,7 @@ namespace patrickstar {
 
 class HostArena;
 
-// Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody uses its memory any more.
+// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody uses its memory any more.
 class HostBlock {
  public:
   HostBlock() = default;

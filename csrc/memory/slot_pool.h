@@ -16,7 +16,7 @@ namespace patrickstar {
 
 class SlotPool;
 
-// Device memory; null, or owned: it goes back to its pool, which outlives it, when it is destroyed. Until `busy` is over
+// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to its pool, which outlives it, when it is destroyed. Until `busy` is over
 // somebody may use what it held; the pool keeps that in mind.
 class Slot {
  public:

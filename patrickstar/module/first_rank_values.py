@@ -6,7 +6,7 @@ Values are compared before they travel: each rank has a digest of the part of ea
 digests of all ranks' parts, and only what differs is sent, to the rank that keeps it. So equal models, which is the
 rule, cost reading them once.
 
-[Note: following rank 0] Ranks may come to their models in different ways (rank 0 reads files, the others build theirs
+Ranks may come to their models in different ways (rank 0 reads files, the others build theirs
 on the meta device). Rank 0 takes its model in pieces as it gets values; with each it tells the others which parameters
 these are and their digests; the others take their own models on beside that, and overwrite what differs.
 """

@@ -295,7 +295,7 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-# [Note: one store per process] Rank 0 may serve the store itself. Were it served anew for each engine of a process, a
+# There is one store per process. Rank 0 may serve the store itself. Were it served anew for each engine of a process, a
 # rank that is quicker than the others would reach the one that is about to end. So it lasts as long as the process, and
 # the worlds that are made of it have places of their own in it.
 _stores: dict[tuple[str, int], dist.Store] = {}

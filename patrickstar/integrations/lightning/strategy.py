@@ -1,6 +1,6 @@
 """The strategy: a ``LightningModule``'s parameters in chunks between a run's setup and its teardown.
 
-[Note: one engine a run] ``fit``, ``validate``, ``test`` and ``predict`` each build an engine in ``setup`` and close it
+``fit``, ``validate``, ``test`` and ``predict`` each build an engine in ``setup`` and close it
 in ``teardown``: in between the module keeps its class and parameters, before and after it is an ordinary one.
 """
 
