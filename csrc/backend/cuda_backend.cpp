@@ -112,6 +112,7 @@ class CudaBackend final : public Backend {
       : device_(static_cast<c10::DeviceIndex>(device)),
         events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
         timed_events_(std::make_shared<EventPool>(cudaEventDefault)),
+        segments_(rounding_bytes > 0 ? Segments::kExpandable : Segments::kFixed),
         compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
@@ -302,7 +303,7 @@ class CudaBackend final : public Backend {
     pressure_.reset();
     if (handler == nullptr) return;
     const auto headroom = static_cast<int64_t>(static_cast<double>(limit_bytes_) * kHeadroomRatio);
-    pressure_.emplace(device_, limit_bytes_, headroom, handler);
+    pressure_.emplace(device_, limit_bytes_, headroom, segments_, handler);
   }
 
  private:
@@ -312,6 +313,7 @@ class CudaBackend final : public Backend {
   c10::DeviceIndex device_;
   std::shared_ptr<EventPool> events_;
   std::shared_ptr<EventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
+  Segments segments_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
   std::array<cudaStream_t, kNumQueues> streams_{};  // by queue, of all but kCompute

@@ -16,6 +16,7 @@ struct Listener {
   std::atomic<int64_t> limit_bytes{0};
   std::atomic<int64_t> headroom_bytes{0};
   std::atomic<int64_t> largest_request{0};  // of activations since the scope began
+  std::atomic<Segments> segments{Segments::kExpandable};
   PressureGate gate;
 };
 
@@ -53,19 +54,32 @@ class EvictChunks final : public c10::FreeMemoryCallback {
   bool Execute() override {
     Listener& target = listener();
     if (slot_allocations > 0 || !target.gate.is_open()) return false;
+    const int64_t needed = segment_bytes(target.largest_request);
+    const int64_t headroom = std::max<int64_t>(target.headroom_bytes, needed);
+    int64_t left = left_bytes(target);
+    if (left >= headroom) return false;
+    int64_t freed = target.gate.ask(headroom - left);
+    if (target.segments == Segments::kExpandable) return freed > 0;
+    // What was freed may lie in segments that still hold something: it counts when the driver has it back.
+    while (freed > 0) {
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      left = left_bytes(target);
+      freed = left < needed ? target.gate.ask(needed - left) : 0;
+    }
+    return true;
+  }
+
+ private:
+  static int64_t left_bytes(const Listener& target) {
     using c10::CachingDeviceAllocator::StatType;
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
-    const auto& reserved = stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)];
-    const int64_t left = target.limit_bytes - reserved.current;
-    const int64_t headroom = std::max<int64_t>(target.headroom_bytes, segment_bytes(target.largest_request));
-    if (left >= headroom) return false;
-    return target.gate.ask(headroom - left);
+    return target.limit_bytes - stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
   }
 };
 
 }  // namespace
 
-CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes,
+CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, Segments segments,
                                      PressureHandler* handler) {
   static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
   std::call_once(attached, [] {
@@ -76,6 +90,7 @@ CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t he
   target.device = static_cast<c10::DeviceIndex>(device);
   target.limit_bytes = limit_bytes;
   target.headroom_bytes = headroom_bytes;
+  target.segments = segments;
   target.gate.set(handler);
 }
 

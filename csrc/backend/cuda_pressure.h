@@ -11,11 +11,16 @@
 
 namespace patrickstar {
 
+// How PyTorch's allocator holds memory. A fixed segment goes back to the driver when all of its blocks are free, pages of
+// an expandable one as they become free.
+enum class Segments : uint8_t { kFixed, kExpandable };
+
 // While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `limit_bytes` are left to reserve on
 // `device`. One at a time.
 class CudaPressureScope {
  public:
-  CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, PressureHandler* handler);
+  CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, Segments segments,
+                    PressureHandler* handler);
   ~CudaPressureScope();
   CudaPressureScope(const CudaPressureScope&) = delete;
   CudaPressureScope& operator=(const CudaPressureScope&) = delete;

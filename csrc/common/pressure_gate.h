@@ -19,9 +19,9 @@ namespace patrickstar {
 class PressureHandler {
  public:
   virtual ~PressureHandler() = default;
-  // Frees at least `num_bytes` if it can. Called by whichever thread allocates, possibly inside PyTorch's
-  // allocator: must not allocate device memory, must not wait for the Python interpreter.
-  virtual void release_device_memory(int64_t num_bytes) = 0;
+  // Frees at least `num_bytes` if it can; returns the bytes freed. Called by whichever thread allocates, possibly inside
+  // PyTorch's allocator: must not allocate device memory, must not wait for the Python interpreter.
+  virtual int64_t release_device_memory(int64_t num_bytes) = 0;
 };
 
 class PressureGate {
@@ -31,12 +31,10 @@ class PressureGate {
     const std::lock_guard<std::shared_mutex> lock(mutex_);
     handler_ = handler;
   }
-  // False when nobody is there to be asked.
-  bool ask(int64_t num_bytes) {
+  // The bytes freed; 0 when nobody is there to be asked.
+  int64_t ask(int64_t num_bytes) {
     const std::shared_lock<std::shared_mutex> lock(mutex_);
-    if (handler_ == nullptr) return false;
-    handler_->release_device_memory(num_bytes);
-    return true;
+    return handler_ == nullptr ? 0 : handler_->release_device_memory(num_bytes);
   }
   bool is_open() {
     const std::shared_lock<std::shared_mutex> lock(mutex_);

@@ -159,11 +159,11 @@ int64_t SharedDevice::take_tide_peak(const Tenant& reader) {
   return highest;
 }
 
-void SharedDevice::release_device_memory(int64_t num_bytes) {
+int64_t SharedDevice::release_device_memory(int64_t num_bytes) {
   // Another thread may hold the lock while it waits for PyTorch's allocator, whose lock this thread holds on CUDA:
   // giving up after a moment is the way out of that.
   const std::unique_lock<Lock> lock(*lock_, std::chrono::milliseconds(50));
-  if (!lock.owns_lock()) return;
+  if (!lock.owns_lock()) return 0;
   int64_t freed = 0;
   for (const Joined& joined : tenants_) freed += joined.tenant->trim(num_bytes - freed);
   for (const bool running : {false, true}) {
@@ -177,6 +177,7 @@ void SharedDevice::release_device_memory(int64_t num_bytes) {
   for (const Joined& joined : tenants_) {
     if (freed < num_bytes) freed += joined.tenant->give_up(num_bytes - freed, Vacate::kEverything);
   }
+  return freed;
 }
 
 }  // namespace patrickstar

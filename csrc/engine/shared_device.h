@@ -103,7 +103,7 @@ class SharedDevice final : public PressureHandler {
   // The highest tide since the tenant asked last.
   int64_t take_tide_peak(const Tenant& reader);
 
-  void release_device_memory(int64_t num_bytes) override;
+  int64_t release_device_memory(int64_t num_bytes) override;
 
  private:
   struct Joined {
