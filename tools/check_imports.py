@@ -18,9 +18,9 @@ from pathlib import Path
 LAYERS = {
     "config": 0,
     "diagnostics": 0,
-    "lr_schedules": 0,
     "ranks": 0,
     "checkpoint": 1,
+    "lr_schedules": 1,
     "machine": 1,
     "monitor": 1,
     "profiling": 1,

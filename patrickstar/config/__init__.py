@@ -2,7 +2,8 @@
 
 ``parse_config`` turns it into a :class:`Config`; nothing past it sees a dict. The models are the one schema: each key's
 type, default, meaning and what happens to it (``fates``) stand together, and docs/config.md and the JSON Schema
-(``python -m patrickstar.config``) are made from them.
+(``python -m patrickstar.config``) are made from them. Keys that have no effect or are refused are rows of a table,
+other_keys.md, which the models are completed from.
 """
 
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes

@@ -1,4 +1,5 @@
-"""What happens to a key, in a small vocabulary that stands beside its type: ``Annotated[bool, no_effect("why")]``.
+"""What happens to a key, in a small vocabulary that stands beside its type: ``Annotated[bool, HONOURED]`` in a model,
+words in the table of keys that have no effect or are refused (other_keys.md).
 
 The check of a configuration, the line that names what was accepted without effect, and the table in docs/config.md all
 read it from there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from patrickstar.config.keys import Key, all_keys
+from patrickstar.config.nearest import likeness, nearest
 from patrickstar.config.schedulers import SCHEDULERS, TorchSchedule
 from patrickstar.config.shown import key_text, shown
 
@@ -59,24 +59,16 @@ def _path(loc: Sequence[int | str]) -> str:
     return text.removeprefix(".")
 
 
-def _likeness(word: str, name: str) -> float:
-    return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    return max(known, key=lambda name: _likeness(word, name))
-
-
 def _unknown_key(path: str) -> str:
     section, _, name = path.rpartition(".")
     keys = list(all_keys())
     here = list(dict.fromkeys(key.name for key in keys if key.section == section))
-    near = _near(name, here)
+    near = nearest(name, here)
     line = f"unknown key {path}: "
     elsewhere = _elsewhere(name, section, keys)
-    if elsewhere and _likeness(name, near) < 0.9:
+    if elsewhere and likeness(name, near) < 0.9:
         return f"{line}did you mean {_choice_of_paths(elsewhere)}?"
-    if _likeness(name, near) < _LEAST_LIKENESS:
+    if likeness(name, near) < _LEAST_LIKENESS:
         return f"{line}docs/config.md has them all"
     line += f"did you mean {section + '.' if section else ''}{near}?"
     if len(here) <= _FEW_KEYS:

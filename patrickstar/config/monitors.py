@@ -6,11 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from patrickstar.config.fates import HONOURED, no_effect, refused
-from patrickstar.config.values import AtLeast0, AtLeast1, FilePath, Integer, Names, NonNegative, Section, Switch, Text
-
-_WITH_COMET = no_effect("it is comet's, which is not supported")
-_WITH_COMMS_LOGGER = no_effect("it is the communication logger's, which is not there; ``profile`` shows collectives")
+from patrickstar.config.fates import HONOURED
+from patrickstar.config.values import AtLeast0, FilePath, Integer, NonNegative, Section, Switch, Text
 
 
 class TensorBoardConfig(Section):
@@ -65,59 +62,3 @@ class FlopsProfilerConfig(Section):
     """Whether modules are listed, beside the totals of the model."""
     output_file: Annotated[FilePath | None, HONOURED] = None
     """Path of the file that the counts are written to; None: standard output."""
-
-
-class CometConfig(Section):
-    """The section ``comet``: figures reported to Comet."""
-
-    enabled: Annotated[Switch, refused("there is no reporter to Comet; use tensorboard, wandb or csv_monitor")] = False
-    """Whether figures are reported to Comet."""
-    samples_log_interval: Annotated[AtLeast1, _WITH_COMET] = 100
-    """Number of samples between two reports."""
-    project: Annotated[Text | None, _WITH_COMET] = None
-    """Name of the project in Comet."""
-    workspace: Annotated[Text | None, _WITH_COMET] = None
-    """Name of the workspace in Comet."""
-    api_key: Annotated[Text | None, _WITH_COMET] = None
-    """The key for access to Comet."""
-    experiment_name: Annotated[Text | None, _WITH_COMET] = None
-    """Name of the experiment in Comet."""
-    experiment_key: Annotated[Text | None, _WITH_COMET] = None
-    """Comet's identifier of the experiment, of 32 to 50 letters and digits."""
-    online: Annotated[Switch | None, _WITH_COMET] = None
-    """Whether figures are sent to Comet's server; else they are stored on this machine."""
-    mode: Annotated[Text | None, _WITH_COMET] = None
-    """How the experiment is started: ``"get"`` (an existing one), ``"create"`` (a new one) or ``"get_or_create"``."""
-
-
-class CommsLoggerConfig(Section):
-    """The section ``comms_logger``: DeepSpeed's log of collectives."""
-
-    enabled: Annotated[
-        Switch, refused('collectives are not logged; use profile ({"step": 4, "output": "profile"}), which shows them')
-    ] = False
-    """Whether collectives are logged, with their times and sizes."""
-    prof_all: Annotated[Switch, _WITH_COMMS_LOGGER] = True
-    """Whether all collectives are logged; else those of ``prof_ops``."""
-    prof_ops: Annotated[Names, _WITH_COMMS_LOGGER] = ()
-    """Names of the collectives that are logged, such as ``"all_reduce"``."""
-    verbose: Annotated[Switch, _WITH_COMMS_LOGGER] = False
-    """Whether each collective is printed as it happens."""
-    debug: Annotated[Switch, _WITH_COMMS_LOGGER] = False
-    """Whether the name of the calling function is added to each collective's name."""
-
-
-class ThroughputTimerConfig(Section):
-    """The section ``timers.throughput``: how DeepSpeed measures throughput."""
-
-    enabled: Annotated[Switch, no_effect("the line of ``steps_per_print`` has the throughput")] = True
-    """Whether samples per second are measured."""
-    synchronized: Annotated[Switch, no_effect("the throughput is measured without waiting for the GPU")] = True
-    """Whether the host waits for the GPU before each measurement."""
-
-
-class TimersConfig(Section):
-    """The section ``timers``: what DeepSpeed measures in every step."""
-
-    throughput: ThroughputTimerConfig = Field(default_factory=ThroughputTimerConfig)
-    """The measurement of throughput, in samples per second."""

@@ -8,16 +8,14 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field
 
-from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, no_effect, refused, refused_section
+from patrickstar.config.fates import HONOURED, OtherSpelling, Reader
 from patrickstar.config.monitors import (
-    CometConfig,
-    CommsLoggerConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
     TensorBoardConfig,
-    TimersConfig,
     WandbConfig,
 )
+from patrickstar.config.other_keys import with_other_keys
 from patrickstar.config.schedulers import SchedulerConfig
 from patrickstar.config.schema import (
     Bf16Config,
@@ -30,38 +28,18 @@ from patrickstar.config.schema import (
     RankReduction,
     profile_of_environment,
 )
-from patrickstar.config.unused import (
-    ActivationCheckpointingConfig,
-    CheckpointConfig,
-    CompileConfig,
-    DataTypesConfig,
-    EigenvalueConfig,
-    ElasticityConfig,
-    HybridEngineConfig,
-    PipelineConfig,
-    ProgressiveLayerDropConfig,
-    TensorParallelConfig,
-    TorchAutocastConfig,
-)
 from patrickstar.config.values import (
-    Anything,
-    AtLeast0,
     AtLeast1,
-    DataType,
     FilePath,
-    FloatType,
     Integer,
     Memory,
     Number,
     Positive,
     Section,
     Switch,
-    Text,
     ignoring_case,
 )
-from patrickstar.config.zero import AioConfig, ZeroConfig
-
-_SUM = no_effect("the ranks' mean is a sum in float32, in the order of ranks, times 1 / ranks: no factor is needed")
+from patrickstar.config.zero import ZeroConfig
 
 
 def _steps(value: Any) -> Any:
@@ -152,112 +130,17 @@ class _InitializeKeys(Section):
     """Figures written to a CSV file."""
 
 
-class _FurtherKeys(Section):
+class _FurtherKeys(with_other_keys(""), Section):
     """The other keys of DeepSpeed, at top level."""
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """DeepSpeed's ZeRO: which states are sharded over the ranks, and which are offloaded."""
-    prescale_gradients: Annotated[Switch, _SUM] = False
-    """Whether gradients are divided by the number of ranks before they are summed, instead of afterwards."""
-    gradient_predivide_factor: Annotated[Positive, _SUM] = 1.0
-    """Number that gradients are divided by before they are summed, with the rest of the division afterwards."""
     gradient_allreduce_op: Annotated[RankReduction, BeforeValidator(ignoring_case(RankReduction)), HONOURED] = (
         RankReduction.MEAN
     )
     """What becomes of the ranks' gradients: ``"mean"`` or ``"sum"``. The sum is made of the mean in float32, so 16-bit
     gradients overflow no sooner.
     """
-    communication_data_type: Annotated[
-        FloatType | None,
-        no_effect("gradients travel in the compute dtype and are summed in float32; another 16-bit type is refused"),
-    ] = None
-    """Dtype of gradients in the collectives that reduce them; None: the compute dtype."""
-    seq_parallel_communication_data_type: Annotated[FloatType, no_effect("there is no sequence parallelism")] = (
-        DataType.FP32
-    )
-    """Dtype of gradients in the collectives of sequence parallelism."""
-    sparse_gradients: Annotated[Switch, no_effect("gradients of embeddings travel in their chunk, whole")] = False
-    """Whether ranks exchange only those rows of ``nn.Embedding`` gradients that a batch has used."""
-    disable_allgather: Annotated[Switch, no_effect("collectives move whole chunks")] = False
-    """Whether updated parameters are broadcast by each rank instead of all-gathered."""
-    graph_harvesting: Annotated[Switch, refused("there are no CUDA graphs; leave it out")] = False
-    """Whether short sequences of kernels are captured into CUDA graphs."""
-    sequence_parallel_size: Annotated[
-        AtLeast1 | None, refused("a sequence is not cut over ranks; leave it out", only=(None, 1))
-    ] = None
-    """Number of ranks that each sequence is divided over (sequence parallelism)."""
-    data_parallel_size: Annotated[AtLeast1 | None, no_effect("all ranks are data-parallel")] = None
-    """Number of ranks that have different samples, where sequences are divided too."""
-    zero_allow_untested_optimizer: Annotated[Switch, no_effect("the optimizer is always PatrickStar's Adam")] = False
-    """Whether ZeRO accepts optimizers that DeepSpeed has not tested with it."""
-    zero_force_ds_cpu_optimizer: Annotated[Switch, no_effect("the optimizer is always PatrickStar's Adam")] = True
-    """Whether offloaded states must be updated by DeepSpeed's CPU optimizer."""
-    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
-    """Dtypes of parameters, buffers and accumulated gradients, where they differ from the compute dtype."""
-    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig)
-    """Mixed precision by ``torch.autocast`` in the forward."""
-    amp: Annotated[Anything, refused_section("Apex is not supported; use bf16 or fp16")] = None
-    """Options of ``amp.initialize``: mixed precision by NVIDIA's Apex."""
-    aio: AioConfig = Field(default_factory=AioConfig)
-    """Asynchronous reads from and writes to NVMe disks."""
-    activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
-    """Options of DeepSpeed's activation checkpointing (activations computed again in backward)."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """How checkpoints of the training state are saved and loaded."""
-    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
-    """Tensor parallelism: layers whose parameters are divided over ranks (AutoTP)."""
-    compile: CompileConfig = Field(default_factory=CompileConfig)
-    """``torch.compile``, and DeepSpeed's passes over compiled graphs (DeepCompile)."""
-    hybrid_engine: HybridEngineConfig = Field(default_factory=HybridEngineConfig)
-    """An engine that trains and generates text in one loop, for RLHF."""
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    """Pipeline parallelism: the model's layers divided into stages on different ranks."""
-    memory_breakdown: Annotated[Switch, no_effect("``engine.report()`` and ``profile`` have it")] = False
-    """Whether memory use is logged before and after forward, backward and step."""
-    dump_state: Annotated[Switch, no_effect("the configuration can be printed: it is ``parse_config(...)``")] = False
-    """Whether the attributes of DeepSpeed's engine are printed at the start."""
-    disable_python_gc: Annotated[Switch, no_effect("call ``gc.disable()`` in the script")] = False
-    """Whether Python's garbage collector is switched off."""
-    vocabulary_size: Annotated[AtLeast0 | None, no_effect("no kernel depends on it")] = None
-    """Number of words in the vocabulary; DeepSpeed warns where it is no multiple of 8."""
-    log_level: Annotated[Text | None, no_effect('``logging.getLogger("patrickstar").setLevel(...)`` sets it')] = None
-    """Least level of the messages that DeepSpeed's logger shows."""
-    use_data_before_expert_parallelism: Annotated[Switch, no_effect("all ranks are data-parallel")] = False
-    """Whether ranks are ordered data-parallel before expert-parallel; else the other way round."""
-    timers: TimersConfig = Field(default_factory=TimersConfig)
-    """How throughput, in samples per second, is measured."""
-    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
-    """A log of collectives, with their times and sizes."""
-    comet: CometConfig = Field(default_factory=CometConfig)
-    """Figures reported to Comet."""
-    progressive_layer_drop: ProgressiveLayerDropConfig = Field(default_factory=ProgressiveLayerDropConfig)
-    """Progressive layer dropping: layers are skipped at random, more of them as training goes on."""
-    eigenvalue: EigenvalueConfig = Field(default_factory=EigenvalueConfig)
-    """Estimates of the largest eigenvalue of each layer's Hessian, for quantized training."""
-    elasticity: ElasticityConfig = Field(default_factory=ElasticityConfig)
-    """A batch size that suits many numbers of GPUs, so that their number can change between runs."""
-    autotuning: Annotated[
-        Anything, refused_section("nothing has to be tuned; python -m patrickstar.plan shows what will happen")
-    ] = None
-    """DeepSpeed's search for the fastest configuration."""
-    data_efficiency: Annotated[Anything, refused_section("samplers are the script's; leave it out")] = None
-    """Curriculum learning and dropping of tokens (random-LTD), with DeepSpeed's samplers."""
-    curriculum_learning: Annotated[Anything, refused_section("samplers are the script's; leave it out")] = None
-    """An older form of curriculum learning: sequences that become longer in training."""
-    compression_training: Annotated[Anything, refused_section("models are trained as they are; leave it out")] = None
-    """Training with quantization, pruning or fewer layers."""
-    quantize_training: Annotated[Anything, refused_section("models are trained as they are; leave it out")] = None
-    """Quantization-aware training (MoQ), with fewer bits as training goes on."""
-    weight_quantization: Annotated[Anything, refused_section("models are trained as they are; leave it out")] = None
-    """Group-wise quantization of parameters, for inference."""
-    sparse_attention: Annotated[Anything, refused_section("attention is the model's; choose it there")] = None
-    """DeepSpeed's block-sparse attention, and its pattern."""
-    nebula: Annotated[Anything, refused_section("checkpoints are PatrickStar's; use save_checkpoint")] = None
-    """Asynchronous checkpoints by Azure's Nebula service."""
-    datastates_ckpt: Annotated[Anything, refused_section("checkpoints are PatrickStar's; use save_checkpoint")] = None
-    """Checkpoints that DataStates writes while training goes on."""
-    expert_parallel: Annotated[Anything, refused_section("experts are not spread over ranks; leave it out")] = None
-    """Expert parallelism: experts of a mixture divided over ranks (AutoEP)."""
 
 
 class Config(_FurtherKeys, _InitializeKeys, _EngineKeys):

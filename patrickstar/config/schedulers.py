@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from torch.optim import lr_scheduler
 
 from patrickstar.config.fates import HONOURED
+from patrickstar.config.nearest import nearest
 from patrickstar.config.values import (
     AtLeast0,
     AtLeast1,
@@ -29,9 +29,9 @@ Warmup = Annotated[Literal["log", "linear"], HONOURED]
 def _torch_schedule(value: Any) -> str:
     cls = getattr(lr_scheduler, value, None) if isinstance(value, str) else None
     if not inspect.isclass(cls) or not issubclass(cls, lr_scheduler.LRScheduler):
-        near = max(SCHEDULERS, key=lambda name: SequenceMatcher(None, str(value).lower(), name.lower()).ratio())
         raise unexpected(
-            f"did you mean {near!r}? There are {', '.join(SCHEDULERS)}, and the classes of torch.optim.lr_scheduler"
+            f"did you mean {nearest(str(value), SCHEDULERS)!r}? There are {', '.join(SCHEDULERS)}, and the classes of "
+            "torch.optim.lr_scheduler"
         )
     return str(value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import os
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from patrickstar.config.fates import HONOURED, OtherSpelling, mapped, no_effect, refused
+from patrickstar.config.nearest import slip_of
 from patrickstar.config.values import (
     AtLeast0,
     AtLeast1,
@@ -79,8 +79,8 @@ def _optimizer_type(value: object) -> object:
     if isinstance(found, OptimizerType):
         return found
     names = {member.value.lower(): member.value for member in OptimizerType}
-    near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.7)
-    instead = f"did you mean {names[near[0]]!r}?" if near else "use AdamW"
+    near = slip_of(str(value).lower(), names, 0.7)
+    instead = "use AdamW" if near is None else f"did you mean {names[near]!r}?"
     instead = _INSTEAD_OF_OPTIMIZERS.get(str(value).lower(), instead)
     raise unexpected(f"PatrickStar has {' and '.join(names.values())}: {instead}")
 

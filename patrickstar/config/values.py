@@ -10,7 +10,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -170,6 +170,12 @@ Text = Annotated[str, BeforeValidator(_text)]
 FilePath = Annotated[str, BeforeValidator(_path)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 FloatType = Annotated[DataType, BeforeValidator(_data_type)]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+ZeroStage = Annotated[Integer, Field(ge=0, le=3)]
+TagValidation = Annotated[
+    Literal["WARN", "IGNORE", "FAIL"],
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+]
 Memory = Annotated[
     int, BeforeValidator(_memory), WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]})
 ]

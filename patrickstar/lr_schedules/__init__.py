@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
-from patrickstar.lr_schedules.base import Schedule, nearest
+from patrickstar.config.nearest import nearest
+from patrickstar.lr_schedules.base import Schedule
 from patrickstar.lr_schedules.cycles import LRRangeTest, OneCycle
 from patrickstar.lr_schedules.warmups import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -53,7 +54,7 @@ def make_scheduler(
     cls = SCHEDULES.get(type_name) or _torch_schedule(type_name)
     if cls is None:
         raise ValueError(
-            f"scheduler.type is {type_name!r}: did you mean {nearest(type_name, list(SCHEDULES))!r}? There are "
+            f"scheduler.type is {type_name!r}: did you mean {nearest(type_name, SCHEDULES)!r}? There are "
             f"{', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
         )
     params = dict(params or {})
@@ -61,7 +62,7 @@ def make_scheduler(
     for name in params:
         if name not in known:
             raise ValueError(
-                f"unknown key scheduler.params.{name}: did you mean {nearest(name, list(known))!r}? "
+                f"unknown key scheduler.params.{name}: did you mean {nearest(name, known)!r}? "
                 f"{type_name} takes {', '.join(known)}"
             )
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in params]

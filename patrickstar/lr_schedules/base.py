@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,8 +85,3 @@ def count_of(value: Any, name: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value % 1 != 0 or value < least:
         raise ValueError(f"{name} is {value!r}; give a whole number, at least {least}")
     return int(value)
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """The known word that looks most like ``word``."""
-    return max(known, key=lambda name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio())

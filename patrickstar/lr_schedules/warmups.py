@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, nearest, per_group
+from patrickstar.config.nearest import nearest
+from patrickstar.lr_schedules.base import PerGroup, Schedule, count_of, per_group
 
 logger = logging.getLogger("patrickstar")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from patrickstar.config.nearest import slip_of
 
 logger = logging.getLogger("patrickstar")
 
@@ -159,7 +160,7 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
 
 def _near(key: str) -> bool:
     """Whether it is one of the options with a slip."""
-    return bool(difflib.get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.88))
+    return slip_of(str(key), _OPTIONS, 0.88) is not None
 
 
 def _check_no_further_keys(groups: list[dict[str, Any]]) -> None:

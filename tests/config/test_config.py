@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -146,3 +148,14 @@ def test_nothing_is_logged_by_default(caplog):
     with caplog.at_level(logging.INFO):
         log_accepted_options(parse_config({"client": {"mem_tracer": {"use_async_mem_monitor": True}}}))
     assert not caplog.records
+
+
+def test_a_configuration_is_immutable_and_can_be_copied_and_pickled():
+    """Sections that are made from a table too."""
+    config = parse_config({"aio": {"queue_depth": 3}, "checkpoint": {"writer": {"type": "MOCK"}}, "fp16": {}})
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other == config
+        assert type(other.checkpoint.writer) is type(config.checkpoint.writer)
+    for section in (config, config.fp16, config.aio, config.checkpoint.writer):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(section, next(iter(type(section).model_fields)), 1)

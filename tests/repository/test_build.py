@@ -96,7 +96,7 @@ def test_source_distribution_is_whole_and_clean(source):
         ours = {name for name in ours if "__pycache__" not in name}
         theirs = {path.relative_to(source).as_posix() for path in (source / folder).rglob("*") if path.is_file()}
         assert ours == theirs
-    assert (source / "patrickstar" / "_C.pyi").exists()
+    assert all((source / "patrickstar" / name).exists() for name in ("_C.pyi", "config/other_keys.md"))
     assert not list(source.rglob("*.so")) and not (source / "build").exists()
 
 
@@ -114,6 +114,7 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     assert Path(file).is_relative_to(tmp_path / "environment")
     assert info["torch"] == torch.__version__
     assert {"_C.pyi", "py.typed"} <= {path.name for path in Path(file).parent.iterdir()}
+    assert (Path(file).parent / "config" / "other_keys.md").exists()
     report = run([python, "-m", "patrickstar.env"], cwd=tmp_path)
     assert "PatrickStar is ready to use." in report.stdout, report.stdout + report.stderr
 
