@@ -1,6 +1,6 @@
 """CPU Adam: one fused pass against torch's operations for the same work, and against the speed of a copy.
 
-The work: a bfloat16 gradient is unscaled and clipped, AdamW updates the float32 master and its two moments, and the new
+The work: a bfloat16 gradient is unscaled and clipped, AdamW updates the float32 master and its two states, and the new
 parameter is rounded to bfloat16. It is timed twice:
 
 - update: the factors of unscaling and clipping are known. Ours: one pass, the parameter taking the gradient's place, 28

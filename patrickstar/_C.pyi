@@ -169,6 +169,12 @@ class StepOutcome(_Enum):
 
 UNLIMITED: int
 """The limit of a budget without one, in bytes."""
+INITIAL_DEVICE_SHARE: float
+"""Of a device limit, what optimizer states may take before the tide is known."""
+CUDA_SLACK_RATIO: float
+"""Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment."""
+NUM_RESERVED_GRADIENTS: int
+"""Gradients on their way that speculation leaves room for on the host."""
 
 def build_info() -> dict[str, Any]:
     """What this module was compiled with: ``compiler``, ``cplusplus``, ``torch``, and ``cuda`` and ``nccl`` or None."""

@@ -26,7 +26,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Speculation, parse_bytes
-from patrickstar.module.preprocess import ParamPlan, choose_chunk_size, make_layout, plan_params
+from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.machines import MACHINES, Machine, measured
 from patrickstar.planning.models import PlannedModel, build_model
@@ -185,7 +185,7 @@ def answer(
 
 
 def _cases(
-    uses: StepUses, params: ParamPlan, sizes: Sequence[int], machine: Machine, setting: Setting, cluster: Cluster
+    uses: StepUses, params: SortedParams, sizes: Sequence[int], machine: Machine, setting: Setting, cluster: Cluster
 ) -> tuple[list[Case], list[_C.MemoryBudgetError]]:
     """What becomes of the chunk sizes that fit, and why the others do not."""
     cases, refusals = [], []
@@ -198,7 +198,7 @@ def _cases(
     return cases, refusals
 
 
-def _sizes(module: nn.Module, params: ParamPlan, setting: Setting, chunk_numel: int | None) -> list[int]:
+def _sizes(module: nn.Module, params: SortedParams, setting: Setting, chunk_numel: int | None) -> list[int]:
     """The chunk sizes to try: an engine itself makes the one that it is given smaller on a scarce device."""
     asked = _CHUNK_SIZES if chunk_numel is None else [chunk_numel]
     return sorted({choose_chunk_size(params, module, size, setting.device_bytes).numel for size in asked})

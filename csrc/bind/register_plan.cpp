@@ -38,6 +38,8 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 }
 
 void register_placement(py::module_& module) {
+  module.attr("INITIAL_DEVICE_SHARE") = kInitialDeviceShare;
+  module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
   py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)

@@ -6,6 +6,7 @@
 
 #include "bind/bind.h"
 #include "engine/runtime.h"
+#include "engine/speculation.h"
 #include "plan/placement.h"
 
 namespace py = pybind11;
@@ -198,6 +199,7 @@ void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
   module.attr("UNLIMITED") = kUnlimited;
+  module.attr("NUM_RESERVED_GRADIENTS") = kNumReservedGradients;
   py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (engine/shared_device.h).")
       .value("VALUES", Vacate::kValues)
       .value("EVERYTHING", Vacate::kEverything);

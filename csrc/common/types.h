@@ -22,8 +22,8 @@ enum class ArrayKind : uint8_t {
   kGrad,      // gradient of the running micro-batch, in the compute dtype
   kGradSum,   // sum of earlier micro-batches' gradients, float32; exists only while accumulating
   kMaster,    // float32 parameter
-  kMomentum,  // float32 first moment
-  kVariance,  // float32 second moment
+  kMomentum,  // float32, Adam's running mean of gradients
+  kVariance,  // float32, of squared ones
   // With several ranks [Note: shards]; kGradSum and the three states above are this rank's share as well then.
   kParamShard,  // this rank's share of the compute copy; kParam is gathered from all ranks' shares
   kGradShard,   // this rank's share of the ranks' mean gradient, which comes of all ranks' kGrad

@@ -11,11 +11,10 @@ namespace patrickstar {
 
 namespace {
 
-// What speculation leaves free of host memory: gradients on their way, and one that is kept beside its parameters.
 int64_t reserve_bytes(const Layout& layout) {
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
-  return 4 * largest;
+  return kNumReservedGradients * largest;
 }
 
 ResidencyOptions residency_options(const EngineOptions& options) {

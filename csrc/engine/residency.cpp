@@ -6,11 +6,6 @@ namespace patrickstar {
 
 namespace {
 
-// Of a device limit, what optimizer states may take before activations are known.
-constexpr double kInitialDeviceShare = 0.9;
-// On CUDA PyTorch's allocator needs some room to round and to fragment: of the limit.
-constexpr double kCudaSlackRatio = 0.04;
-
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
 }  // namespace

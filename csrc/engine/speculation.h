@@ -34,6 +34,10 @@ enum class SpeculationMode : uint8_t {
   kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
 };
 
+// What speculation leaves free of host memory, in chunks' gradients: those on their way, and one that is kept beside its
+// parameters.
+constexpr int kNumReservedGradients = 4;
+
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left to everybody else.

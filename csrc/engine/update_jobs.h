@@ -35,7 +35,7 @@ enum class WeightDecay : uint8_t {
 };
 
 enum class BiasCorrection : uint8_t {
-  kApplied,  // moments are divided by 1 - beta^step, as torch.optim does
+  kApplied,  // momentum and variance are divided by 1 - beta^step, as torch.optim does
   kNone,     // moments are taken as they are, so the first steps are smaller
 };
 

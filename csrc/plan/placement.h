@@ -16,6 +16,11 @@ namespace patrickstar {
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
 
+// Of a device limit, what optimizer states may take before the tide is known.
+constexpr double kInitialDeviceShare = 0.9;
+// Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment.
+constexpr double kCudaSlackRatio = 0.04;
+
 // Before the tide is known: the host first, then the device as long as `device_room_bytes` lasts; with an unlimited
 // device, all of it there. Throws MemoryBudgetError when both together are too small. By chunk.
 std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,

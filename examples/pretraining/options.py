@@ -13,7 +13,7 @@ class TrainingOptions:
     """How a model is trained, and within which limits. None leaves a choice to PatrickStar (docs/config.md)."""
 
     precision: str = "bf16"
-    """``"bf16"``, ``"fp16"`` or ``"fp32"``; master weights and moments are float32 in any case."""
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``; master weights and states are float32 in any case."""
     lr: float = 3e-4
     """The highest learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -91,7 +91,7 @@ class AdamConfig(Section):
     lr: Annotated[NonNegative, HONOURED] = 1e-3
     """The learning rate, at least 0."""
     betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
-    """Decay rates of the first and second moment, each in [0, 1)."""
+    """Decay rates of momentum and variance, each in [0, 1)."""
     eps: Annotated[NonNegative, HONOURED] = 1e-8
     """Number that is added to the denominator of the update, at least 0."""
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
@@ -111,13 +111,13 @@ class AdamConfig(Section):
     ] = False
     """Whether PyTorch's Adam is used instead of DeepSpeed's."""
     bias_correction: Annotated[Switch, HONOURED] = True
-    """Whether the moments' bias of the first steps is corrected, as ``torch.optim`` does."""
+    """Whether the bias of momentum and variance in the first steps is corrected, as ``torch.optim`` does."""
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
     """Whether Adam's AMSGrad variant is used."""
     fp32_optimizer_states: Annotated[
-        Switch, refused("moments are float32, which exactness is built on; leave it out", only=(True,))
+        Switch, refused("momentum and variance are float32, which exactness is built on; leave it out", only=(True,))
     ] = True
-    """Whether moments are float32; else they have the parameters' dtype."""
+    """Whether momentum and variance are float32; else they have the parameters' dtype."""
     max_grad_norm: Annotated[
         NonNegative | None,
         refused("it is no option of the optimizer; give gradient_clipping at top level", only=(None,)),
@@ -211,9 +211,9 @@ class Bf16Config(Section):
     ] = False
     """Whether the optimizer's master weights and gradients are bfloat16."""
     bf16_optimizer_states: Annotated[
-        Switch, refused("moments are float32, which exactness is built on; leave it out")
+        Switch, refused("momentum and variance are float32, which exactness is built on; leave it out")
     ] = False
-    """Whether the optimizer's moments are bfloat16."""
+    """Whether the optimizer's momentum and variance are bfloat16."""
 
 
 class MemTracerConfig(Section):

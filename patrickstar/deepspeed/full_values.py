@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.engine.open_session import session_of
-from patrickstar.module.param_states import MOMENTS
+from patrickstar.module.param_states import STATE_KINDS
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -111,8 +111,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def check_state(key: str) -> None:
     """Raises ValueError where Adam has no state of that name."""
-    if key not in MOMENTS:
-        raise ValueError(f"optim_state_key is {key!r}; Adam has {' and '.join(MOMENTS)}")
+    if key not in STATE_KINDS:
+        raise ValueError(f"optim_state_key is {key!r}; Adam has {' and '.join(STATE_KINDS)}")
 
 
 def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:

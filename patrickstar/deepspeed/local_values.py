@@ -25,7 +25,7 @@ from patrickstar.deepspeed.full_values import (
 from patrickstar.engine.open_session import session_of
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.module.param_states import MOMENTS
+from patrickstar.module.param_states import STATE_KINDS
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -84,7 +84,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     check_state(optim_state_key)
     if not isinstance(param, ChunkedParameter):
         return _flat(safe_get_full_optimizer_state(param, optim_state_key))
-    return _read(session_of(param), param, MOMENTS[optim_state_key])
+    return _read(session_of(param), param, STATE_KINDS[optim_state_key])
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -96,7 +96,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """
     check_state(optim_state_key)
     if isinstance(param, ChunkedParameter):
-        _write(session_of(param), param, MOMENTS[optim_state_key], value)
+        _write(session_of(param), param, STATE_KINDS[optim_state_key], value)
     else:
         safe_set_full_optimizer_state(param, value.view(param.shape), optim_state_key)
 

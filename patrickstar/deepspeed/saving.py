@@ -92,8 +92,8 @@ class SavingEngine(Engine):
             tag: the latest for None.
             load_module_strict: False: parameters and buffers that only the model or only the checkpoint has are left
                 alone.
-            load_optimizer_states: False: moments, counts of updates, the groups' options and the loss scale stay as
-                they are.
+            load_optimizer_states: False: Adam's states, counts of updates, the groups' options and the loss scale stay
+                as they are.
             load_lr_scheduler_states: False: the schedule stays as it is.
             load_module_only: True: parameters, buffers and modules' extra states alone are loaded; schedule, counts and
                 random number generators stay as they are too.

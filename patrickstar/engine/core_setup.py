@@ -12,7 +12,7 @@ from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets, check_host_bytes
 from patrickstar.machine.engine_options import make_engine_options
-from patrickstar.module.preprocess import ChunkSize, ParamPlan, choose_chunk_size, make_layout
+from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.ranks.distributed import RankGroups
@@ -30,7 +30,7 @@ class Core:
     """To be closed after the runtime."""
 
 
-def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: RankGroups, budgets: Budgets) -> Core:
+def build_core(module: nn.Module, params: SortedParams, config: Config, ranks: RankGroups, budgets: Budgets) -> Core:
     """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
     other rank.
 
@@ -55,7 +55,7 @@ def build_core(module: nn.Module, params: ParamPlan, config: Config, ranks: Rank
     return Core(layout=layout, runtime=runtime, segments=segments)
 
 
-def _choose_chunk_size(module: nn.Module, params: ParamPlan, config: Config, budgets: Budgets) -> ChunkSize:
+def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, budgets: Budgets) -> ChunkSize:
     default_numel = config.default_chunk_size
     size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
     if size.numel != default_numel:
@@ -107,6 +107,6 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
     )
 
 
-def _owned_params(module: nn.Module, params: ParamPlan) -> list[list[int]]:
+def _owned_params(module: nn.Module, params: SortedParams) -> list[list[int]]:
     ids = {spec.param: index for index, spec in enumerate(params.chunked)}
     return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]

@@ -210,8 +210,8 @@ class Engine(nn.Module):
         *,
         lr_scheduler: Scheduler | None = None,
     ) -> Path:
-        """Saves the run between two steps (docs/checkpoints.md): parameters, moments, step counts, buffers, the groups'
-        options, loss scaler, random number generators. Returns the checkpoint's folder, ``directory/tag``.
+        """Saves the run between two steps (docs/checkpoints.md): parameters, Adam states, step counts, buffers, the
+        groups' options, loss scaler, random number generators. Returns the checkpoint's folder, ``directory/tag``.
 
         Args:
             directory: made if there is none. A file ``latest`` in it will name the checkpoint.

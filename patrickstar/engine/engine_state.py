@@ -23,7 +23,7 @@ from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.peers import Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
-from patrickstar.checkpoint.shards import Kind, TensorRange, TensorShard, is_row_major
+from patrickstar.checkpoint.shards import ADAM_STATES, Kind, TensorRange, TensorShard, is_row_major
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
 from patrickstar.config import check_loss_scaler_state
@@ -41,7 +41,6 @@ _ARRAYS: dict[str, _C.ArrayKind] = {
     "exp_avg": _C.ArrayKind.MOMENTUM,
     "exp_avg_sq": _C.ArrayKind.VARIANCE,
 }
-_MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class Scheduler(Protocol):
@@ -78,11 +77,11 @@ class EngineSource:
         self._scratch = Scratch()
 
     def shards(self) -> Iterator[TensorShard]:
-        """Parameters, moments of those that were ever updated, persistent buffers, random number generators."""
+        """Parameters, states of those that were ever updated, persistent buffers, random number generators."""
         yield from self.values()
         for name, param in named_params(self._session.module):
             if step_count(self._session, param) > 0:
-                for kind in _MOMENTS:
+                for kind in ADAM_STATES:
                     read = functools.partial(self._read_moment, param, kind)
                     yield from self._held(name, kind, param, torch.float32, read)
         for name, state in rng_states(self._session.device).items():
@@ -141,23 +140,23 @@ class EngineSink:
 
     def __init__(self, session: Session, part: Part = Part.EVERYTHING):
         self._session = session
-        self._with_moments = part is Part.EVERYTHING
+        self._with_states = part is Part.EVERYTHING
         self.left_out: set[tuple[str, str]] = set()
         """Keys of tensors that are not wanted."""
         self._sharded = session.ranks.control.size > 1
         self._params = dict(named_params(session.module))
         self._buffers = dict(persistent_buffers(session.module))
-        self._managed_moments: dict[str, dict[str, torch.Tensor]] = {}
+        self._managed_states: dict[str, dict[str, torch.Tensor]] = {}
 
     def wanted(self) -> Iterator[TensorRange]:
-        """All parameters, the moments of trainable ones, and buffers, but for :attr:`left_out`."""
+        """All parameters, the states of trainable ones, and buffers, but for :attr:`left_out`."""
         yield from (item for item in self._all() if item.key not in self.left_out)
 
     def _all(self) -> Iterator[TensorRange]:
         for name, param in self._params.items():
             yield self._range(name, _kind(param), param, param.dtype)
-            if self._with_moments and _has_moments(param):
-                for kind in _MOMENTS:
+            if self._with_states and _has_states(param):
+                for kind in ADAM_STATES:
                     yield self._range(name, kind, param, torch.float32)
         for name, buffer in self._buffers.items():
             yield _range(name, "buffer", buffer.shape, buffer.dtype)
@@ -180,8 +179,8 @@ class EngineSink:
         param = self._params[wanted.name]
         if isinstance(param, ChunkedParameter):
             self._session.observer.write_values(param._patrickstar, _ARRAYS[wanted.kind], values)
-        elif wanted.kind in _MOMENTS:
-            self._managed_moments.setdefault(wanted.name, {})[wanted.kind] = values.clone()
+        elif wanted.kind in ADAM_STATES:
+            self._managed_states.setdefault(wanted.name, {})[wanted.kind] = values.clone()
         else:
             with torch.no_grad():
                 param.data.copy_(values)
@@ -194,20 +193,20 @@ class EngineSink:
         self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
 
     def set_step_counts(self, counts: Mapping[str, int]) -> None:
-        """After all values: how often each parameter was updated. One that never was has no moments. Where moments are
+        """After all values: how often each parameter was updated. One that never was has no states. Where states are
         not wanted, counts are not either.
         """
-        if not self._with_moments:
+        if not self._with_states:
             return
         for name, param in self._params.items():
             count = counts.get(name, 0)
-            if not _has_moments(param) or count == step_count(self._session, param) == 0:
+            if not _has_states(param) or count == step_count(self._session, param) == 0:
                 continue
             if isinstance(param, ChunkedParameter) and count > 0:
                 self._session.runtime.set_step_count(param._patrickstar.id, count)
             else:
-                moments = {"step": torch.tensor(float(count)), **self._managed_moments.pop(name, {})}
-                self._session.states.set_optimizer_state(param, moments if count > 0 else {})
+                states = {"step": torch.tensor(float(count)), **self._managed_states.pop(name, {})}
+                self._session.states.set_optimizer_state(param, states if count > 0 else {})
 
 
 def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype) -> TensorRange:
@@ -374,17 +373,17 @@ def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingSt
             check_loss_scaler_state(session.config, state.loss_scaler)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}; load another checkpoint") from error
-    for kind in _MOMENTS:
+    for kind in ADAM_STATES:
         if {name for name, role in checkpoint.manifest.tensors if role == kind} != set(state.step_counts):
             raise CheckpointError(f"{checkpoint.path}: its step counts and {kind} are not of the same parameters")
 
 
 def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
     params = named_params(session.module)
-    left_out = [name for name, param in params if state.step_counts.get(name, 0) > 0 and not _has_moments(param)]
+    left_out = [name for name, param in params if state.step_counts.get(name, 0) > 0 and not _has_states(param)]
     if left_out:
         logger.warning(
-            "%s: %d parameters were trained in it and are frozen here (%s%s): their values are loaded, their moments "
+            "%s: %d parameters were trained in it and are frozen here (%s%s): their values are loaded, their states "
             "are not; call requires_grad_(True) before load_checkpoint to go on training them",
             checkpoint.path,
             len(left_out),
@@ -417,7 +416,7 @@ def _kind(param: nn.Parameter) -> Kind:
     return "master" if param._patrickstar.trainable else "frozen"
 
 
-def _has_moments(param: nn.Parameter) -> bool:
+def _has_states(param: nn.Parameter) -> bool:
     if isinstance(param, ChunkedParameter):
         return param._patrickstar.trainable
     return param.requires_grad

@@ -23,8 +23,6 @@ from patrickstar.optimizer.state import CheckedState, check_no_refused_option, c
 if TYPE_CHECKING:
     from patrickstar.engine.session import Session
 
-_OPTIONS = ("lr", "betas", "eps", "weight_decay")
-
 
 class HybridAdam(torch.optim.Optimizer):
     """Adam or AdamW over chunks, on the CPU or the GPU, wherever a chunk's states are.

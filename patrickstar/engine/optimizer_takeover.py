@@ -71,7 +71,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
 
 
 def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
-    """Moves step counts, moments and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
+    """Moves step counts, states and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
     from ``groups_of(optimizer)``; ``optimizer`` has no state and the groups of ``hybrid`` afterwards
     ([Note: the user's optimizer]).
 
@@ -91,7 +91,7 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (optimizer, hybrid)]
     if state or sizes[0] != sizes[1]:
         hybrid.load_state_dict({"state": state, "param_groups": groups})
-    else:  # nothing to write: moments that were never made are zeros
+    else:  # nothing to write: states that were never made are zeros
         for own, group in zip(hybrid.param_groups, groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
     optimizer.state.clear()

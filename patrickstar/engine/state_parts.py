@@ -18,7 +18,7 @@ class Part(enum.Enum):
     """What is loaded; the rest of the engine stays as it is."""
 
     EVERYTHING = "all that was saved"
-    ALL_BUT_OPTIMIZER = "all but moments, counts of updates, the groups' options and the loss scale"
+    ALL_BUT_OPTIMIZER = "all but Adam's states, counts of updates, the groups' options and the loss scale"
     MODULE = "parameters, buffers and modules' extra states"
 
 

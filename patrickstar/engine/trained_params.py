@@ -24,7 +24,7 @@ from patrickstar import _C
 from patrickstar.engine.rank_sync import failed_ranks
 from patrickstar.module.chunked_parameter import drop_gradient, make_gradient_hook
 from patrickstar.module.managed import ManagedParams
-from patrickstar.module.preprocess import ChunkedSpec, ManagedParam, ParamPlan
+from patrickstar.module.preprocess import ChunkedSpec, ManagedParam, SortedParams
 from patrickstar.ranks.distributed import RankGroups
 
 _Guard = Callable[[], contextlib.AbstractContextManager[None]]
@@ -34,7 +34,7 @@ class TrainedParams:
     """Of one engine; the parameters are in chunks.
 
     Args:
-        plan: where parameters are, and which of them are trained at first.
+        params: where parameters are, and which of them are trained at first.
         layout: Python's own, which is kept as the core's is.
         runtime: the core.
         managed: those that PyTorch keeps.
@@ -44,7 +44,7 @@ class TrainedParams:
 
     def __init__(
         self,
-        plan: ParamPlan,
+        params: SortedParams,
         layout: _C.Layout,
         runtime: _C.Runtime,
         managed: ManagedParams,
@@ -60,15 +60,15 @@ class TrainedParams:
         self._params: list[nn.Parameter] = []
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         """Of the hooks on parameters in chunks that require grad, or did."""
-        specs: list[ChunkedSpec | ManagedParam] = [*plan.chunked, *plan.managed]
+        specs: list[ChunkedSpec | ManagedParam] = [*params.chunked, *params.managed]
         self._untrained = [spec for spec in specs if not spec.trained]
         self._asking: list[ChunkedSpec | ManagedParam] = []
         """Of these, those that required grad when they were last looked at."""
         self._num_grouped = 0
         """How many parameters the groups had then."""
-        self.untrained_at_first = {spec.param._patrickstar.id for spec in plan.chunked if not spec.trained}
+        self.untrained_at_first = {spec.param._patrickstar.id for spec in params.chunked if not spec.trained}
         """Ids of parameters in chunks."""
-        self._first = [spec.param for spec in plan.chunked if spec.trained]
+        self._first = [spec.param for spec in params.chunked if spec.trained]
 
     def attach(self) -> None:
         """Puts hooks on the parameters that are trained at first, and on those that require grad and are not."""

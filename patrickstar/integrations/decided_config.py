@@ -1,7 +1,7 @@
-"""A configuration some keys of which the host of the training decides: its arguments, or the user's own optimizer.
+"""A configuration some keys of which a trainer decides: its arguments, or the user's own optimizer.
 
-The user gives PatrickStar's keys (a dict or a JSON file); what the host decides need not be said again. Where it is, it
-must be the same, or ``"auto"``.
+The user gives PatrickStar's keys (a dict or a JSON file); what the trainer decides need not be said again. Where it is,
+it must be the same, or ``"auto"``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from patrickstar.engine.optimizer_takeover import TakenOver
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One key that the host decides."""
+    """One key that the trainer decides."""
 
     key: str
     """Of the configuration, with dots between sections: ``"optimizer.params.lr"``."""
     value: Any
-    """The value that the host gives the key."""
+    """The value that the trainer gives the key."""
     source: str
     """Who says so, for the error: ``"TrainingArguments.learning_rate"``."""
 
@@ -44,7 +44,7 @@ def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) ->
     """``config`` without the keys of ``decisions``. A section's ``enabled`` is True where the section does not say it.
 
     Raises:
-        ValueError: a key is there with another value than the host's.
+        ValueError: a key is there with another value than the trainer's.
     """
     config = copy.deepcopy(dict(config))
     for decision in decisions:

@@ -11,9 +11,6 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.host_memory import usable_bytes
 
-_INITIAL_DEVICE_SHARE = 0.9  # of the device budget, what the core takes before activations are known (residency.cpp)
-
-
 _ITEM_BYTES = {_C.DType.FLOAT32: 4, _C.DType.BFLOAT16: 2, _C.DType.FLOAT16: 2}
 
 
@@ -72,7 +69,7 @@ def check_host_bytes(layout: _C.Layout, budgets: Budgets) -> None:
         num_bytes + (3 * 4 * chunk["shard_numel"] if chunk["trainable"] else 0)
         for num_bytes, chunk in zip(values, chunks, strict=True)
     ]
-    device_bytes = int(budgets.device_bytes * _INITIAL_DEVICE_SHARE)
+    device_bytes = int(budgets.device_bytes * _C.INITIAL_DEVICE_SHARE)
     on_host, left = sum(homes), device_bytes
     for num_bytes in homes:  # the first chunks are those that go to the device
         if num_bytes > left:

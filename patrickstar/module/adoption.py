@@ -18,7 +18,7 @@ from patrickstar import _C
 from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, become_ordinary
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
-from patrickstar.module.preprocess import ChunkedSpec, ParamPlan, statistics_dtype
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_dtype
 
 logger = logging.getLogger("patrickstar")
 
@@ -33,7 +33,7 @@ class AdoptedParams:
 
     def __init__(
         self,
-        plan: ParamPlan,
+        plan: SortedParams,
         layout: _C.Layout,
         runtime: _C.Runtime,
         observer: Observer,
@@ -185,7 +185,7 @@ class MovedRest:
     On the simulated device they are copied, so that they count as its memory.
     """
 
-    def __init__(self, module: nn.Module, plan: ParamPlan, compute_dtype: torch.dtype, device: torch.device):
+    def __init__(self, module: nn.Module, plan: SortedParams, compute_dtype: torch.dtype, device: torch.device):
         self._buffers: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
         self._managed: list[tuple[nn.Parameter, torch.device]] = []
         for child in module.modules():

@@ -22,7 +22,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.adoption import AdoptedParams
-from patrickstar.module.preprocess import ParamPlan
+from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.messages import read_list, reading
 
@@ -138,18 +138,18 @@ class FirstRankValues:
         return source.as_strided((source.numel(),), (1,))[begin : begin + numel]
 
 
-def check_same_model(ranks: RankGroups, plan: ParamPlan) -> None:
+def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
     """Every rank's parameters, in order, have the same names, shapes and dtypes, and the same of them are trained.
 
     Raises:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
-    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in plan.chunked]
-    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in plan.managed]
+    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
+    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
     ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked + managed))
 
 
-def share_rest(ranks: RankGroups, module: nn.Module, plan: ParamPlan) -> None:
+def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> None:
     """Buffers, and the parameters that stay with PyTorch, have rank 0's values afterwards.
 
     Raises:
@@ -158,7 +158,7 @@ def share_rest(ranks: RankGroups, module: nn.Module, plan: ParamPlan) -> None:
     buffers = dict(module.named_buffers())
     described = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
     ranks.check_agreement("the model's buffers, in order,", "; ".join(described))
-    tensors = {**buffers, **{managed.name: managed.param.detach() for managed in plan.managed}}
+    tensors = {**buffers, **{managed.name: managed.param.detach() for managed in params.managed}}
     own = [digest(_flat(tensor)) for tensor in tensors.values()]
     what = "which buffers differ"
     messages = ranks.control.exchange(json.dumps(own).encode(), what)

@@ -17,8 +17,8 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 
-MOMENTS = {"exp_avg": _C.ArrayKind.MOMENTUM, "exp_avg_sq": _C.ArrayKind.VARIANCE}
-"""Adam's moments: PyTorch's name in the optimizer's state, and the core's array kind."""
+STATE_KINDS = {"exp_avg": _C.ArrayKind.MOMENTUM, "exp_avg_sq": _C.ArrayKind.VARIANCE}
+"""Adam's states: PyTorch's name in the optimizer's state, and the core's array kind."""
 
 
 class ParamStates:
@@ -107,16 +107,16 @@ class ParamStates:
         """
         if isinstance(param, ChunkedParameter):
             with self._guard("reading an optimizer state"):
-                return self._observer.read_values(param._patrickstar, MOMENTS[key])
+                return self._observer.read_values(param._patrickstar, STATE_KINDS[key])
         values = self._managed.state_of(param).get(key)
         return torch.zeros(param.shape) if values is None else values.detach().to("cpu", torch.float32, copy=True)
 
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Sets it; the count of updates stays."""
         if isinstance(param, ChunkedParameter):
-            self._observer.write_values(param._patrickstar, MOMENTS[key], value)
+            self._observer.write_values(param._patrickstar, STATE_KINDS[key], value)
             return
-        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in MOMENTS}}
+        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in STATE_KINDS}}
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ParamStates:
         with self._guard("reading an optimizer state"):
             return {
                 "step": torch.tensor(float(count)),
-                **{key: self._observer.read_values(handle, kind) for key, kind in MOMENTS.items()},
+                **{key: self._observer.read_values(handle, kind) for key, kind in STATE_KINDS.items()},
             }
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
@@ -143,5 +143,5 @@ class ParamStates:
             return
         zeros = torch.zeros(handle.shape)
         self._runtime.set_step_count(handle.id, int(state.get("step", 0)))
-        for key, kind in MOMENTS.items():
+        for key, kind in STATE_KINDS.items():
             self._observer.write_values(handle, kind, state.get(key, zeros))

@@ -78,7 +78,7 @@ class ChunkedSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParamPlan:
+class SortedParams:
     """Where every parameter of a module goes."""
 
     chunked: list[ChunkedSpec]
@@ -138,7 +138,7 @@ def plan_params(
     *,
     use_cpu_embedding: bool,
     in_groups: Collection[nn.Parameter] | None = None,
-) -> ParamPlan:
+) -> SortedParams:
     """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
 
     Args:
@@ -179,7 +179,7 @@ def plan_params(
             chunked.append(
                 ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device, trained=trained)
             )
-    return ParamPlan(chunked=chunked, managed=managed)
+    return SortedParams(chunked=chunked, managed=managed)
 
 
 def _scoped_modules(module: nn.Module) -> list[tuple[nn.Module, dict[str, bool]]]:
@@ -232,34 +232,34 @@ class ChunkSize:
     """How much more memory the default size may need at any moment."""
 
 
-def choose_chunk_size(plan: ParamPlan, module: nn.Module, default_numel: int, device_bytes: int) -> ChunkSize:
+def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: int, device_bytes: int) -> ChunkSize:
     """The default size on an ample device; on a scarce one the largest power-of-two fraction of it that makes the
     largest module's chunks take (within 5 %) as little as they can.
 
     Numbers do not depend on it. On a scarce device the choice depends on the model alone, so that the least budget
     which a warm-up step measures holds for the next run.
     """
-    num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in plan.chunked)
+    num_bytes = sum(spec.param.numel() * spec.compute_dtype.itemsize for spec in params.chunked)
     ample_bytes = 16 * num_bytes
     extra_bytes = 2 * num_bytes  # all compute copies and all gradients
     if device_bytes >= ample_bytes:
         return ChunkSize(numel=default_numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
-    ids = {spec.param: index for index, spec in enumerate(plan.chunked)}
+    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
     owned = [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
     sizes = [default_numel]
     while sizes[-1] >= 2 * _LEAST_CHUNK_NUMEL:
         sizes.append(sizes[-1] // 2)
-    needs = {numel: _C.working_set_bytes(make_layout(plan, numel), owned) for numel in sizes}
+    needs = {numel: _C.working_set_bytes(make_layout(params, numel), owned) for numel in sizes}
     numel = next(numel for numel in sizes if needs[numel] <= 1.05 * min(needs.values()))
     return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
 
 
-def make_layout(plan: ParamPlan, chunk_numel: int, num_ranks: int = 1, rank: int = 0) -> _C.Layout:
+def make_layout(params: SortedParams, chunk_numel: int, num_ranks: int = 1, rank: int = 0) -> _C.Layout:
     """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards."""
     return _C.Layout.pack(
-        numels=[spec.param.numel() for spec in plan.chunked],
-        dtypes=[DTYPES[spec.compute_dtype] for spec in plan.chunked],
-        trainable=[spec.trained for spec in plan.chunked],
+        numels=[spec.param.numel() for spec in params.chunked],
+        dtypes=[DTYPES[spec.compute_dtype] for spec in params.chunked],
+        trainable=[spec.trained for spec in params.chunked],
         chunk_numel=chunk_numel,
         num_ranks=num_ranks,
         rank=rank,

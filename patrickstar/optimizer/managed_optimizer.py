@@ -1,5 +1,5 @@
-"""Which optimizer updates the parameters that stay with PyTorch: PyTorch's own, or where moments are not corrected, one
-with the same formulas but for that.
+"""Which optimizer updates the parameters that stay with PyTorch: PyTorch's own, or where their bias is not corrected,
+one with the same formulas but for that.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from patrickstar.checkpoint.shards import ADAM_STATES
 from patrickstar.config import adam_options
 
 REFUSED_OPTIONS = {
-    "amsgrad": "keeps the largest second moment, which chunks have no room for",
+    "amsgrad": "keeps the largest variance, which chunks have no room for",
     "maximize": "goes up the gradient; negate the loss instead",
     "differentiable": "runs the step through autograd, and chunks are updated outside of it",
 }
@@ -22,7 +23,6 @@ _OTHERS_OPTIONS = (
     *("scale_parameter", "relative_step", "warmup_init"),
 )
 """Keys of groups of optimizers that are neither Adam nor AdamW."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOST_STEPS = 2**53  # a float64 counts them
 
 
@@ -101,10 +101,10 @@ def _saved_groups(state_dict: Any) -> list[Mapping[str, Any]]:
 def _checked_entry(entry: Any, param: nn.Parameter, what: str) -> dict[str, Any]:
     if entry is None or (isinstance(entry, Mapping) and not entry):
         return {}
-    missing = [key for key in ("step", *_MOMENTS) if not isinstance(entry, Mapping) or key not in entry]
+    missing = [key for key in ("step", *ADAM_STATES) if not isinstance(entry, Mapping) or key not in entry]
     if missing:
         raise ValueError(f"{what} has no {missing[0]}; give the state of torch.optim.Adam or AdamW")
-    for key in _MOMENTS:
+    for key in ADAM_STATES:
         value = entry[key]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
             raise ValueError(f"{what}: {key} is {_described(value)}; give a dense tensor of floating point numbers")
@@ -114,7 +114,7 @@ def _checked_entry(entry: Any, param: nn.Parameter, what: str) -> dict[str, Any]
             raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
     _check_step(entry["step"], what)
     step = entry["step"] if isinstance(entry["step"], torch.Tensor) else torch.tensor(float(entry["step"]))
-    return {"step": step, **{key: entry[key] for key in _MOMENTS}}
+    return {"step": step, **{key: entry[key] for key in ADAM_STATES}}
 
 
 def _check_step(step: Any, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Adam without the correction of its moments' bias, which PyTorch's own always makes: for parameters that stay with
+"""Adam without the correction of its states' bias, which PyTorch's own always makes: for parameters that stay with
 PyTorch, and for scripts that build their optimizer themselves.
 """
 
@@ -49,7 +49,7 @@ class _WithoutCorrection(torch.optim.Optimizer):
 
 
 class UncorrectedAdam(_WithoutCorrection, torch.optim.Adam):
-    """Adam (Kingma & Ba, 2015, algorithm 1) with the moments m and v in place of m / (1 - beta1^t) and
+    """Adam (Kingma & Ba, 2015, algorithm 1) with momentum m and variance v in place of m / (1 - beta1^t) and
     v / (1 - beta2^t).
     """
 

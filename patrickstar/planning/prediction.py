@@ -16,12 +16,6 @@ from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
 
-# As csrc/engine: what PyTorch's allocator needs to round and to fragment (runtime.cpp), what states may take of the
-# device before the tide is known (residency.cpp), gradients on their way that speculation leaves room for
-# (optimizer_step.cpp).
-_CUDA_SLACK = 0.04
-_INITIAL_DEVICE_SHARE = 0.9
-_RESERVED_GRADIENTS = 4
 # Of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
 _ONE_GPU = Cluster()
@@ -121,7 +115,7 @@ def predict_case(
     homes = [_home_bytes(chunk) for chunk in chunks]
     largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
     budget = _C.DeviceBudget()
-    budget.limit_bytes = int(setting.device_bytes * (1 - _CUDA_SLACK))
+    budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
     budget.margin_use_ratio = setting.margin_use_ratio
     budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
     nowhere = [False] * len(chunks)
@@ -129,7 +123,7 @@ def predict_case(
     least_limit = _C.make_plan(all_on_host, **_C.pose_problem(layout, all_on_host, nowhere, budget))[
         "least_limit_bytes"
     ]
-    least = int(least_limit / (1 - _CUDA_SLACK)) + 1
+    least = int(least_limit / (1 - _C.CUDA_SLACK_RATIO)) + 1
     if least > setting.device_bytes:
         raise _C.MemoryBudgetError(
             f"gpu-mem is {setting.device_bytes} bytes, but activations and the largest moment's chunks take {least}; "
@@ -138,7 +132,7 @@ def predict_case(
     on_device = _place(layout, all_on_host, largest_grad, budget, setting)
     timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
-    room = setting.host_bytes - host_bytes - _RESERVED_GRADIENTS * largest_grad
+    room = setting.host_bytes - host_bytes - _C.NUM_RESERVED_GRADIENTS * largest_grad
     planned = planned_chunks(layout, on_device)
     first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
         setting.speculation, _first_without_room(planned, homes, room)
@@ -254,7 +248,7 @@ def _place(
     setting: Setting,
 ) -> list[bool]:
     """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
-    room = int(setting.device_bytes * _INITIAL_DEVICE_SHARE)
+    room = int(setting.device_bytes * _C.INITIAL_DEVICE_SHARE)
     on_device = _C.initial_placement(layout, setting.host_bytes - largest_grad, room)
     count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
     return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]

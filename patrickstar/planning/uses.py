@@ -27,7 +27,7 @@ from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, fo
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
-from patrickstar.module.preprocess import ChunkedSpec, ParamPlan
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.machines import Gpu
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
@@ -221,7 +221,7 @@ def _attention(
 
 def trace_uses(
     module: nn.Module,
-    plan: ParamPlan,
+    params: SortedParams,
     compute_dtype: torch.dtype,
     inputs: Mapping[str, Any],
     gpu: Gpu,
@@ -241,9 +241,9 @@ def trace_uses(
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
     module.train()
-    managed = ManagedParams(module, plan.managed, compute_dtype, torch.device("meta"))
+    managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()
-    for index, spec in enumerate(plan.chunked):
+    for index, spec in enumerate(params.chunked):
         _adopt(spec, index, observer)
         if spec.trained:
             spec.param.register_post_accumulate_grad_hook(functools.partial(_fold, recorder, got_gradient))
@@ -253,7 +253,7 @@ def trace_uses(
     inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
     for _ in range(2):
         costs = _CostMode(recorder, gpu)
-        for spec in plan.chunked:
+        for spec in params.chunked:
             costs.ignore(spec.param)
         recorder.clear()
         with _FusedAttention(), costs:
@@ -263,7 +263,7 @@ def trace_uses(
         del value
         managed.zero_grad()
         hooks.finish_learning(got_gradient)
-    static = [*module.buffers(), *(item.param for item in plan.managed if not item.on_host), *tree_leaves(inputs)]
+    static = [*module.buffers(), *(item.param for item in params.managed if not item.on_host), *tree_leaves(inputs)]
     static_bytes = sum(t.numel() * t.itemsize for t in static if isinstance(t, torch.Tensor))
     return StepUses(
         uses=recorder.uses, flops=costs.flops, num_operations=costs.num_operations, static_bytes=static_bytes

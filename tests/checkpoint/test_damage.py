@@ -125,7 +125,7 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path, tensors, 
 
 
 def test_another_kind_or_precision_of_the_same_parameter_is_taken(tmp_path):
-    """Saved trainable, wanted frozen; the moments are left out."""
+    """Saved trainable, wanted frozen; the states are left out."""
     path = saved(tmp_path)
     frozen = Held("embed.weight", "frozen", TENSORS[0].values.to(torch.bfloat16), (0, 160))
     sink = load(path, [frozen, TENSORS[2]])

@@ -98,9 +98,9 @@ def test_files_hold_what_the_state_dicts_say(tmp_path):
         state = engine.state_dict()
         for name in names:
             assert_same_bits(stored[f"master/{name}"], state[name])
-        for name, moments in zip(names, optimizer.state_dict()["state"].values(), strict=True):
-            assert_same_bits(stored[f"exp_avg/{name}"], moments["exp_avg"])
-            assert_same_bits(stored[f"exp_avg_sq/{name}"], moments["exp_avg_sq"])
+        for name, states in zip(names, optimizer.state_dict()["state"].values(), strict=True):
+            assert_same_bits(stored[f"exp_avg/{name}"], states["exp_avg"])
+            assert_same_bits(stored[f"exp_avg_sq/{name}"], states["exp_avg_sq"])
         assert_same_bits(stored["rng/rank0.torch"], torch.get_rng_state())
         with Checkpoint.find(tmp_path, "mine") as checkpoint:
             assert checkpoint.manifest.state["step_counts"] == dict.fromkeys(names, 2)
@@ -122,7 +122,7 @@ def test_other_budgets_and_precisions_load(tmp_path):
 
 
 def test_a_layer_frozen_later(tmp_path):
-    """Saved trainable, loaded frozen: values come, moments stay behind; and the other way round."""
+    """Saved trainable, loaded frozen: values come, states stay behind; and the other way round."""
 
     def frozen_embedding():
         model = Mlp()

@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_* functions for values, gradients and moments: whole on every rank, and each rank's own part."""
+"""DeepSpeed's safe_* functions for values, gradients and states: whole on every rank, and each rank's own part."""
 
 from __future__ import annotations
 
@@ -170,22 +170,22 @@ def test_what_the_optimizer_does_not_have_is_none():
             utils.safe_set_local_fp32_param(engine.last.bias, torch.zeros(3))
 
 
-def test_moments_that_are_set_before_the_first_update():
+def test_states_that_are_set_before_the_first_update():
     """They are read, and the update takes them, as torch.optim's that begins with them."""
     plain = net()
     reference = torch.optim.AdamW(
         [p for p in plain.parameters() if p.requires_grad], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1
     )
-    moments = {"exp_avg": 0.5, "exp_avg_sq": 0.25}
+    states = {"exp_avg": 0.5, "exp_avg_sq": 0.25}
     with engine_of(gradient_clipping=0.0) as engine:
         for param, own in ((engine.last.weight, plain.last.weight), (engine.module.scale.values, plain.scale.values)):
-            for key, value in moments.items():
+            for key, value in states.items():
                 assert not utils.safe_get_full_optimizer_state(param, key).any()
                 utils.safe_set_full_optimizer_state(param, torch.full(param.shape, value), key)
-            for key, value in moments.items():
+            for key, value in states.items():
                 assert bool((utils.safe_get_full_optimizer_state(param, key) == value).all())
             reference.state[own] = {"step": torch.tensor(0.0)}
-            reference.state[own] |= {key: torch.full_like(own, value) for key, value in moments.items()}
+            reference.state[own] |= {key: torch.full_like(own, value) for key, value in states.items()}
         engine.backward(engine(*BATCHES[0]))
         engine.step()
         with _C.HostAllocations():

@@ -53,16 +53,16 @@ def train(engine, batches):
 
 
 def seen(engine):
-    """All that a checkpoint may change: values, moments, the options of the next step, the counts."""
+    """All that a checkpoint may change: values, states, the options of the next step, the counts."""
     values = {name: value.clone() for name, value in engine.state_dict().items()}
     trained = [(name, param) for name, param in engine.named_parameters() if param.requires_grad]
-    moments = {
+    states = {
         (name, key): utils.safe_get_full_optimizer_state(param, key)
         for name, param in trained
         for key in ("exp_avg", "exp_avg_sq")
     }
     counts = (engine.global_steps, engine.micro_steps, engine.global_samples)
-    return {"values": values, "moments": moments, "rates": engine.get_lr(), "counts": counts}
+    return {"values": values, "states": states, "rates": engine.get_lr(), "counts": counts}
 
 
 def same(one, other):
@@ -95,12 +95,12 @@ def loaded(folder, **options):
 @pytest.mark.parametrize(
     ("options", "taken"),
     [
-        ({}, ("values", "moments", "rates", "counts")),
+        ({}, ("values", "states", "rates", "counts")),
         ({"load_module_only": True}, ("values",)),
         ({"load_module_only": True, "load_optimizer_states": False}, ("values",)),
         ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, ("values", "counts")),
         ({"load_optimizer_states": False}, ("values", "counts", "rates")),
-        ({"load_lr_scheduler_states": False}, ("values", "moments", "rates", "counts")),
+        ({"load_lr_scheduler_states": False}, ("values", "states", "rates", "counts")),
     ],
 )
 def test_what_is_taken_and_what_stays(saved, options, taken):

@@ -18,7 +18,7 @@ NUM_PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 CLIPPING = 0.05
 """Below every gradient norm of these runs."""
 CONFIG = {"device_memory": 16 * NUM_PARAMETERS // 4, "default_chunk_size": 8192}
-"""A quarter of model data: parameter, master and two moments take 16 bytes in float32."""
+"""A quarter of model data: parameter, master and two states take 16 bytes in float32."""
 
 
 class Regression(pl.LightningModule):

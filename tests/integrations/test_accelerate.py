@@ -175,14 +175,14 @@ def test_the_loop(tmp_path):
 
 
 def test_the_users_own_objects():
-    """Model and optimizer in separate calls, a scheduler that was never prepared, moments from steps before; a model
+    """Model and optimizer in separate calls, a scheduler that was never prepared, states from steps before; a model
     that is not trained stays ordinary.
     """
     model, optimizer, loader, scheduler = parts()
     batch = next(iter(loader))
     model(**batch).loss.backward()
     optimizer.step()
-    moment = optimizer.state[model.lm_head.weight]["exp_avg"].clone()
+    momentum = optimizer.state[model.lm_head.weight]["exp_avg"].clone()
     teacher = gpt2().requires_grad_(False)
     accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=engine_config())
     with pytest.raises(ValueError, match="parameters that are in no model"):
@@ -191,7 +191,7 @@ def test_the_users_own_objects():
     assert accelerator.prepare(model) is model
     prepared = accelerator.prepare(optimizer)
     state = prepared.state_dict()["state"][0]
-    assert_same_bits(state["exp_avg"], moment)
+    assert_same_bits(state["exp_avg"], momentum)
     assert state["step"] == 1
     assert type(teacher.lm_head.weight) is torch.nn.Parameter
     rate = prepared.param_groups[0]["lr"]

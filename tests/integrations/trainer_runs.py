@@ -14,7 +14,7 @@ from patrickstar import _C
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 
 VOCAB, LENGTH, HIDDEN = 97, 8, 64
-MODEL_DATA_BYTES = 16 * 106_752  # float32: parameter, gradient and both moments, as torch.optim.AdamW has them
+MODEL_DATA_BYTES = 16 * 106_752  # float32: parameter, gradient and both states, as torch.optim.AdamW has them
 
 
 class Tokens(Dataset):

@@ -1,4 +1,4 @@
-"""Adam without the correction of its moments' bias: in chunks, for parameters that stay with PyTorch, and as scripts
+"""Adam without the correction of its states' bias: in chunks, for parameters that stay with PyTorch, and as scripts
 for DeepSpeed ask for it.
 """
 
@@ -98,7 +98,7 @@ def deepspeeds_formula(decoupled):
     with g + wd p in place of g for Adam.
     """
     module = layers(torch.float64)
-    moments = {param: (torch.zeros_like(param), torch.zeros_like(param)) for param in module.parameters()}
+    states = {param: (torch.zeros_like(param), torch.zeros_like(param)) for param in module.parameters()}
     beta1, beta2 = OPTIONS["betas"]
     losses = []
     for batch in BATCHES.double():
@@ -110,7 +110,7 @@ def deepspeeds_formula(decoupled):
             rate = RATES[0] if name.endswith("weight") else RATES[1]
             if not decoupled:
                 gradient = gradient + OPTIONS["weight_decay"] * param
-            m, v = moments[param]
+            m, v = states[param]
             m.copy_(beta1 * m + (1 - beta1) * gradient)
             v.copy_(beta2 * v + (1 - beta2) * gradient * gradient)
             kept = param * (1 - rate * OPTIONS["weight_decay"]) if decoupled else param

@@ -69,7 +69,7 @@ def set_key(key, value):
 
 WRONG = {
     "maximize": (group(maximize=True), "group 0 .* has maximize=True, which goes up the gradient"),
-    "amsgrad": (group(amsgrad=True), "has amsgrad=True, which keeps the largest second moment"),
+    "amsgrad": (group(amsgrad=True), "has amsgrad=True, which keeps the largest variance"),
     "differentiable": (group(differentiable=True), "has differentiable=True"),
     "a negative lr": (group(lr=-1e-3), "lr is -0.001; it must be a number of at least 0 and finite"),
     "an lr that is none": (group(lr=math.nan), "lr is nan; it must"),

@@ -43,11 +43,11 @@ def train_part(
         if save_to is not None:
             engine.save_checkpoint(save_to, client_state={"step": end})
             engine.export_weights(Path(save_to, "weights"))
-        moments = {}
+        states = {}
         for name, param in engine.named_parameters():
             for key, value in optimizer.state[param].items():
-                moments[f"{name} {key}"] = value
-        return {"losses": losses, "loaded": loaded, "state": engine.state_dict(), "moments": moments}
+                states[f"{name} {key}"] = value
+        return {"losses": losses, "loaded": loaded, "state": engine.state_dict(), "states": states}
 
 
 def part_on_small_device(folder: str, begin: int, end: int, save_to: str | None) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_two_ranks_go_on_where_they_were(tmp_path):
     for rank in range(2):
         assert straight[rank]["losses"] == first[rank]["losses"] + then[rank]["losses"]
         assert_same_state(straight[rank]["state"], then[rank]["state"])
-        assert_same_state(straight[rank]["moments"], then[rank]["moments"])
+        assert_same_state(straight[rank]["states"], then[rank]["states"])
 
 
 def test_another_number_of_ranks(tmp_path):
@@ -73,7 +73,7 @@ def test_another_number_of_ranks(tmp_path):
     again = run_ranks(1, train_part, folders[2], 0, 0, None)[0]
     for result in (*two, *four, again):
         assert_same_state(one["state"], result["loaded"])
-        assert_same_state(one["moments"], result["moments"])
+        assert_same_state(one["states"], result["states"])
     assert rank_and_size() == (0, 1)
     for folder in folders:
         weights = load_file(Path(folder, "weights", "model.safetensors"))

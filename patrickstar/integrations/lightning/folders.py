@@ -2,7 +2,7 @@
 what Lightning keeps.
 
     last.ckpt/latest                  "global_step100": names the complete checkpoint
-    last.ckpt/global_step100/         parameters, moments, buffers, random numbers (docs/checkpoints.md)
+    last.ckpt/global_step100/         parameters, Adam states, buffers, random numbers (docs/checkpoints.md)
     last.ckpt/global_step100.loops    Lightning's own dict: loops, schedulers, callbacks, hyperparameters
 
 The dict is written first and ``latest`` changes last, so whatever happens meanwhile leads to a whole checkpoint, the

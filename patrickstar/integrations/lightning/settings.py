@@ -22,7 +22,7 @@ _PRECISION_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostSettings:
+class TrainerSettings:
     """What Lightning says, which a configuration may leave out but not contradict."""
 
     precision: str
@@ -35,17 +35,17 @@ class HostSettings:
     """Of ``configure_optimizers``; None: nothing is trained."""
 
 
-def merge(config: Mapping[str, Any], host: HostSettings) -> Config:
-    """The configuration with what the host decides. Clipping stays with Lightning, whose
+def merge(config: Mapping[str, Any], trainer: TrainerSettings) -> Config:
+    """The configuration with what the trainer decides. Clipping stays with Lightning, whose
     ``configure_gradient_clipping`` the user may override.
 
     Raises:
         ValueError: both say something, and not the same; or the configuration is wrong.
     """
-    name = _PRECISION_NAMES[host.compute_dtype]
-    decisions = precision_decisions(name, f'Trainer(precision="{host.precision}")')
-    if host.gradient_clip_val:
+    name = _PRECISION_NAMES[trainer.compute_dtype]
+    decisions = precision_decisions(name, f'Trainer(precision="{trainer.precision}")')
+    if trainer.gradient_clip_val:
         source = "Trainer's gradient_clip_val"
-        decisions.append(Decision(key="gradient_clipping", value=host.gradient_clip_val, source=source))
+        decisions.append(Decision(key="gradient_clipping", value=trainer.gradient_clip_val, source=source))
     merged = with_precision(without_decided(config, decisions), name)
-    return parse_config(merged if host.optimizer is None else with_optimizer(merged, host.optimizer))
+    return parse_config(merged if trainer.optimizer is None else with_optimizer(merged, trainer.optimizer))

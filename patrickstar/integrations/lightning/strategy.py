@@ -29,7 +29,7 @@ from patrickstar.integrations.lightning.optimizer import ConfiguredOptimizer
 from patrickstar.integrations.lightning.package import pl
 from patrickstar.integrations.lightning.precision import PatrickStarPrecision, check_clip_algorithm
 from patrickstar.integrations.lightning.ranks import RankedStrategy
-from patrickstar.integrations.lightning.settings import HostSettings, merge
+from patrickstar.integrations.lightning.settings import TrainerSettings, merge
 from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
 
@@ -197,7 +197,7 @@ class PatrickStarStrategy(RankedStrategy):
 
     def _open_engine(self, gradient_clip_val: float | None) -> None:
         configured, precision = self._configured, self.precision_plugin
-        host = HostSettings(
+        settings = TrainerSettings(
             precision=precision.precision,
             compute_dtype=precision.compute_dtype,
             gradient_clip_val=gradient_clip_val,
@@ -206,7 +206,7 @@ class PatrickStarStrategy(RankedStrategy):
         engine, optimizer = initialize_engine(
             lambda: self.lightning_module,
             self.root_device.index or 0,
-            merge(self._config, host),
+            merge(self._config, settings),
             (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine
