@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmark.common import GptShape, build_gpt, provenance, token_batch
+from benchmark.common import GptShape, provenance, token_batch
 from patrickstar import _C, MemoryBudgetError
 from patrickstar.runtime import initialize_engine
 
@@ -78,7 +78,7 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
         "device_memory": device_memory,
     }
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(lambda: build_gpt(shape), 0, config)
+    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     generator = torch.Generator().manual_seed(1)
     with engine:
         engine.train()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a GPT to train, and where a figure comes from."""
+"""What the benchmarks share: models to train, and where a figure comes from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,9 +17,33 @@ from torch import nn
 from patrickstar import _C
 
 
+class Shape(Protocol):
+    """A causal language model of Hugging Face's, by its figures."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    length: int
+    """Tokens per sequence."""
+
+    def num_parameters(self) -> int: ...
+
+    def build(self) -> nn.Module:
+        """The model with random weights, without dropout, with attention by ``sdpa``."""
+        ...
+
+
+def model_flops(shape: Shape, batch: int) -> float:
+    """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer,
+    hidden unit, position and token for attention (causal masks counted by half, recomputation not counted).
+    """
+    tokens = batch * shape.length
+    return 6.0 * shape.num_parameters() * tokens + 6.0 * shape.layers * shape.hidden * shape.length * tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class GptShape:
-    """Hidden size, layers, heads, vocabulary, sequence length."""
+    """Hidden size, layers, heads, vocabulary, sequence length of a GPT-2 with an output layer of its own."""
 
     hidden: int
     layers: int
@@ -29,25 +53,90 @@ class GptShape:
     checkpointing: bool
 
     def num_parameters(self) -> int:
-        """Of an untied Hugging Face GPT-2 of this shape."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * self.vocab + self.length + 2) * self.hidden
 
-    def model_flops(self, batch: int) -> float:
-        """Floating point operations of forward and backward of one step: 6 per parameter and token, and 6 per layer,
-        hidden unit, position and token for attention (causal masks counted by half, recomputation not counted).
-        """
-        tokens = batch * self.length
-        return 6.0 * self.num_parameters() * tokens + 6.0 * self.layers * self.hidden * self.length * tokens
+    def build(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=self.vocab,
+            n_positions=self.length,
+            n_embd=self.hidden,
+            n_layer=self.layers,
+            n_head=self.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=False,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return _trainable(GPT2LMHeadModel, config, self.checkpointing)
 
 
-SHAPES = {
+@dataclasses.dataclass(frozen=True)
+class LlamaShape:
+    """The same of a Llama or, with biases in attention, a Qwen2: grouped queries, gated MLP, untied output layer."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    length: int
+    checkpointing: bool
+    attention_bias: bool = False
+
+    def num_parameters(self) -> int:
+        keys = self.hidden // self.heads * self.kv_heads
+        attention = 2 * self.hidden**2 + 2 * self.hidden * keys + self.attention_bias * (self.hidden + 2 * keys)
+        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + (2 * self.vocab + 1) * self.hidden
+
+    def build(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+        kind, model = (Qwen2Config, Qwen2ForCausalLM) if self.attention_bias else (LlamaConfig, LlamaForCausalLM)
+        config = kind(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.length,
+            tie_word_embeddings=False,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return _trainable(model, config, self.checkpointing)
+
+
+def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
+    config._attn_implementation = "sdpa"
+    model = model_class(config)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+SHAPES: dict[str, GptShape | LlamaShape] = {
     "tiny": GptShape(128, 4, 4, 1024, 64, checkpointing=True),
+    "tiny-llama": LlamaShape(128, 4, 4, 2, 384, 1024, 64, checkpointing=True),
     "0.1b": GptShape(768, 12, 12, 50304, 1024, checkpointing=True),
     "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
     "4.3b": GptShape(2304, 64, 16, 50304, 1024, checkpointing=True),
     "6.3b": GptShape(3072, 53, 16, 50304, 1024, checkpointing=True),
+    # Llama-3.1-8B
+    "llama-8b": LlamaShape(4096, 32, 32, 8, 14336, 128256, 4096, checkpointing=True),
     "10.5b": GptShape(4096, 50, 16, 50304, 1024, checkpointing=True),
+    "qwen-14b": LlamaShape(
+        5120, 48, 40, 8, 13824, 152064, 4096, checkpointing=True, attention_bias=True
+    ),  # Qwen2.5-14B
     "16.1b": GptShape(4096, 78, 16, 50304, 1024, checkpointing=True),
     "18.5b": GptShape(4096, 90, 16, 50304, 1024, checkpointing=True),
     "21b": GptShape(8192, 25, 64, 50304, 1024, checkpointing=True),
@@ -55,32 +144,7 @@ SHAPES = {
 }
 
 
-def build_gpt(shape: GptShape) -> nn.Module:
-    """A Hugging Face GPT-2 with an output layer of its own and no dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=shape.vocab,
-        n_positions=shape.length,
-        n_embd=shape.hidden,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    config._attn_implementation = "sdpa"
-    model = GPT2LMHeadModel(config)
-    if shape.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def token_batch(shape: GptShape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def token_batch(shape: Shape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random tokens, which are their own labels."""
     tokens = torch.randint(0, shape.vocab, (batch, shape.length), generator=generator)
     return {"input_ids": tokens, "labels": tokens}

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmark.common import model_flops
 from benchmark.systems.run import Run
 
 _REFERENCE = "patrickstar"
@@ -66,7 +67,7 @@ class Comparison:
 
     def tflops_per_gpu(self, run: Run) -> float:
         """Model TFLOPS of one rank."""
-        return run.job.shape.model_flops(run.job.batch) / self.step_seconds(run) / 1e12
+        return model_flops(run.job.shape, run.job.batch) / self.step_seconds(run) / 1e12
 
     def tokens_per_second_per_gpu(self, run: Run) -> float:
         """Of one rank."""
@@ -131,7 +132,7 @@ def format_table(comparison: Comparison) -> str:
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
     clipping = f"clipping at {job.clipping:g}" if job.clipping > 0 else "no clipping"
     lines = [
-        f"GPT {job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, "
+        f"{job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, "
         f"batch {job.batch} x {job.length} per rank, bf16, AdamW, {clipping}",
         f"GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
         "TFLOPS, tokens/s and device memory are per GPU, host memory is of all ranks",

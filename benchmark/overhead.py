@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmark.common import GptShape, build_gpt, provenance, token_batch
+from benchmark.common import GptShape, provenance, token_batch
 from patrickstar.runtime import initialize_engine
 
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
-    model = build_gpt(shape).to(_device())
+    model = shape.build().to(_device())
     masters = list(model.parameters())
     if args.precision == "bf16":
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
@@ -66,7 +66,7 @@ def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
 
 def _ours(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
     config = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": args.precision == "bf16"}}
-    engine, optimizer = initialize_engine(lambda: build_gpt(shape), 0, config)
+    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     engine.train()
 
     def step(data: dict) -> None:

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmark.common import GptShape, build_gpt, provenance, token_batch
+from benchmark.common import GptShape, provenance, token_batch
 from patrickstar.runtime import initialize_engine
 
 GOAL = 1.10
@@ -45,7 +45,7 @@ def _measure(args: argparse.Namespace, device_memory: int | None, link_gbps: flo
         "delays": {"link_gbps": link_gbps, "link_latency_us": args.link_latency_us},
     }
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(lambda: build_gpt(shape), 0, config)
+    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     generator = torch.Generator().manual_seed(1)
     seconds, losses = [], []
     with engine:

@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from benchmark.common import SHAPES
+from benchmark.common import SHAPES, model_flops
 
 _NAMES = {
     "patrickstar": "PatrickStar",
@@ -37,7 +37,7 @@ def plot(result: dict, log: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    flops = SHAPES[result["model"]].model_flops(result["batch"])
+    flops = model_flops(SHAPES[result["model"]], result["batch"])
     peaks = {run["system"]: run["device_peak_bytes"] / 2**30 for run in result["systems"]}
     steps = {system: value for system, value in step_seconds(result, log).items() if system in _NAMES}
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(steps) + 1.2), layout="constrained")

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from benchmark.common import SHAPES, build_gpt, provenance, token_batch
+from benchmark.common import SHAPES, model_flops, provenance, token_batch
 from patrickstar.runtime import initialize_engine
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> dict:
         config["host_memory"] = args.host_memory
     torch.manual_seed(0)
     begin = time.perf_counter()
-    engine, optimizer = initialize_engine(lambda: build_gpt(shape), 0, config)
+    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
     init_seconds = time.perf_counter() - begin
     generator = torch.Generator().manual_seed(1)
     device = engine._session.device
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict:
         "case": "train",
         "model": args.model,
         "step_seconds": step,
-        "model_tflops": shape.model_flops(args.batch) / step / 1e12,
+        "model_tflops": model_flops(shape, args.batch) / step / 1e12,
         "tokens_per_second": args.batch * shape.length / step,
         "all_step_seconds": [round(value, 4) for value in seconds],
         "losses": losses,

@@ -817,6 +817,22 @@ class optim:
         """
 
     @staticmethod
+    def adam_param(
+        isa: str,
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        threads: int | ThreadPool,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam``, but nothing is written but ``param``, which is apart from ``grad``."""
+
+    @staticmethod
     def adam_apart(
         isa: str,
         master: int,

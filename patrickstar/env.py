@@ -28,7 +28,6 @@ from patrickstar.diagnostics.env_findings import Finding, Section, diagnose
 from patrickstar.diagnostics.used_packages import PACKAGES
 from patrickstar.machine import host_memory
 
-_HOST_SHARE = 0.8  # client.mem_tracer.overall_cpu_mem_ratio
 _COMMAND_TIMEOUT_S = 20
 
 
@@ -150,7 +149,7 @@ def _host_memory() -> Section:
         "cgroup_limit_bytes": host_memory.cgroup_limit_bytes(),
         "address_space_limit_bytes": _limit(resource.RLIMIT_AS)[0],
         "usable_bytes": usable,
-        "patrickstar_default_bytes": int(usable * _HOST_SHARE),
+        "patrickstar_default_bytes": host_memory.default_budget_bytes(),
         "transparent_huge_pages": pages.group(1) if pages else None,
     }
 

@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-numel", default="auto", help="elements per chunk (default: auto)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument(
-        "--margin-use-ratio", type=float, default=0.8, help="client.mem_tracer.margin_use_ratio (default: 0.8)"
+        "--margin-use-ratio", type=float, default=0.95, help="client.mem_tracer.margin_use_ratio (default: 0.95)"
     )
     parser.add_argument(
         "--speculation",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmark.common import SHAPES, GptShape
+from benchmark.common import SHAPES, Shape
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of every system, over float32 master weights."""
@@ -48,7 +48,7 @@ class Job:
     """Timed steps."""
 
     @property
-    def shape(self) -> GptShape:
+    def shape(self) -> Shape:
         """The model's shape at this sequence length."""
         return dataclasses.replace(SHAPES[self.model], length=self.length)
 

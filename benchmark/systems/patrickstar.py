@@ -9,11 +9,10 @@ import torch
 import patrickstar
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import training_device
-from benchmark.systems.weights import build_meta_gpt
+from benchmark.systems.weights import build_meta_model
 from examples.pretraining import Pretraining, TrainingOptions
 
 _CHUNK_NUMEL = 64 * 2**20
-MARGIN_USE_RATIO = 0.95  # the default, 0.8, leaves more for steps that vary
 
 
 def build_chunked(job: Job) -> Chunked:
@@ -32,7 +31,6 @@ def training_options(job: Job) -> TrainingOptions:
         chunk_numel=_CHUNK_NUMEL,
         gpu_memory=job.gpu_bytes,
         host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
-        margin_use_ratio=MARGIN_USE_RATIO,
     )
 
 
@@ -49,7 +47,7 @@ class Chunked:
         self.version = patrickstar.__version__
         self.settings: dict[str, Any] = {"config": options.engine_config()}
         self.device = training_device()
-        self._training = Pretraining(lambda: build_meta_gpt(job.shape), options, local_rank=self.device.index or 0)
+        self._training = Pretraining(lambda: build_meta_model(job.shape), options, local_rank=self.device.index or 0)
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._training.step(batch)

@@ -5,7 +5,7 @@ starts from the same point. They are made on the GPU where there is one (18 bill
 whole parameter at a time of which a rank keeps its shard, and are representable in bfloat16, for systems that make
 their float32 masters from 16-bit parameters.
 
-    model = build_meta_gpt(shape)       # parameters on the meta device
+    model = build_meta_model(shape)       # parameters on the meta device
     ...                                 # whatever the system does before memory is allocated
     model.to_empty(device="cpu")
     fill_parameters(model)
@@ -21,26 +21,29 @@ import zlib
 
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before an initialisation is timed
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
-from benchmark.common import GptShape, build_gpt
+from benchmark.common import Shape
 from benchmark.systems.device import training_device
 
 _STD = 0.02  # GPT-2's
 
 
-def build_meta_gpt(shape: GptShape) -> nn.Module:
-    """The benchmark's GPT with its parameters on the meta device.
+def build_meta_model(shape: Shape) -> nn.Module:
+    """The benchmark's model with its parameters and buffers on the meta device.
 
     Raises:
-        RuntimeError: the model has buffers; their values would be lost on the meta device.
+        RuntimeError: it has other buffers than rotary embeddings'; their values would be lost on the meta device.
     """
     with torch.device("meta"):
-        model = build_gpt(shape)
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers:
-        raise RuntimeError(f"the model has buffers ({buffers[0]}, ...), which are not filled; use transformers >= 5.0")
+        model = shape.build()
+    for name, module in model.named_modules():
+        if module._buffers and not _is_rotary(module):
+            raise RuntimeError(f"{name} has buffers ({', '.join(module._buffers)}), which are not filled")
     initializer = NamedInitializer(model)
     for module in model.modules():
         if callable(getattr(module, "_init_weights", None)):  # the model, and the one without the output layer in it
@@ -48,19 +51,30 @@ def build_meta_gpt(shape: GptShape) -> nn.Module:
     return model.train()
 
 
+def blocks(model: nn.Module) -> nn.ModuleList:
+    """The transformer's blocks."""
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return "RotaryEmbedding" in type(module).__name__
+
+
 class NamedInitializer:
-    """Hugging Face's ``_init_weights`` of the benchmark's GPT: fills a module's own parameters, wherever they are."""
+    """Hugging Face's ``_init_weights`` of the benchmark's model: fills a module's own parameters, wherever they are."""
 
     def __init__(self, model: nn.Module):
         self._names = {module: name for name, module in model.named_modules()}
-        self._num_layers = model.config.n_layer
+        self._model = model
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
+        if _is_rotary(module):
+            PreTrainedModel._init_weights(self._model, module)
         for name, param in module._parameters.items():
             if param is not None:
                 full_name = f"{self._names[module]}.{name}".lstrip(".")
-                param.copy_(initial_values(full_name, param.shape, self._num_layers, param.device))
+                param.copy_(initial_values(full_name, param.shape, self._model.config.num_hidden_layers, param.device))
 
 
 def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.device) -> torch.Tensor:
@@ -77,7 +91,8 @@ def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.
 
 @torch.no_grad()
 def fill_parameters(model: nn.Module) -> None:
-    """Gives every parameter, or this rank's shard of it, its initial value. Leaves no memory in PyTorch's GPU cache.
+    """Gives every parameter, or this rank's shard of it, its initial value, and rotary embeddings theirs, which go to
+    the training device. Leaves no memory in PyTorch's GPU cache.
 
     Raises:
         ValueError: a parameter is sharded in another way than by rows over one group of ranks.
@@ -89,10 +104,13 @@ def fill_parameters(model: nn.Module) -> None:
     staging = torch.empty(max(target.numel() for target in targets.values()), dtype=torch.bfloat16)
     for name, param in model.named_parameters():
         target = targets[name]
-        values = _shard_of(initial_values(name, param.shape, model.config.n_layer, source), name, param)
+        values = _shard_of(initial_values(name, param.shape, model.config.num_hidden_layers, source), name, param)
         if target.device != values.device:
             values = staging[: values.numel()].view(values.shape).copy_(values)
         target.copy_(values)
+    for module in filter(_is_rotary, model.modules()):
+        module._buffers.update({name: torch.empty_like(b, device=source) for name, b in module._buffers.items()})
+        PreTrainedModel._init_weights(model, module)
     if source.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -143,6 +143,24 @@ void register_cpu_kernels(py::module_& module) {
       kAdamDoc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
   module.def(
+      "adam_param",
+      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, Threads threads, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        const auto update = [&](int64_t begin, int64_t size) {
+          kernels.adam_param(arrays.range(begin, size), scalars);
+        };
+        const py::gil_scoped_release release;
+        if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, update);
+        split(std::get<int>(threads), numel, update);
+      },
+      "As adam, but nothing is written but param, which is apart from grad.", py::arg("isa"), py::arg("master"),
+      py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
+      py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
+  module.def(
       "adam_apart",
       [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
          Address param, DType param_dtype, int64_t numel, int num_threads, const std::array<Address, 3>& new_states,

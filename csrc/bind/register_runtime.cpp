@@ -131,6 +131,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_speculated_updates"] = counters.num_speculated_updates;
   result["num_committed_updates"] = counters.num_committed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
+  result["num_states_passes"] = counters.num_states_passes;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
   result["gathered_bytes"] = counters.gathered_bytes;

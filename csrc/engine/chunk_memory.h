@@ -43,6 +43,7 @@ struct Counters {
   int64_t num_speculated_updates = 0;  // of chunks, started on the host before the step was decided
   int64_t num_committed_updates = 0;   // of chunks, made on the host before the step, for good
   int64_t num_updates_taken_over = 0;  // of those, as the step turned out to be
+  int64_t num_states_passes = 0;       // updates of states after those of their parameters
 };
 
 class ChunkMemory {
@@ -53,7 +54,7 @@ class ChunkMemory {
 
   SharedDevice& device() { return device_; }
   Backend& backend() { return device_.backend(); }
-  optim::Compute& host_compute() { return device_.host_compute(); }
+  optim::HostCompute& host_compute() { return device_.host_compute(); }
   optim::Compute& device_compute() { return device_.device_compute(); }
   SlotPool& slots() { return slots_; }
   HostArena& arena() { return *arena_; }

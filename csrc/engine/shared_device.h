@@ -86,9 +86,12 @@ class SharedDevice final : public PressureHandler {
   const std::shared_ptr<Lock>& lock() const { return lock_; }
   Backend& backend() { return *backend_; }
   ThreadPool& pool() { return pool_; }
-  optim::Compute& host_compute() { return *host_compute_; }
+  optim::HostCompute& host_compute() { return *host_compute_; }
   // The same on the simulated device.
-  optim::Compute& device_compute() { return cuda_compute_ ? *cuda_compute_ : *host_compute_; }
+  optim::Compute& device_compute() {
+    if (cuda_compute_) return *cuda_compute_;
+    return *host_compute_;
+  }
   const std::shared_ptr<HostBudget>& host_budget() const { return host_budget_; }
   // An arena whose regions are spread over the NUMA nodes, touched by all threads and fit for transfers.
   std::unique_ptr<HostArena> make_arena();
@@ -119,7 +122,7 @@ class SharedDevice final : public PressureHandler {
   const std::unique_ptr<Backend> backend_;
   const HostThreads host_threads_;
   ThreadPool pool_;
-  const std::unique_ptr<optim::Compute> host_compute_;
+  const std::unique_ptr<optim::HostCompute> host_compute_;
   const std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
   const std::vector<int> interleaved_nodes_;
   const std::shared_ptr<HostBudget> host_budget_;

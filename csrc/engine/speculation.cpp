@@ -6,8 +6,9 @@ namespace patrickstar {
 
 namespace {
 
-// After n failures in a row, 2^n backwards go without speculation; at most 2^kMaxPause.
-constexpr int kMaxPause = 6;
+// After the second failure in a row and each further one, so many backwards go without speculation: 2, 4, 8, 16, 16, ...
+constexpr int kMostFailures = 5;
+int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
 
 }  // namespace
 
@@ -28,7 +29,7 @@ void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
     active_ = false;
     return;
   }
-  active_ = mode_ == SpeculationMode::kOn && !groups.empty() && !paused_for_memory_;
+  active_ = is_on() && !groups.empty();
   groups_ = std::move(groups);
   grad_scale_ = grad_scale;
 }
@@ -37,50 +38,67 @@ void Speculation::choose(const std::vector<std::pair<int64_t, int64_t>>& sizes) 
   int64_t room = arena_.free_bytes() - reserve_bytes_;
   int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   std::vector<int64_t> blocks;
-  chosen_.assign(sizes.size(), 0);
-  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    const auto [state_bytes, param_bytes] = sizes[chunk];
-    const int64_t bytes = 3 * state_bytes + param_bytes;
-    if (bytes > room) break;
+  const auto take = [&](int64_t block_bytes, int count) {
+    const int64_t bytes = block_bytes * count;
+    if (bytes == 0 || bytes > room) return false;
     room -= bytes;
-    chosen_[chunk] = bytes > 0;
     if (spare >= bytes) {
       spare -= bytes;
     } else {
-      blocks.insert(blocks.end(), {param_bytes, state_bytes, state_bytes, state_bytes});
+      blocks.insert(blocks.end(), static_cast<size_t>(count), block_bytes);
     }
+    return true;
+  };
+  chosen_.assign(sizes.size(), Ahead::kNothing);
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    if (take(sizes[chunk].second, 1)) chosen_[chunk] = Ahead::kParam;
   }
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    if (chosen_[chunk] == Ahead::kNothing) continue;
+    if (!take(sizes[chunk].first, 3)) break;
+    chosen_[chunk] = Ahead::kEverything;
+  }
+  reserve(std::move(blocks));
+}
+
+// As many of them, from the first on, as there is room for.
+void Speculation::reserve(std::vector<int64_t> blocks) {
   int64_t reserved = 0;
-  for (int64_t& bytes : blocks) {
-    reserved += bytes + HostArena::kBlockAlignment;
-    if (reserved > arena_.unreserved_bytes()) bytes = 0;
+  size_t count = 0;
+  for (; count < blocks.size(); ++count) {
+    reserved += blocks[count] + HostArena::kBlockAlignment;
+    if (reserved > arena_.unreserved_bytes()) break;
   }
-  blocks.erase(std::remove(blocks.begin(), blocks.end(), 0), blocks.end());
+  blocks.resize(count);
   arena_.reserve(blocks);
   arena_.prepare_ahead();
 }
 
-bool Speculation::try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states) {
+HostBlock Speculation::try_allocate_param(int64_t num_bytes) {
+  if (!allows_passes()) return {};
   free_completed();
-  const int64_t num_bytes = 3 * state_bytes + param_bytes;
-  if (num_bytes + reserve_bytes_ > arena_.free_bytes()) return false;
-  states.param = arena_.try_allocate_prepared(param_bytes);
-  bool complete = static_cast<bool>(states.param);
-  for (HostBlock& block : states.states) {
-    if (complete) block = arena_.try_allocate_prepared(state_bytes);
-    complete = complete && static_cast<bool>(block);
-  }
-  if (!complete) states = {};
-  return complete;
+  return allows(num_bytes) ? arena_.try_allocate_prepared(num_bytes) : HostBlock{};
 }
 
-void Speculation::start(ChunkId chunk, HostUpdate update, NewStates states) {
+NewValues Speculation::try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes) {
+  NewValues values;
+  values.param = try_allocate_param(param_bytes);
+  const bool everything = ahead(chunk) == Ahead::kEverything && failures_ == 0 && allows(3 * state_bytes);
+  if (!values.param || !everything) return values;
+  for (HostBlock& block : values.states) block = arena_.try_allocate_prepared(state_bytes);
+  const bool complete = std::all_of(values.states.begin(), values.states.end(),
+                                    [](const HostBlock& block) { return static_cast<bool>(block); });
+  if (!complete) values.states = {};
+  return values;
+}
+
+void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
   Pending& pending = pending_[static_cast<size_t>(chunk)];
   pending.cancelled = std::make_shared<std::atomic<bool>>(false);
   update.cancelled = pending.cancelled;
   update.chunk = chunk;
-  states.done = updates_.submit(std::move(update));
-  pending.states = std::move(states);
+  values.done = updates_.submit(std::move(update));
+  pending.values = std::move(values);
 }
 
 bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -90,23 +108,23 @@ bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double gra
     failures_ = 0;
     return true;
   }
-  failures_ = std::min(failures_ + 1, kMaxPause);
-  backwards_to_wait_ = 1 << failures_;
+  failures_ = std::min(failures_ + 1, kMostFailures);
+  backwards_to_wait_ = pause_after(failures_);
   cancel_all();
   return false;
 }
 
-NewStates Speculation::take(ChunkId chunk) {
+NewValues Speculation::take(ChunkId chunk) {
   Pending& pending = pending_[static_cast<size_t>(chunk)];
   pending.cancelled = nullptr;
-  return std::exchange(pending.states, {});
+  return std::exchange(pending.values, {});
 }
 
 void Speculation::cancel(ChunkId chunk) {
   if (!has(chunk)) return;
   pending_[static_cast<size_t>(chunk)].cancelled->store(true);
-  const NewStates states = take(chunk);
-  backend_.settle(states.done);
+  const NewValues values = take(chunk);
+  backend_.settle(values.done);
 }
 
 void Speculation::cancel_all() {

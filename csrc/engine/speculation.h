@@ -2,17 +2,21 @@
 //
 // Clipping and loss scaling make a chunk's update depend on the norm of all gradients, which is known when backward is
 // over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host, into
-// memory of its own; the step then either takes the new states over, which moves nothing, or drops them and updates the
+// memory of its own; the step then either takes the new values over, which moves nothing, or drops them and updates the
 // chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched until then, and
 // what is taken over was computed from the very inputs of the step, so results do not depend on it.
+//
+// That memory takes 14 bytes per parameter in 16-bit training. Where there is less, new parameters alone are computed
+// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h).
 //
 //   expect(groups, grad_scale)     before a backward
 //   start(chunk, update, ...)      its gradient is complete
 //   begin_step(groups, grad_scale) true when they are the expected ones
-//   take(chunk)                    its new states; or cancel(chunk)
+//   take(chunk)                    its new values; or cancel(chunk)
 //
 // Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
-// time to run beside it. Where expectations fail again and again, speculation pauses.
+// time to run beside it. Where expectations fail, only parameters are computed ahead until they hold again, since that is
+// less to do for nothing; where they fail again and again, speculation pauses.
 // Guarded by the engine's lock.
 #pragma once
 
@@ -34,6 +38,9 @@ enum class SpeculationMode : uint8_t {
   kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
 };
 
+// How much of a chunk's update is made ahead of the step.
+enum class Ahead : uint8_t { kNothing, kParam, kEverything };
+
 // What speculation leaves free of host memory, in chunks' gradients: those on their way, and one that is kept beside its
 // parameters.
 constexpr int kNumReservedGradients = 4;
@@ -54,22 +61,25 @@ class Speculation {
   // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
   // the host.
   void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
-  bool must_choose() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_ && chosen_.empty(); }
+  bool must_choose() const { return is_on() && chosen_.empty(); }
   // The next choice is made anew: other chunks have their states on the host.
   void forget_choice() { chosen_.clear(); }
-  bool wants(ChunkId chunk) const { return active_ && chooses(chunk); }
+  bool wants(ChunkId chunk) const { return active_ && ahead(chunk) != Ahead::kNothing; }
   // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
-  bool succeeds(ChunkId chunk) const {
-    return mode_ == SpeculationMode::kOn && !paused_for_memory_ && failures_ == 0 && chooses(chunk);
-  }
+  bool succeeds(ChunkId chunk) const { return is_on() && backwards_to_wait_ == 0 && ahead(chunk) != Ahead::kNothing; }
 
-  // Memory for a chunk's new values: false when there is none, or not yet.
-  bool try_allocate(int64_t state_bytes, int64_t param_bytes, NewStates& states);
-  void start(ChunkId chunk, HostUpdate update, NewStates states);
+  // Whether memory may be used to compute parameters first. Only after choose(): before, what is free may be meant for
+  // states that are still to be made.
+  bool allows_passes() const { return is_on() && !chosen_.empty(); }
+  // Memory for the new parameters of a chunk: an empty block when there is none, or not yet.
+  HostBlock try_allocate_param(int64_t num_bytes);
+  // Memory for as many of a chunk's new values as are to be computed ahead; the same.
+  NewValues try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes);
+  void start(ChunkId chunk, HostUpdate update, NewValues values);
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
-  NewStates take(ChunkId chunk);
+  NewValues take(ChunkId chunk);
   // Drops what was started; returns when nothing of it runs any more.
   void cancel(ChunkId chunk);
   void cancel_all();
@@ -79,11 +89,14 @@ class Speculation {
   void release_memory();
 
  private:
+  bool is_on() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_; }
   struct Pending {
-    NewStates states;
+    NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
   };
-  bool chooses(ChunkId chunk) const { return !chosen_.empty() && chosen_[static_cast<size_t>(chunk)] != 0; }
+  Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
+  bool allows(int64_t num_bytes) const { return num_bytes + reserve_bytes_ <= arena_.free_bytes(); }
+  void reserve(std::vector<int64_t> blocks);
   void free_completed();
 
   HostArena& arena_;
@@ -92,7 +105,7 @@ class Speculation {
   SpeculationMode mode_;
   int64_t reserve_bytes_;
   std::vector<Pending> pending_;  // by chunk
-  std::vector<uint8_t> chosen_;   // by chunk
+  std::vector<Ahead> chosen_;     // by chunk
   std::vector<std::pair<Event, HostBlock>> leaving_;
   std::vector<GroupOptions> groups_;
   double grad_scale_ = 0;

@@ -33,6 +33,8 @@ optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count,
   return scalars;
 }
 
+constexpr int64_t kStateBytes = 3 * sizeof(float);  // per parameter, read or written
+
 // Around the work of an update, on the thread that does it; nothing when nobody wants to know.
 class HostSpanScope {
  public:
@@ -93,7 +95,8 @@ std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& tar
   return result;
 }
 
-std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewStates& states) const {
+std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewValues& values) const {
+  if (!values.has_states()) return {};
   const Layout& layout = store_.layout();
   const OptimizerArrays kinds = optimizer_arrays();
   std::vector<Carry> result;
@@ -102,9 +105,9 @@ std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewStates& states) c
     if (gradients_.has(param) || shard.numel == 0) continue;
     const int64_t offset = shard.offset;
     const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
-    for (size_t i = 0; i < states.states.size(); ++i) {
+    for (size_t i = 0; i < values.states.size(); ++i) {
       const auto* from = static_cast<const float*>(store_.array({chunk, kinds.kinds[i]}).block.data);
-      result.push_back({from + offset, static_cast<float*>(states.states[i].data) + offset, num_bytes});
+      result.push_back({from + offset, static_cast<float*>(values.states[i].data) + offset, num_bytes});
     }
   }
   return result;
@@ -145,15 +148,24 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
   }
 }
 
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs, Pass pass) {
   SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
-  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
+  for (const optim::AdamJob& job : jobs) {
+    const optim::AdamRange& range = job.range;
+    const int64_t grad = element_size(range.grad_dtype);
+    const int64_t param = element_size(range.param_dtype);
+    const int64_t whole = grad + 2 * kStateBytes + param;
+    const int64_t moved = pass == Pass::kParam    ? grad + kStateBytes + param
+                          : pass == Pass::kStates ? grad + 2 * kStateBytes
+                                                  : whole;
+    label.numel += range.numel * moved / whole;
+  }
   return label;
 }
 
 Event HostUpdates::submit(HostUpdate update) {
   const std::shared_ptr<HostSpan> span =
-      tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs), update.cancelled);
+      tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs, update.pass), update.cancelled);
   return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
     const HostSpanEnd end(span.get());
     if (!shared->is_cancelled()) run(*shared, span.get());
@@ -169,7 +181,7 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   for (const Carry& carry : update.carries) {
     std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
   }
-  compute_.adam(update.jobs);
+  update.pass == Pass::kParam ? compute_.adam_param(update.jobs) : compute_.adam(update.jobs);
 }
 
 }  // namespace patrickstar

@@ -36,7 +36,7 @@ enum class WeightDecay : uint8_t {
 
 enum class BiasCorrection : uint8_t {
   kApplied,  // momentum and variance are divided by 1 - beta^step, as torch.optim does
-  kNone,     // moments are taken as they are, so the first steps are smaller
+  kNone,     // they are taken as they are, so the first steps are smaller
 };
 
 struct GroupOptions {
@@ -54,11 +54,30 @@ struct GroupOptions {
   }
 };
 
-// New values of a chunk, in memory of their own.
-struct NewStates {
-  std::array<HostBlock, 3> states;  // in the order of optimizer_arrays()
+// New values of a chunk, in memory of their own: all of them, or those of its parameters alone.
+struct NewValues {
+  std::array<HostBlock, 3> states;  // in the order of optimizer_arrays(), or empty
   HostBlock param;
   Event done;
+
+  bool has_states() const { return static_cast<bool>(states.front()); }
+};
+
+// [Note: parameters first] What the next forward waits for is the new compute value. An update on the host may be made
+// in two passes: one that writes it and nothing else (16 bytes of memory traffic per parameter in 16-bit training), and one
+// behind, beside whatever follows, that updates the states from the same inputs (26 bytes; 28 take both in one). The
+// gradient stays until then. Both passes round alike, so that the value is that of the new master to the last bit.
+enum class Pass : uint8_t {
+  kWhole,
+  kParam,   // writes the compute value
+  kStates,  // writes the states
+};
+
+// Where the new compute value goes.
+enum class ParamPlace : uint8_t {
+  kGradient,  // into the gradient's memory, which becomes its own
+  kOwn,       // where the old one is: the gradient is another array (a sum of micro-batches')
+  kNew,       // into memory of its own, apart from both
 };
 
 // Where one chunk's update happens and where its result goes.
@@ -67,8 +86,8 @@ struct UpdateTarget {
   const void* grad;
   DType grad_dtype;
   void* param;
-  bool in_place;  // the result replaces the gradient in its memory
-  const NewStates* apart = nullptr;
+  ParamPlace place = ParamPlace::kNew;
+  const NewValues* apart = nullptr;  // new states go there
 };
 
 // out = round(in), where a parameter without a gradient has its value in what will be the gradient's place.
@@ -87,7 +106,8 @@ struct Carry {
 };
 
 struct HostUpdate {
-  ChunkId chunk = -1;                // the first of those that it updates
+  ChunkId chunk = -1;  // the first of those that it updates
+  Pass pass = Pass::kWhole;
   std::vector<optim::AdamJob> jobs;  // in host memory
   std::vector<Restore> restores;
   std::vector<Carry> carries;
@@ -97,8 +117,9 @@ struct HostUpdate {
   bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
 };
 
-// How a trace names an update.
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
+// How a trace names an update. A pass counts as many elements as a whole update that moves as many bytes has.
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs,
+                       Pass pass = Pass::kWhole);
 
 class UpdateJobs {
  public:
@@ -114,7 +135,7 @@ class UpdateJobs {
   void add(ChunkId chunk, const UpdateTarget& target, const std::vector<GroupOptions>& groups, float grad_scale,
            std::vector<optim::AdamJob>& jobs) const;
   std::vector<Restore> restores(ChunkId chunk, const UpdateTarget& target) const;
-  std::vector<Carry> carries(ChunkId chunk, const NewStates& states) const;
+  std::vector<Carry> carries(ChunkId chunk, const NewValues& values) const;
 
  private:
   const ChunkStore& store_;
@@ -125,7 +146,7 @@ class UpdateJobs {
 
 class HostUpdates {
  public:
-  HostUpdates(Backend& backend, optim::Compute& compute, Tracer& tracer)
+  HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer)
       : backend_(backend), compute_(compute), tracer_(tracer) {}
 
   // Complete when the update is.
@@ -135,7 +156,7 @@ class HostUpdates {
   void run(const HostUpdate& update, HostSpan* span);
 
   Backend& backend_;
-  optim::Compute& compute_;
+  optim::HostCompute& compute_;
   Tracer& tracer_;
   WorkQueue queue_;
 };

@@ -129,45 +129,67 @@ void Updates::speculate(ChunkId chunk) {
   ArrayRecord& record = memory_.array(grad);
   if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
   if (!record.on_host || !gradients_.has_any(chunk) || !has_states(chunk, Tier::kHost)) return;
-  NewStates states;
-  if (!speculation_.try_allocate(store_.num_bytes({chunk, ArrayKind::kMaster}), store_.num_bytes(grad), states)) return;
+  NewValues values =
+      speculation_.try_allocate(chunk, store_.num_bytes({chunk, ArrayKind::kMaster}), store_.num_bytes(grad));
+  if (!values.param) return;
   UpdateTarget target{};
   target.grad = record.block.data;
   target.grad_dtype = store_.chunk(chunk).dtype;
-  target.param = states.param.data;
-  target.apart = &states;
+  target.param = values.param.data;
+  target.apart = values.has_states() ? &values : nullptr;
   HostUpdate update;
+  update.pass = values.has_states() ? Pass::kWhole : Pass::kParam;
   update.after.push_back(record.host_ready);
   for (ArrayKind kind : optimizer_arrays()) update.after.push_back(memory_.array({chunk, kind}).host_ready);
   update.restores = jobs_.restores(chunk, target);
-  update.carries = jobs_.carries(chunk, states);
+  update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
             update.jobs);
-  speculation_.start(chunk, std::move(update), std::move(states));
+  speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
 }
 
-// The chunk's new states become its states.
-void Updates::take_over(ChunkId chunk) {
-  const ArrayId param_id = param_of(chunk);
-  NewStates states = speculation_.take(chunk);
-  auto block = states.states.begin();
-  for (ArrayKind kind : optimizer_arrays()) {
-    ArrayRecord& record = memory_.array({chunk, kind});
-    speculation_.free_after(std::exchange(record.block, std::move(*block++)), states.done);
-    record.host_ready = states.done;
+// The chunk's new values become its values.
+void Updates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  NewValues values = speculation_.take(chunk);
+  if (values.has_states()) {
+    take_over_states(chunk, values);
+  } else {
+    const ArrayRecord& grad = memory_.array(grad_of(chunk));
+    StatesPass pass;
+    UpdateTarget target{};
+    target.grad = grad.block.data;
+    target.grad_dtype = store_.chunk(chunk).dtype;
+    pass.chunks = {chunk};
+    pass.update.after = {grad.host_ready, values.done};
+    jobs_.add(chunk, target, groups, grad_scale, pass.update.jobs);
+    pass.gradients.push_back(take_gradient(chunk));
+    states_passes_.push_back(std::move(pass));
   }
-  ArrayRecord& grad = memory_.array(grad_of(chunk));
-  speculation_.free_after(std::exchange(grad.block, {}), states.done);
-  grad.host_ready = nullptr;
-  grad.on_host = false;
   discard_values(chunk);
-  ArrayRecord& param = memory_.array(param_id);
-  param.block = std::move(states.param);
-  param.host_ready = states.done;
+  ArrayRecord& param = memory_.array(param_of(chunk));
+  param.block = std::move(values.param);
+  param.host_ready = values.done;
   param.set_on_host();
   note_new_values(chunk);
   jobs_.count_step(chunk);
+}
+
+void Updates::take_over_states(ChunkId chunk, NewValues& values) {
+  auto block = values.states.begin();
+  for (ArrayKind kind : optimizer_arrays()) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    speculation_.free_after(std::exchange(record.block, std::move(*block++)), values.done);
+    record.host_ready = values.done;
+  }
+  speculation_.free_after(take_gradient(chunk), values.done);
+}
+
+HostBlock Updates::take_gradient(ChunkId chunk) {
+  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  grad.host_ready = nullptr;
+  grad.on_host = false;
+  return std::exchange(grad.block, {});
 }
 
 // The values that all ranks gathered are as old as this rank's own.
@@ -202,14 +224,25 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale) 
     check_nothing_committed("a step with other options");
   }
   const bool as_expected = begin_step(groups, grad_scale);
+  try {
+    apply_to_all(groups, scale, as_expected);
+  } catch (...) {
+    submit_states_passes();  // new parameters are nothing without new states
+    throw;
+  }
+  submit_states_passes();
+  forget_committed();
+}
+
+void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected) {
   std::vector<ChunkId> on_host;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (!gradients_.has_any(chunk) || is_committed(chunk)) continue;
     if (as_expected && speculation_.has(chunk)) {
-      take_over(chunk);
+      take_over(chunk, groups, grad_scale);
       ++memory_.counters().num_updates_taken_over;
     } else if (has_any_state_on_device(chunk)) {
-      apply_on_device(chunk, groups, scale);
+      apply_on_device(chunk, groups, grad_scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
       pager_.send_to_host({chunk, gradients_.source(chunk)});
@@ -222,11 +255,28 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale) 
     batch.push_back(chunk);
     numel += store_.chunk(chunk).numel;
     if (numel < kBatchNumel) continue;
-    apply_on_host(std::exchange(batch, {}), groups, scale);
+    apply_on_host(std::exchange(batch, {}), groups, grad_scale);
     numel = 0;
   }
-  if (!batch.empty()) apply_on_host(batch, groups, scale);
-  forget_committed();
+  if (!batch.empty()) apply_on_host(batch, groups, grad_scale);
+}
+
+// The next backward reaches the last chunks first.
+void Updates::submit_states_passes() {
+  for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
+    pass->update.pass = Pass::kStates;
+    pass->update.chunk = pass->chunks.front();
+    for (optim::AdamJob& job : pass->update.jobs) job.range.param = nullptr;
+    const Event done = host_updates_.submit(std::move(pass->update));
+    for (ChunkId chunk : pass->chunks) {
+      for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).host_ready = done;
+      ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
+      if (sum.block) sum.block_busy_until = done;
+    }
+    for (HostBlock& block : pass->gradients) speculation_.free_after(std::move(block), done);
+    ++memory_.counters().num_states_passes;
+  }
+  states_passes_.clear();
 }
 
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -251,12 +301,25 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
   close_target(chunk, target);
 }
 
+std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {
+  if (!speculation_.allows_passes()) return std::nullopt;
+  std::vector<HostBlock> blocks(chunks.size());
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (gradients_.source(chunks[i]) != grad_of(chunks[i]).kind) continue;
+    blocks[i] = speculation_.try_allocate_param(store_.num_bytes(param_of(chunks[i])));
+    if (!blocks[i]) return std::nullopt;
+  }
+  return blocks;
+}
+
 void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups,
                             float grad_scale) {
+  std::optional<std::vector<HostBlock>> params = new_params(chunks);
   std::vector<UpdateTarget> targets;
   HostUpdate update;
   update.chunk = chunks.front();
-  for (ChunkId chunk : chunks) {
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const ChunkId chunk = chunks[i];
     const ArrayId grad{chunk, gradients_.source(chunk)};
     pager_.send_to_host(grad);
     for (ArrayKind kind : optimizer_arrays()) {
@@ -264,31 +327,51 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
       pager_.bring_to_host({chunk, kind});
     }
     update.after.push_back(memory_.array(grad).host_ready);
-    const UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    UpdateTarget target = open_target(chunk, /*on_device=*/false);
+    if (params && (*params)[i]) {
+      target.param = (*params)[i].data;
+      target.place = ParamPlace::kNew;
+    }
     for (const Restore& restore : jobs_.restores(chunk, target)) update.restores.push_back(restore);
     jobs_.add(chunk, target, groups, grad_scale, update.jobs);
     targets.push_back(target);
   }
-  const Event done = host_updates_.submit(std::move(update));
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    close_target(chunks[i], targets[i]);
-    for (ArrayKind kind : optimizer_arrays()) memory_.array({chunks[i], kind}).host_ready = done;
-    memory_.array(param_of(chunks[i])).host_ready = done;
-    if (!targets[i].in_place) memory_.array({chunks[i], ArrayKind::kGradSum}).block_busy_until = done;
+  StatesPass rest;
+  if (params) {
+    update.pass = Pass::kParam;
+    rest.chunks = chunks;
+    rest.update.jobs = update.jobs;
   }
+  const Event done = host_updates_.submit(std::move(update));
+  rest.update.after = {done};
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const ChunkId chunk = chunks[i];
+    close_target(chunk, targets[i]);
+    ArrayRecord& param = memory_.array(param_of(chunk));
+    param.host_ready = done;
+    if (targets[i].place == ParamPlace::kNew) {
+      param.block = std::move((*params)[i]);
+      rest.gradients.push_back(take_gradient(chunk));
+    }
+    if (params) continue;
+    for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).host_ready = done;
+    if (targets[i].place == ParamPlace::kOwn) memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
+  }
+  if (params) states_passes_.push_back(std::move(rest));
 }
 
 UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
   const ArrayId grad{chunk, gradients_.source(chunk)};
   const ArrayId param = param_of(chunk);
   const ArrayRecord& record = memory_.array(grad);
+  const bool is_own = grad.kind == grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
-  target.in_place = grad.kind == grad_of(chunk).kind;
-  target.grad_dtype = target.in_place ? store_.chunk(chunk).dtype : DType::kFloat32;
+  target.place = is_own ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
-  if (target.in_place) {
+  if (is_own) {
     memory_.discard(param);
     target.param = const_cast<void*>(target.grad);
   } else if (on_device) {
@@ -307,11 +390,12 @@ void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
   const ArrayId param_id = param_of(chunk);
   ArrayRecord& param = memory_.array(param_id);
   ArrayRecord& grad = memory_.array(grad_of(chunk));
-  if (target.in_place && target.on_device) {
+  const bool in_gradient = target.place == ParamPlace::kGradient;
+  if (in_gradient && target.on_device) {
     param.slot = std::exchange(grad.slot, {});
     param.device_ready = std::exchange(grad.device_ready, nullptr);
     grad.on_device = false;
-  } else if (target.in_place) {
+  } else if (in_gradient) {
     param.block = std::exchange(grad.block, {});
     grad.host_ready = nullptr;
     grad.on_host = false;

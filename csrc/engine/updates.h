@@ -6,11 +6,13 @@
 // Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
 // torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
 // the gradients' place, on the tier of the update. Updates on the host run on after apply() has returned, in the order
-// in which the next forward needs the chunks; blocks are marked with the event of their update. Guarded by the engine's
-// lock.
+// in which the next forward needs the chunks; where there is memory for it, new parameters first and states behind
+// ([Note: parameters first], engine/update_jobs.h), these in the order in which the next backward needs them. Blocks are
+// marked with the event of their update. Guarded by the engine's lock.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/gradients.h"
@@ -56,9 +58,21 @@ class Updates {
   void release_host_memory() { speculation_.release_memory(); }
 
  private:
+  // The second pass of chunks whose new parameters are computed, or being so.
+  struct StatesPass {
+    std::vector<ChunkId> chunks;
+    HostUpdate update;
+    std::vector<HostBlock> gradients;  // that end with it
+  };
+
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
+  // Memory for the chunks' new parameters apart from their gradients; empty when there is none for one of them. The
+  // chunks whose gradient is another array need none.
+  std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
+  void submit_states_passes();
   UpdateTarget open_target(ChunkId chunk, bool on_device);
   void close_target(ChunkId chunk, const UpdateTarget& target);
   bool has_states(ChunkId chunk, Tier tier) const;  // all of them
@@ -68,7 +82,10 @@ class Updates {
   void speculate(ChunkId chunk);
   void commit(ChunkId chunk);
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
-  void take_over(ChunkId chunk);
+  void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  void take_over_states(ChunkId chunk, NewValues& values);
+  // The gradient's memory, which is no longer the gradient's.
+  HostBlock take_gradient(ChunkId chunk);
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
 
@@ -82,7 +99,8 @@ class Updates {
   HostUpdates& host_updates_;
   Speculation& speculation_;
   UpdateJobs jobs_;
-  std::vector<uint8_t> committed_;  // by chunk
+  std::vector<StatesPass> states_passes_;  // of the step that is being applied
+  std::vector<uint8_t> committed_;         // by chunk
   int num_committed_ = 0;
   ChunkId held_back_ = -1;
 };

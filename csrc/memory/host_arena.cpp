@@ -24,7 +24,7 @@ char* map_memory(int64_t num_bytes) {
   void* mapped = mmap(nullptr, static_cast<size_t>(num_bytes + slack), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   PS_CHECK(mapped != MAP_FAILED, SystemError, "cannot map ", num_bytes, " bytes of host memory: ", std::strerror(errno),
-           "; lower host_memory or overall_cpu_mem_ratio");
+           "; lower host_memory");
   if (slack == 0) return static_cast<char*>(mapped);
   const auto address = reinterpret_cast<int64_t>(mapped);
   const int64_t begin = round_up(address, kHugePage);
@@ -113,7 +113,7 @@ HostBlock HostArena::allocate(int64_t num_bytes) {
   HostBlock block = try_allocate(num_bytes);
   PS_CHECK(block, MemoryBudgetError, "host memory: ", num_bytes, " bytes more are needed, ", budget_->mapped_bytes,
            " of ", limit_bytes(),
-           " are taken; raise host_memory (or overall_cpu_mem_ratio), or give the device more of the "
+           " are taken; raise host_memory, or give the device more of the "
            "model with device_memory");
   return block;
 }

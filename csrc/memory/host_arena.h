@@ -31,7 +31,8 @@ namespace patrickstar {
 
 class HostArena;
 
-// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody uses its memory any more.
+// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody
+// uses its memory any more.
 class HostBlock {
  public:
   HostBlock() = default;

@@ -28,8 +28,15 @@ class Compute {
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
 };
 
+// What only host memory needs.
+class HostCompute : public Compute {
+ public:
+  // The new parameters of `jobs` and nothing else, as adam() would write them.
+  virtual void adam_param(const std::vector<AdamJob>& jobs) = 0;
+};
+
 // `pool` must outlive the result.
-std::unique_ptr<Compute> make_host_compute(ThreadPool& pool);
+std::unique_ptr<HostCompute> make_host_compute(ThreadPool& pool);
 #ifdef PATRICKSTAR_WITH_CUDA
 // Runs on PyTorch's current stream of `device`.
 std::unique_ptr<Compute> make_cuda_compute(int device);

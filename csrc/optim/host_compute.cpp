@@ -27,29 +27,12 @@ AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
           range.new_variance == nullptr ? nullptr : range.new_variance + begin};
 }
 
-class HostCompute final : public Compute {
+class PoolCompute final : public HostCompute {
  public:
-  explicit HostCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
+  explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
 
-  // Jobs are laid end to end and split evenly, so that many small ones still keep all threads busy.
-  void adam(const std::vector<AdamJob>& jobs) override {
-    std::vector<int64_t> starts;
-    int64_t total = 0;
-    for (const AdamJob& job : jobs) {
-      starts.push_back(total);
-      total += job.range.numel;
-    }
-    pool_.parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
-      auto index = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
-      for (; index < jobs.size() && starts[index] < end; ++index) {
-        const AdamRange& range = jobs[index].range;
-        const int64_t from = std::max(begin - starts[index], int64_t{0});
-        const int64_t to = std::min(end - starts[index], range.numel);
-        if (from < to) kernels_.adam(subrange(range, from, to), jobs[index].scalars);
-      }
-    });
-  }
-
+  void adam(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam); }
+  void adam_param(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam_param); }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
       kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size);
@@ -74,6 +57,25 @@ class HostCompute final : public Compute {
   }
 
  private:
+  // Jobs are laid end to end and split evenly, so that many small ones still keep all threads busy.
+  template <typename Kernel>
+  void run(const std::vector<AdamJob>& jobs, Kernel kernel) {
+    std::vector<int64_t> starts;
+    int64_t total = 0;
+    for (const AdamJob& job : jobs) {
+      starts.push_back(total);
+      total += job.range.numel;
+    }
+    pool_.parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
+      auto index = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
+      for (; index < jobs.size() && starts[index] < end; ++index) {
+        const AdamRange& range = jobs[index].range;
+        const int64_t from = std::max(begin - starts[index], int64_t{0});
+        const int64_t to = std::min(end - starts[index], range.numel);
+        if (from < to) kernel(subrange(range, from, to), jobs[index].scalars);
+      }
+    });
+  }
   template <typename Function>
   void split(int64_t numel, const Function& function) {
     pool_.parallel_for(numel, kGrain, [&](int64_t begin, int64_t end) { function(begin, end - begin); });
@@ -85,6 +87,6 @@ class HostCompute final : public Compute {
 
 }  // namespace
 
-std::unique_ptr<Compute> make_host_compute(ThreadPool& pool) { return std::make_unique<HostCompute>(pool); }
+std::unique_ptr<HostCompute> make_host_compute(ThreadPool& pool) { return std::make_unique<PoolCompute>(pool); }
 
 }  // namespace patrickstar::optim

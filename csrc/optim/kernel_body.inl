@@ -122,15 +122,32 @@ struct StatesInPlace {
   const float* variance(const AdamRange& r, int64_t i) const { return r.variance + i; }
 };
 
-// or apart from them. Memory is written past the cache (a store that first reads its line costs half as much again; so
-// this takes as long as in place), and the moments are found in a ring that stays in the first-level cache. Vectors start
-// at multiples of their width, so none wraps around in it.
-template <bool kStreaming>
-struct StatesApart {
+// or in a ring that stays in the first-level cache, while new states go nowhere: the parameter alone is wanted. Vectors
+// start at multiples of their width, so none wraps around in it.
+struct StatesUnwritten {
   static constexpr int64_t kRing = 512;
   alignas(64) float momentum_ring[kRing];
   alignas(64) float variance_ring[kRing];
 
+  template <class V>
+  PS_STEP put_momentum(const AdamRange&, int64_t i, typename V::Float x) {
+    V::store(momentum_ring + i % kRing, x);
+  }
+  template <class V>
+  PS_STEP put_variance(const AdamRange&, int64_t i, typename V::Float x) {
+    V::store(variance_ring + i % kRing, x);
+  }
+  template <class V>
+  PS_STEP put_master(const AdamRange&, int64_t, typename V::Float) {}
+  const float* momentum(const AdamRange&, int64_t i) const { return momentum_ring + i % kRing; }
+  const float* variance(const AdamRange&, int64_t i) const { return variance_ring + i % kRing; }
+};
+static_assert(StatesUnwritten::kRing >= 2 * kSkew + 2 * kStride);
+
+// or apart from the old ones too. Memory is written past the cache (a store that first reads its line costs half as much
+// again; so this takes as long as in place).
+template <bool kStreaming>
+struct StatesApart : StatesUnwritten {
   template <class V>
   static PS_STEP put(float* to, typename V::Float x) {
     if constexpr (kStreaming) {
@@ -141,22 +158,19 @@ struct StatesApart {
   }
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(momentum_ring + i % kRing, x);
+    StatesUnwritten::put_momentum<V>(r, i, x);
     put<V>(r.new_momentum + i, x);
   }
   template <class V>
   PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(variance_ring + i % kRing, x);
+    StatesUnwritten::put_variance<V>(r, i, x);
     put<V>(r.new_variance + i, x);
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
     put<V>(r.new_master + i, x);
   }
-  const float* momentum(const AdamRange&, int64_t i) const { return momentum_ring + i % kRing; }
-  const float* variance(const AdamRange&, int64_t i) const { return variance_ring + i % kRing; }
 };
-static_assert(StatesApart<true>::kRing >= 2 * kSkew + 2 * kStride);
 
 // The three updates of one element run in this order, the first two while the master is still old.
 template <class V, DType kGrad>
@@ -281,6 +295,11 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
   Vector::end_stream();
 }
 
+void adam_param(const AdamRange& range, const AdamScalars& scalars) {
+  run_adam<StatesUnwritten>(range, scalars, choose_param_store(range));
+  Vector::end_stream();
+}
+
 // ---- Casts and sums --------------------------------------------------------------------------------
 
 template <DType kOut>
@@ -374,7 +393,7 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 }
 
 constexpr CpuKernels table(const char* isa) {
-  return CpuKernels{isa, adam, cast_from_float, cast_to_float, add, add_to_float, sum_squares};
+  return CpuKernels{isa, adam, adam_param, cast_from_float, cast_to_float, add, add_to_float, sum_squares};
 }
 
 #undef PS_LOOP

@@ -77,6 +77,8 @@ struct AdamRange {
 struct CpuKernels {
   const char* isa;
   void (*adam)(const AdamRange& range, const AdamScalars& scalars);
+  // What adam would store to `param`, which is apart from all else here; nothing else is written.
+  void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
   // out[i] = round(in[i])
   void (*cast_from_float)(const float* in, void* out, DType out_dtype, int64_t numel);
   // out[i] = float(in[i])

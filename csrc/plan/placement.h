@@ -31,7 +31,7 @@ struct DeviceBudget {
   int64_t limit_bytes = INT64_MAX;  // for everything, without what the allocator's rounding needs
   bool follows_tide = false;        // Backend::follows_tide
   bool prefetches_far = true;       // where transfers take time that compute can hide
-  double margin_use_ratio = 0.8;    // of num_margin_chunks
+  double margin_use_ratio = 0.95;   // of num_margin_chunks
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
 };
 

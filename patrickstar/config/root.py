@@ -69,11 +69,11 @@ class _EngineKeys(Section):
     client: ClientConfig = Field(default_factory=ClientConfig)
     """Shares of memory that chunks may take, and options of the first PatrickStar."""
     device_memory: Annotated[Memory | None, HONOURED] = None
-    """Device budget in bytes, or a string such as ``"24GiB"``; activations included. None: by ratio (unlimited on the
-    simulated device).
+    """Device budget in bytes, or a string such as ``"24GiB"``; activations included. None: what is free (unlimited on
+    the simulated device).
     """
     host_memory: Annotated[Memory | None, HONOURED] = None
-    """Host budget for chunks, in bytes or as a string; None: by ratio."""
+    """Host budget for chunks, in bytes or as a string; None: what is available."""
     profile: ProfileConfig | None = Field(default_factory=profile_of_environment)
     """Which step is profiled, and the folder for it; None: what the environment variable
     ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or no step.

@@ -225,12 +225,12 @@ class MemTracerConfig(Section):
     """Whether a thread polls memory use, as the first PatrickStar did."""
     warmup_gpu_chunk_mem_ratio: Annotated[Share, HONOURED] = 0.1
     """Share of the device budget for chunks in the warm-up step."""
-    overall_gpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
-    """Share of the device's memory that is the device budget."""
-    overall_cpu_mem_ratio: Annotated[Share, HONOURED] = 0.8
-    """Share of the host's memory that is the host budget."""
-    margin_use_ratio: Annotated[Share, HONOURED] = 0.8
-    """Share of the device memory left after compute copies and the tide that optimizer states may take."""
+    overall_gpu_mem_ratio: Annotated[Share | None, HONOURED] = None
+    """Share of the device's memory that is the device budget. None: what is free, less a reserve."""
+    overall_cpu_mem_ratio: Annotated[Share | None, HONOURED] = None
+    """Share of the host's memory that is the host budget. None: what is available, less a reserve."""
+    margin_use_ratio: Annotated[Share | None, HONOURED] = None
+    """Share of the device memory left after compute copies and the tide that optimizer states may take. None: 0.95."""
     use_fake_dist: Annotated[Switch, HONOURED] = False
     """Several processes share one device: budgets that follow from ratios are divided by ``LOCAL_WORLD_SIZE``. Ranks of
     one run can do so on the simulated device; on a GPU they are refused, since NCCL wants one for each.

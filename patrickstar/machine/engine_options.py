@@ -42,7 +42,8 @@ def make_engine_options(
         config.host_threads, with_gpu=device.type == "cuda", local_ranks=local_ranks
     )
     options.residency.warmup_payload_ratio = tracer.warmup_gpu_chunk_mem_ratio
-    options.residency.margin_use_ratio = tracer.margin_use_ratio
+    if tracer.margin_use_ratio is not None:
+        options.residency.margin_use_ratio = tracer.margin_use_ratio
     hybrid = config.optimizer.params.use_hybrid_adam
     options.residency.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
     options.speculation = _speculation_mode(config.optimizer.speculation, device)

@@ -17,11 +17,16 @@ def total_bytes() -> int:
 
 def cgroup_limit_bytes() -> int | None:
     """The lowest memory limit of this process's control groups, in bytes; None without one."""
-    limits = []
+    return min((limit for limit, _ in _limited_groups()), default=None)
+
+
+def _limited_groups() -> list[tuple[int, Path]]:
+    """Limit in bytes and folder of each of this process's control groups that limits memory."""
+    limited = []
     try:
         entries = [line.rstrip("\n").split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
-        return None
+        return []
     for _, controllers, path in entries:
         if controllers == "":
             root, name = Path("/sys/fs/cgroup"), "memory.max"
@@ -39,8 +44,56 @@ def cgroup_limit_bytes() -> int | None:
             except OSError:
                 continue
             if text != "max" and int(text) < 2**60:
-                limits.append(int(text))
-    return min(limits, default=None)
+                limited.append((int(text), folder))
+    return limited
+
+
+def _taken_bytes(group: Path) -> int:
+    """What the processes of a control group have of its memory, without files that the kernel only keeps cached."""
+    for usage, files in (
+        ("memory.current", ("active_file", "inactive_file")),
+        ("memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    ):
+        try:
+            taken = int((group / usage).read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+        except OSError:
+            continue
+        statistics = dict(line.split() for line in lines)
+        return max(taken - sum(int(statistics.get(name, 0)) for name in files), 0)
+    return 0
+
+
+def available_bytes() -> int:
+    """Bytes of :func:`usable_bytes` that nobody has taken: neither this process nor another one.
+
+    Under a control group's limit what the group has left; else, and as well where the machine has less than that limit,
+    what the kernel calls available (MemAvailable). A virtual machine whose memory grows as it is touched starts with
+    less than its group's limit and is believed to reach it.
+    """
+    groups = _limited_groups()
+    available = min((limit - _taken_bytes(group) for limit, group in groups), default=None)
+    if available is None or total_bytes() >= min(limit for limit, _ in groups):
+        left = _mem_available_bytes()
+        available = left if available is None else min(available, left)
+    return max(min(available, usable_bytes()), 0)
+
+
+def _mem_available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total_bytes()
+    kibibytes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next(kibibytes, total_bytes() // 1024) * 1024
+
+
+def default_budget_bytes() -> int:
+    """What an engine takes of the host when nobody says: what is available, less a reserve of 5 % of what may be used,
+    at least 1 GiB, for the data loader, libraries and the kernel's file cache; at least a tenth of what is available.
+    """
+    available = available_bytes()
+    return max(available - max(usable_bytes() // 20, 2**30), available // 10)
 
 
 def usable_bytes() -> int:

@@ -63,7 +63,7 @@ class Setting:
     """Budget of device memory in bytes, the configuration's ``device_memory``."""
     host_bytes: int
     """Budget of host memory in bytes, the configuration's ``host_memory``."""
-    margin_use_ratio: float = 0.8
+    margin_use_ratio: float = 0.95
     """Share of the device memory left after compute copies and the tide that optimizer states may take
     (``client.mem_tracer.margin_use_ratio``).
     """

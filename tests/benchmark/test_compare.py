@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmark import compare
-from benchmark.common import SHAPES, token_batch
+from benchmark.common import SHAPES, model_flops, token_batch
 from benchmark.compare_report import Comparison, format_table
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.events import Outcome
 from benchmark.systems.gpu_activity import summarize
 from benchmark.systems.launcher import run_system
 from benchmark.systems.run import Run
-from benchmark.systems.weights import build_meta_gpt, fill_parameters
+from benchmark.systems.weights import build_meta_model, fill_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
 def expected_losses(num_ranks, batch, length):
     """Of the first step, one per rank, in plain PyTorch on the initial values."""
     shape = dataclasses.replace(SHAPES["tiny"], length=length)
-    model = build_meta_gpt(shape).to_empty(device="cpu")
+    model = build_meta_model(shape).to_empty(device="cpu")
     fill_parameters(model)
     model.bfloat16()
     batches = [token_batch(shape, batch, torch.Generator().manual_seed(1 + rank)) for rank in range(num_ranks)]
@@ -136,7 +136,7 @@ def test_ratio_and_scaling():
     comparison = Comparison("", runs)
     assert [comparison.ratio(run) for run in runs] == [1.0, 1.5, 1.0, 2.0]
     assert [comparison.scaling(run) for run in runs] == pytest.approx([1.0, 1.0, 0.8, 0.6])
-    flops = JOB.shape.model_flops(JOB.batch)
+    flops = model_flops(JOB.shape, JOB.batch)
     assert [comparison.tflops_per_gpu(run) for run in runs] == pytest.approx(
         [flops / s / 1e12 for s in (2.0, 3.0, 2.5, 5.0)]
     )
@@ -149,11 +149,14 @@ def test_ratio_and_scaling():
 
 
 def test_shapes():
+    billions = {"llama-8b": 8.03, "qwen-14b": 14.77}
     for name, shape in SHAPES.items():
         if shape.hidden > 2000:
-            assert shape.num_parameters() / 1e9 == pytest.approx(float(name.removesuffix("b")), rel=0.005)
-    shape = SHAPES["0.1b"]
-    assert sum(param.numel() for param in build_meta_gpt(shape).parameters()) == shape.num_parameters()
+            expected = billions.get(name) or float(name.removesuffix("b"))
+            assert shape.num_parameters() / 1e9 == pytest.approx(expected, rel=0.005)
+    for name in ("0.1b", *billions):
+        shape = SHAPES[name]
+        assert sum(param.numel() for param in build_meta_model(shape).parameters()) == shape.num_parameters()
 
 
 def test_gpu_limits():

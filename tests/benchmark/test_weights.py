@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmark.common import SHAPES
-from benchmark.systems.weights import build_meta_gpt, fill_parameters
+from benchmark.systems.weights import build_meta_model, fill_parameters
 from patrickstar.module.materialize import DeferredInit
 from tests.bits import assert_same_bits
 
@@ -16,7 +16,7 @@ SHAPE = SHAPES["tiny"]
 
 @pytest.fixture(scope="module")
 def whole():
-    model = build_meta_gpt(SHAPE).to_empty(device="cpu")
+    model = build_meta_model(SHAPE).to_empty(device="cpu")
     fill_parameters(model)
     return dict(model.named_parameters())
 
@@ -34,7 +34,7 @@ def test_values_are_those_of_gpt2(whole):
 
 @pytest.mark.parametrize("max_bytes", [1, 2**20, 2**40], ids=["pieces", "blocks", "whole"])
 def test_a_deferred_initialisation_gives_the_same(whole, max_bytes):
-    model = build_meta_gpt(SHAPE)
+    model = build_meta_model(SHAPE)
     for _ in DeferredInit(model).units(torch.device("cpu"), max_bytes):
         pass
     params = dict(model.named_parameters())
@@ -46,7 +46,7 @@ def test_a_deferred_initialisation_gives_the_same(whole, max_bytes):
 def test_a_rank_gets_its_rows(whole, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
     try:
-        model = build_meta_gpt(SHAPE)
+        model = build_meta_model(SHAPE)
         for block in model.transformer.h:
             fully_shard(block)
         fully_shard(model)

@@ -19,7 +19,7 @@ from patrickstar.config import (
 )
 
 
-def test_defaults_of_the_first_patrickstar():
+def test_defaults():
     config = parse_config(None)
     tracer = config.client.mem_tracer
     assert (
@@ -27,7 +27,7 @@ def test_defaults_of_the_first_patrickstar():
         tracer.overall_gpu_mem_ratio,
         tracer.overall_cpu_mem_ratio,
         tracer.margin_use_ratio,
-    ) == (0.1, 0.8, 0.8, 0.8)
+    ) == (0.1, None, None, None)
     assert (tracer.use_fake_dist, tracer.with_static_partition) == (False, False)
     assert config.compute_dtype == torch.float32
     assert config == parse_config({}) == parse_config(Config())

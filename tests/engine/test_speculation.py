@@ -116,7 +116,7 @@ def other_values(engine, optimizer, data, step):
         engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
 
 
-def other_moments(engine, optimizer, data, step):
+def other_states(engine, optimizer, data, step):
     if step == 4:
         state = optimizer.state_dict()
         for entry in state["state"].values():
@@ -136,7 +136,7 @@ def nothing(engine, optimizer, data, step):
 
 @pytest.mark.parametrize(
     "interfere",
-    [nothing, second_backward, forgotten_gradients, other_rate, other_values, other_moments, written_parameter],
+    [nothing, second_backward, forgotten_gradients, other_rate, other_values, other_states, written_parameter],
 )
 def test_what_changes_between_backward_and_step(interfere):
     losses, state, report = interfered("always", interfere)
@@ -172,6 +172,48 @@ def test_host_memory_bounds_it():
         assert run.report["host_peak_bytes"] <= budget
         assert (updates(run)[1] > 0) == some
         assert_same(run, never)
+
+
+@pytest.fixture(scope="module")
+def frugal():
+    """``config(precision, share, **config)``: host memory for all states and, beside them, for that share of two copies
+    of the compute values, of which the second is what speculation leaves free."""
+
+    def config(precision, share, **options):
+        plain = train(WIDE, on_host(precision, "never", default_chunk_size=32 * 1024), steps=2).report
+        values = plain["num_chunk_elements"] * (4 if precision == "fp32" else 2)
+        budget = plain["host_peak_bytes"] + int(2 * share * values)
+        return on_host(precision, "always", host_memory=budget, default_chunk_size=32 * 1024, **options)
+
+    return config
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parameters_first_where_memory_is_short(precision, frugal):
+    """Every chunk's parameters are computed ahead in memory that its states would not fit into; clipping idle."""
+    run = train(WIDE, frugal(precision, 1.0), steps=8)
+    started, taken = updates(run)
+    print(f"{precision}: {started} started, {taken} taken over, {run.report['num_states_passes']} passes of states")
+    assert started == taken >= 6 * run.report["num_chunks"]
+    assert run.report["num_states_passes"] >= taken / 2
+    assert_same(run, train(WIDE, on_host(precision, "never"), steps=8))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_parameters_first_where_clipping_acts(precision, share, frugal):
+    """In every second step, and with memory for some chunks alone: the true factor, in two passes after the norm."""
+    norms = sorted(train(WIDE, on_host(precision, "never", gradient_clipping=1e9), steps=8).grad_norms)
+    run = train(WIDE, frugal(precision, share, gradient_clipping=norms[4]), steps=8)
+    assert run.report["num_states_passes"] > 0
+    assert_same(run, train(WIDE, on_host(precision, "never", gradient_clipping=norms[4]), steps=8))
+
+
+def test_parameters_first_with_accumulation(frugal):
+    """Gradients are sums in float32 then, and nothing is computed ahead."""
+    run = train(WIDE, frugal("bf16", 1.0), steps=8, accumulate=2)
+    assert run.report["num_states_passes"] > 0
+    assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
 
 
 @pytest.mark.parametrize("name", VARIED)

@@ -1,5 +1,6 @@
 """Adam, casts and sums on the CPU: equal bits on every ISA, right against torch and against exact arithmetic."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -91,6 +92,24 @@ def test_new_states_apart_from_the_old(isa, numel, misalign):
         assert_same_bits(getattr(apart, name), getattr(expected, name), f"{isa} new {name}")
         assert_same_bits(getattr(arrays, name), getattr(initial, name), f"{isa} old {name}")
     assert_same_bits(arrays.param, expected.param, f"{isa} param")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtypes", [(a, b) for a in DTYPES for b in DTYPES], ids=str)
+def test_parameters_alone_and_states_behind(isa, dtypes):
+    """Two passes are one pass: the parameter without a state being written, then the states without the parameter."""
+    for numel, scalars, misalign, wild in [(70_001, "adamw", 0, True), (300_000, "adam_l2", 5, False)]:
+        initial = make_arrays(numel, *dtypes, in_place=False, seed=4, wild=wild)
+        expected = initial.clone()
+        run_adam("scalar", expected, SCALARS[scalars])
+        arrays = initial.clone(misalign=misalign)
+        _C.optim.adam_param(isa, *arrays.addresses(), 2, **SCALARS[scalars])
+        assert_same_bits(arrays.param, expected.param, f"{isa} param")
+        for name in ("master", "momentum", "variance", "grad"):
+            assert_same_bits(getattr(arrays, name), getattr(initial, name), f"{isa} {name}, only read")
+        run_adam(isa, dataclasses.replace(arrays, param=None), SCALARS[scalars])
+        for name, tensor in arrays.outputs().items():
+            assert_same_bits(tensor, expected.outputs()[name], f"{isa} {name}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark.systems.patrickstar import MARGIN_USE_RATIO
 from patrickstar import _C
 from patrickstar.config import Speculation
 from patrickstar.module.preprocess import make_layout, plan_params
@@ -167,7 +166,7 @@ def test_predicted_steps_against_measured_ones(path, index):
     setting = Setting(
         device_bytes=config["device_memory"],
         host_bytes=config["host_memory"] or 102 * 2**30,
-        margin_use_ratio=config.get("client", {}).get("mem_tracer", {}).get("margin_use_ratio", MARGIN_USE_RATIO),
+        margin_use_ratio=config.get("client", {}).get("mem_tracer", {}).get("margin_use_ratio", 0.95),
         speculation=Speculation(config["optimizer"].get("speculation", "auto")),
     )
     cluster = Cluster(gpus_per_node=ranks)
