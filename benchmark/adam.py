@@ -10,6 +10,9 @@ parameter is rounded to bfloat16. It is timed twice:
 - step: the norm too, as a training loop has it. Ours: sum of squares of the gradient, then the update. torch: cast,
   unscaling, clip_grad_norm_, AdamW(fused=True), cast.
 
+Beside these, the two passes of an update whose parameter comes first: param (16 bytes of traffic per parameter: the
+new parameter alone), states (26: the states, afterwards).
+
 All arrays, also torch's and those of the copy, lie on huge pages (where the system grants them), and the rounds are
 interleaved.
 """
@@ -31,6 +34,7 @@ from benchmark.common import provenance
 from patrickstar import _C
 
 BYTES_PER_PARAM = 28  # master, momentum, variance: 4 read and 4 written each; gradient 2 read; parameter 2 written
+PARAM_PASS_BYTES, STATES_PASS_BYTES = 16, 26
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
 MAX_NORM = 4.0  # well below the norm of these gradients, so that clipping has work to do
@@ -65,6 +69,7 @@ class OurAdam:
         self.master = huge_copy(master)
         self.momentum, self.variance = (huge_zeros(master.numel(), torch.float32) for _ in range(2))
         self.grad = huge_copy(grad)
+        self.new_param = huge_zeros(grad.numel(), grad.dtype)
         self.isa = _C.optim.isa()
         self._partials = torch.zeros(-(-grad.numel() // _C.optim.SQUARES_BLOCK), dtype=torch.float64)
         self._num_threads = num_threads
@@ -80,10 +85,20 @@ class OurAdam:
 
     def update(self, grad_scale: float = CLIPPING / LOSS_SCALE) -> None:
         self._num_steps += 1
+        self._run(_C.optim.adam, self.grad.data_ptr(), grad_scale)
+
+    def param_pass(self) -> None:
+        self._num_steps += 1
+        self._run(_C.optim.adam_param, self.new_param.data_ptr(), CLIPPING / LOSS_SCALE)
+
+    def states_pass(self) -> None:
+        self._run(_C.optim.adam, 0, CLIPPING / LOSS_SCALE)
+
+    def _run(self, kernel: Callable, param: int, grad_scale: float) -> None:
         beta1, beta2 = OPTIONS["betas"]
         grad, dtype = self.grad.data_ptr(), _C.DType.BFLOAT16
-        _C.optim.adam(
-            self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, grad,
+        kernel(
+            self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, param,
             dtype, self.master.numel(), self.update_threads, grad_scale=grad_scale, weight_decay=0.0,
             decay=1 - OPTIONS["lr"] * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
             one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
@@ -212,6 +227,8 @@ def run(args: argparse.Namespace) -> dict:
         "our_update": ours.update,
         "torch_update": torchs.update,
         "our_step": ours.step,
+        "param_pass": ours.param_pass,
+        "states_pass": ours.states_pass,
         "torch_step": torchs.step,
         "copy_": copies.by_torch,
         "memcpy": copies.by_memcpy,
@@ -221,6 +238,8 @@ def run(args: argparse.Namespace) -> dict:
     copy_by = min(("copy_", "memcpy"), key=seconds.__getitem__)
     copy_gbps = copies.num_bytes / seconds[copy_by] / 1e9
     adam_gbps = BYTES_PER_PARAM * args.numel / seconds["our_update"] / 1e9
+    passes = {"param_pass": PARAM_PASS_BYTES, "states_pass": STATES_PASS_BYTES}
+    shares = {name: num_bytes * args.numel / seconds[name] / 1e9 / copy_gbps for name, num_bytes in passes.items()}
     ns_per_param = {name: value / args.numel * 1e9 for name, value in seconds.items()}
     return {
         "case": "adam",
@@ -232,6 +251,8 @@ def run(args: argparse.Namespace) -> dict:
         "copy_by": copy_by,
         "adam_ns_per_param": ns_per_param["our_update"],
         "torch_ns_per_param": ns_per_param["torch_update"],
+        **{f"{name}_ns_per_param": ns_per_param[name] for name in passes},
+        **{f"{name}_share_of_copy_bandwidth": share for name, share in shares.items()},
         "adam_step_ns_per_param": ns_per_param["our_step"],
         "torch_step_ns_per_param": ns_per_param["torch_step"],
         "numel": args.numel,
@@ -248,6 +269,11 @@ def format_table(result: dict) -> str:
         ("update, torch", f"{result['torch_ns_per_param']:.3f} ns/param", ""),
         ("step with norm, ours", f"{result['adam_step_ns_per_param']:.3f} ns/param", ""),
         ("step with norm, torch", f"{result['torch_step_ns_per_param']:.3f} ns/param", ""),
+        *(
+            (f"{name} pass", f"{result[f'{name}_pass_ns_per_param']:.3f} ns/param",
+             f"{result[f'{name}_pass_share_of_copy_bandwidth']:.2f} of the copy")
+            for name in ("param", "states")
+        ),
         (f"copy ({result['copy_by']})", "", f"{result['copy_gbps']:.1f} GB/s"),
         ("speed against torch", f"{result['speedup_vs_torch']:.2f} x", f"goal {GOALS['speedup_vs_torch']:.1f} x"),
         ("  with the norm", f"{result['step_speedup_vs_torch']:.2f} x", ""),

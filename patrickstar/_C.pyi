@@ -138,6 +138,7 @@ class Track(_Enum):
     GATHER: ClassVar[Track]
     SCATTER: ClassVar[Track]
     HOST_ADAM: ClassVar[Track]
+    HOST_STATES: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
 
 @final

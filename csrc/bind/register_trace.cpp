@@ -96,6 +96,7 @@ void register_trace(py::module_& module) {
       .value("GATHER", Track::kGather)
       .value("SCATTER", Track::kScatter)
       .value("HOST_ADAM", Track::kHostAdam)
+      .value("HOST_STATES", Track::kHostStates)
       .value("DEVICE_ADAM", Track::kDeviceAdam);
   py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
       .value("NONE", StallCause::kNone)

@@ -42,10 +42,11 @@ enum class Track : uint8_t {
   kGather,      // the queue of values' collectives
   kScatter,     // the queue of gradients' collectives
   kHostAdam,    // the worker of the host's updates
+  kHostStates,  // the same worker, updating states whose parameters it has computed before
   kDeviceAdam,  // the compute queue, updating
 };
 
-constexpr int kNumTracks = 7;
+constexpr int kNumTracks = 8;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {

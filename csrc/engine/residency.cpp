@@ -14,7 +14,12 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 int64_t Residency::limit_within_slack() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   SharedDevice& device = memory_.device();
-  return share(device_limit(), device.is_cuda() ? 1 - kCudaSlackRatio : 1) - device.others_bytes(pager_).states;
+  int64_t slack = 0;
+  if (device.is_cuda()) slack = share(device_limit(), kCudaSlackRatio);
+  if (device.is_cuda() && device.options().limit_rounding_bytes == 0) {
+    slack = std::max(slack, std::min(kFixedSegmentSlack, share(device_limit(), kFixedSegmentSlackRatio)));
+  }
+  return device_limit() - slack - device.others_bytes(pager_).states;
 }
 
 // What payloads may take before the tide is known.

@@ -256,7 +256,7 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   if (tracking == Tracking::kTraining && open->recorder.position() < 0) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
-    open->memory.arena().prepare_ahead();  // the moments' memory, beside the first step
+    open->memory.arena().prepare_ahead();  // the states
     open->planner.begin_step();
     open->memory.tracer().begin_step();
   }

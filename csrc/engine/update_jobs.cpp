@@ -33,8 +33,6 @@ optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count,
   return scalars;
 }
 
-constexpr int64_t kStateBytes = 3 * sizeof(float);  // per parameter, read or written
-
 // Around the work of an update, on the thread that does it; nothing when nobody wants to know.
 class HostSpanScope {
  public:
@@ -148,24 +146,16 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
   }
 }
 
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs, Pass pass) {
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
   SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
-  for (const optim::AdamJob& job : jobs) {
-    const optim::AdamRange& range = job.range;
-    const int64_t grad = element_size(range.grad_dtype);
-    const int64_t param = element_size(range.param_dtype);
-    const int64_t whole = grad + 2 * kStateBytes + param;
-    const int64_t moved = pass == Pass::kParam    ? grad + kStateBytes + param
-                          : pass == Pass::kStates ? grad + 2 * kStateBytes
-                                                  : whole;
-    label.numel += range.numel * moved / whole;
-  }
+  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
   return label;
 }
 
 Event HostUpdates::submit(HostUpdate update) {
+  const Track track = update.pass == Pass::kStates ? Track::kHostStates : Track::kHostAdam;
   const std::shared_ptr<HostSpan> span =
-      tracer_.open_host_span(update_label(Track::kHostAdam, update.chunk, update.jobs, update.pass), update.cancelled);
+      tracer_.open_host_span(update_label(track, update.chunk, update.jobs), update.cancelled);
   return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
     const HostSpanEnd end(span.get());
     if (!shared->is_cancelled()) run(*shared, span.get());

@@ -117,9 +117,8 @@ struct HostUpdate {
   bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
 };
 
-// How a trace names an update. A pass counts as many elements as a whole update that moves as many bytes has.
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs,
-                       Pass pass = Pass::kWhole);
+// How a trace names an update.
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
 
 class UpdateJobs {
  public:

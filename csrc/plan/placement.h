@@ -20,6 +20,9 @@ int64_t home_bytes(const ChunkSpec& chunk);
 constexpr double kInitialDeviceShare = 0.9;
 // Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment.
 constexpr double kCudaSlackRatio = 0.04;
+// The same where its segments are fixed, which is on small limits: three of 20 MiB that are not full, at most this share.
+constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
+constexpr double kFixedSegmentSlackRatio = 0.15;
 
 // Before the tide is known: the host first, then the device as long as `device_room_bytes` lasts; with an unlimited
 // device, all of it there. Throws MemoryBudgetError when both together are too small. By chunk.

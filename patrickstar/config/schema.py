@@ -139,8 +139,9 @@ class OptimizerConfig(Section):
     """Options of the optimizer: the defaults of every parameter group."""
     speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
     """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
-    memory of their own (up to 14 bytes per parameter, within ``host_memory``), and are done again where one did:
-    ``"auto"`` (with a GPU), ``"always"`` or ``"never"``. It changes no number.
+    memory of their own (up to 14 bytes per parameter, within ``host_memory``; where there is less, 2 for the new
+    parameters, with the states updated behind), and are done again where one did: ``"auto"`` (with a GPU),
+    ``"always"`` or ``"never"``. It changes no number.
 
     ``"commit"`` starts them in backward in place, which needs no memory, and is for good; so are then the updates of
     chunks whose states are on the device. It is a promise: every backward is followed by exactly one step with the

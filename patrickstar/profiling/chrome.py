@@ -30,6 +30,7 @@ _ROW_OF = {
     _C.Track.GATHER: _GATHER,
     _C.Track.SCATTER: _SCATTER,
     _C.Track.HOST_ADAM: _HOST_ADAM,
+    _C.Track.HOST_STATES: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
 }
 
@@ -86,7 +87,8 @@ def _span(span: dict[str, Any]) -> Event:
         args["bytes"] = span["num_bytes"]
         args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9
     else:
-        name, category = f"Adam from chunk {span['chunk']}", "adam"
+        work = "states" if track == _C.Track.HOST_STATES else "Adam"
+        name, category = f"{work} from chunk {span['chunk']}", "adam"
         if span["owner"] == _C.SpanOwner.STEP_BEFORE:
             name += ", of the step before"
         if span["dropped"]:

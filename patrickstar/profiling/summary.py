@@ -57,6 +57,8 @@ class Summary:
     scatter: Work
     """Gradients to other ranks, waits for these included; bytes."""
     host_adam: Work
+    host_states: Work
+    """Of the states whose parameters came first."""
     """Updates on the host that this step started, also those whose result was not used."""
     device_adam: Work
     """Updates on the device; part of ``compute_seconds``."""
@@ -79,7 +81,7 @@ class Summary:
             "download": self.download.seconds,
             "gather": self.gather.seconds,
             "scatter": self.scatter.seconds,
-            "host Adam": self.host_adam.seconds,
+            "host Adam": self.host_adam.seconds + self.host_states.seconds,
         }
 
     @property
@@ -107,11 +109,18 @@ class Summary:
             f"  download     {_transfer(self.download)}",
             *self._collective_lines(),
             f"  host Adam    {adam}",
+            *self._states_lines(),
             f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
         return "\n".join(lines) + "\n"
+
+    def _states_lines(self) -> list[str]:
+        if self.host_states.amount == 0:
+            return []
+        states = f"{self.host_states.amount / 1e9:.3f} Gparam in {_seconds(self.host_states.seconds)}"
+        return [f"  host states  {states}, behind their parameters"]
 
     def _collective_lines(self) -> list[str]:
         if self.gather.amount == self.scatter.amount == 0:
@@ -140,6 +149,7 @@ def summarize(trace: dict[str, Any]) -> Summary:
         gather=_work(on_track[_C.Track.GATHER], "num_bytes"),
         scatter=_work(on_track[_C.Track.SCATTER], "num_bytes"),
         host_adam=_work(host_adam, "numel"),
+        host_states=_work(on_track[_C.Track.HOST_STATES], "numel"),
         device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
         late_seconds=sum(max(seconds, 0.0) for seconds in late),
         dropped_seconds=sum(span["seconds"] for span in host_adam if span["dropped"]),

@@ -55,7 +55,7 @@ def test_budgets(precision):
 def test_chunk_sizes(precision):
     """64 Ki to 64 Mi elements, with clipping on (the norm must not depend on the layout either)."""
     runs = [
-        train(WIDE, make_config(precision, default_chunk_size=numel, gradient_clipping=0.1))
+        train(WIDE, make_config(precision, default_chunk_size=numel, gradient_clipping=0.1), steps=8)
         for numel in (64 * 1024, 1024 * 1024, 64 * 1024 * 1024)
     ]
     assert len({run.report["num_chunks"] for run in runs}) > 1
@@ -68,8 +68,8 @@ def test_chunk_sizes(precision):
 def test_planned_and_on_demand(precision):
     """A replayed plan moves bytes earlier, not numbers."""
     budget = make_config(precision, device_memory=least_device_memory(WIDE, make_config(precision)) * 5 // 4)
-    planned = train(WIDE, budget)
-    on_demand = train(WIDE, budget, before_step=lambda engine, step: engine._session.runtime.forget_plan())
+    planned = train(WIDE, budget, steps=8)
+    on_demand = train(WIDE, budget, steps=8, before_step=lambda engine, step: engine._session.runtime.forget_plan())
     assert planned.report["num_replayed_moments"] > 0
     assert planned.report["num_prefetch_hits"] > 0
     assert on_demand.report["num_replayed_moments"] == 0
@@ -82,9 +82,9 @@ def test_where_adam_runs(use_hybrid_adam):
     """Optimizer states on the device or on the host."""
     config = make_config("bf16", gradient_clipping=1.0)
     config["optimizer"]["params"]["use_hybrid_adam"] = use_hybrid_adam
-    run = train(WIDE, config)
+    run = train(WIDE, config, steps=8)
     assert (run.report["num_device_state_chunks"] > 0) == use_hybrid_adam
-    assert_same(run, train(WIDE, make_config("bf16", gradient_clipping=1.0)))
+    assert_same(run, train(WIDE, make_config("bf16", gradient_clipping=1.0), steps=8))
 
 
 _ISA_SCRIPT = """
@@ -94,7 +94,7 @@ from tests.engine.test_equality import WIDE
 from tests.training import make_config, train
 digests = {}
 for precision in ("fp32", "bf16", "fp16"):
-    run = train(WIDE, make_config(precision, gradient_clipping=0.1))
+    run = train(WIDE, make_config(precision, gradient_clipping=0.1), steps=6)
     digest = hashlib.sha256(json.dumps(run.losses).encode())
     for name in sorted(run.state):
         digest.update(run.state[name].contiguous().numpy().tobytes())
@@ -105,7 +105,7 @@ print(json.dumps(digests))
 
 @pytest.mark.slow
 def test_instruction_sets():
-    """Scalar, AVX2 and AVX-512 give the same bits (each in a process of its own, 20 steps in three precisions)."""
+    """Scalar, AVX2 and AVX-512 give the same bits (each in a process of its own, six steps in three precisions)."""
     results = {}
     for isa in _C.optim.supported_isas():
         output = subprocess.run(

@@ -27,10 +27,10 @@ def updates(run):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_update_is_taken_over(precision):
     """Without clipping and overflow all updates after the first step are the expected ones; the bits are the same."""
-    run = train(WIDE, on_host(precision, "always"))
+    run = train(WIDE, on_host(precision, "always"), steps=10)
     started, taken = updates(run)
-    assert started == taken == 19 * run.report["num_chunks"]
-    never = train(WIDE, on_host(precision, "never"))
+    assert started == taken == 9 * run.report["num_chunks"]
+    never = train(WIDE, on_host(precision, "never"), steps=10)
     assert updates(never) == (0, 0)
     assert_same(run, never)
 
@@ -179,8 +179,9 @@ def frugal():
     """``config(precision, share, **config)``: host memory for all states and, beside them, for that share of two copies
     of the compute values, of which the second is what speculation leaves free."""
 
-    def config(precision, share, **options):
-        plain = train(WIDE, on_host(precision, "never", default_chunk_size=32 * 1024), steps=2).report
+    def config(precision, share, accumulate=1, **options):
+        never = on_host(precision, "never", default_chunk_size=32 * 1024)
+        plain = train(WIDE, never, steps=2, accumulate=accumulate).report
         values = plain["num_chunk_elements"] * (4 if precision == "fp32" else 2)
         budget = plain["host_peak_bytes"] + int(2 * share * values)
         return on_host(precision, "always", host_memory=budget, default_chunk_size=32 * 1024, **options)
@@ -211,7 +212,7 @@ def test_parameters_first_where_clipping_acts(precision, share, frugal):
 
 def test_parameters_first_with_accumulation(frugal):
     """Gradients are sums in float32 then, and nothing is computed ahead."""
-    run = train(WIDE, frugal("bf16", 1.0), steps=8, accumulate=2)
+    run = train(WIDE, frugal("bf16", 1.0, accumulate=2), steps=8, accumulate=2)
     assert run.report["num_states_passes"] > 0
     assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
 

@@ -127,7 +127,7 @@ def test_a_trace_without_transfers(tmp_path):
 def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
     """The trace and the figures are written, and the log says what is missing."""
     monkeypatch.delitem(sys.modules, "patrickstar.profiling.picture", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+    for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
     files = write_profile(result.trace, 5, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(files)

@@ -80,7 +80,10 @@ EDITS = {
     "another element": ("def format_cpu_list(cpus: Sequence[int])", "def format_cpu_list(cpus: Sequence[str])"),
     "a wider type": ("def allowed_cpus() -> list[int]:", "def allowed_cpus() -> list:"),
     "not optional": ("observer: UseObserver | None = None", "observer: UseObserver = None"),
-    "half of a union": ("threads: int | ThreadPool", "threads: ThreadPool"),
+    "half of a union": (
+        'int | ThreadPool,\n        **kwargs: float,\n    ) -> None:\n        """One',
+        'ThreadPool,\n        **kwargs: float,\n    ) -> None:\n        """One',
+    ),
     "Any for a type": ("def predicted_step(self) -> dict[str, Any] | None:", "def predicted_step(self) -> Any:"),
     "no type": ("def set_interrupt_delivery(function: Callable[[], object])", "def set_interrupt_delivery(function)"),
     "no docstring": ('    """The calling thread\'s affinity mask, ascending."""', "    ..."),
