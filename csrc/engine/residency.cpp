@@ -6,6 +6,10 @@ namespace patrickstar {
 
 namespace {
 
+// States come back after 8 steps, the next time after 16, 32, ..., 256.
+constexpr int kStepsAway = 8;
+constexpr int kMostDoublings = 5;
+
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
 }  // namespace
@@ -88,6 +92,22 @@ void Residency::fill_margin(const Timeline& step) {
     room -= bytes;
   }
   memory_.arena().trim();
+}
+
+bool Residency::is_time_to_return() {
+  bool away = false;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    away = away || (home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
+                    !memory_.array({chunk, ArrayKind::kMaster}).on_device);
+  }
+  if (!away) {
+    steps_away_ = 0;
+    return false;
+  }
+  if (++steps_away_ < kStepsAway << std::min(num_returns_, kMostDoublings)) return false;
+  steps_away_ = 0;
+  ++num_returns_;
+  return true;
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {

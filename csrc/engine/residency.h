@@ -4,6 +4,7 @@
 //                           fixed share of the device, since the tide is not known
 //   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
 //   after an unfreezing     the same once more, for what is new
+//   under pressure          states leave the device (engine/shared_device.h); they come back when steps went without
 //   after every step        poses the planner's problem for the next
 //
 // Guarded by the engine's lock.
@@ -44,6 +45,9 @@ class Residency {
   // The same when there are more states than before: those that are there stay, and others move in as far as the margin
   // has room beside them.
   void fill_margin(const Timeline& step);
+  // Whether states that left the device under pressure are to come back now: so many steps later that batches which need
+  // the room every now and then do not make them come and go. To be asked once per step.
+  bool is_time_to_return();
   // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
   Tier home_of_new_states(ChunkId chunk) const;
   void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
@@ -73,6 +77,8 @@ class Residency {
   ChunkMemory& memory_;
   ResidencyOptions options_;
   std::vector<Tier> homes_;
+  int steps_away_ = 0;  // since states left the device
+  int num_returns_ = 0;
 };
 
 }  // namespace patrickstar

@@ -59,13 +59,17 @@ void check_least_limit(OpenEngine& open, const char* what) {
            open.updates.num_committed() > 0 ? "" : ". Nothing was updated");
 }
 
-// A step's tide is known.
-void place_states(OpenEngine& open, const Timeline& step) {
-  if (!std::exchange(open.has_new_states, false)) return open.residency.place_in_margin(step);
+void fill_margin(OpenEngine& open, const Timeline& step) {
   if (open.updates.num_committed() > 0) return;  // updates are under way; states stay on the host
   open.updates.cancel_all();
   open.residency.fill_margin(step);
   open.updates.forget_choice();
+}
+
+// A step's tide is known.
+void place_states(OpenEngine& open, const Timeline& step) {
+  if (!std::exchange(open.has_new_states, false)) return open.residency.place_in_margin(step);
+  fill_margin(open, step);
 }
 
 void finish_step(OpenEngine& open, StepOutcome outcome) {
@@ -256,7 +260,7 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   if (tracking == Tracking::kTraining && open->recorder.position() < 0) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
-    open->memory.arena().prepare_ahead();  // the states
+    open->memory.arena().prepare_ahead();  // momentum and variance, beside the first step
     open->planner.begin_step();
     open->memory.tracer().begin_step();
   }
@@ -375,10 +379,14 @@ double Runtime::prepare_step() {
   open->tracker.release_all();
   const double sum = open->flow.sum_of_squares();
   open->recorder.note_tide(open->pager.tide_of_running_moment());
-  if ((!open->warmed_up || open->has_new_states) && open->recorder.position() >= 0) {
+  const bool is_time_to_return = open->residency.is_time_to_return();
+  if (open->recorder.position() < 0) return sum;
+  if (!open->warmed_up || open->has_new_states) {
     Timeline timeline = open->recorder.running();
     agree_on(*open, timeline, {});
     place_states(*open, timeline);
+  } else if (is_time_to_return) {
+    fill_margin(*open, open->recorder.running());
   }
   return sum;
 }

@@ -9,6 +9,9 @@ namespace {
 // After the second failure in a row and each further one, so many backwards go without speculation: 2, 4, 8, 16, 16, ...
 constexpr int kMostFailures = 5;
 int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
+// After it had to give its memory up, for the first time and each further one: 4, 8, 16, ..., 256, 256.
+constexpr int kMostShortages = 7;
+int pause_after_shortage(int shortages) { return 2 << shortages; }
 
 }  // namespace
 
@@ -145,8 +148,10 @@ void Speculation::free_completed() {
 }
 
 void Speculation::release_memory() {
-  paused_for_memory_ = mode_ == SpeculationMode::kOn;
   active_ = false;
+  chosen_.clear();
+  num_shortages_ = std::min(num_shortages_ + 1, kMostShortages);
+  backwards_to_wait_ = pause_after_shortage(num_shortages_);
   cancel_all();
   for (const auto& [event, block] : leaving_) backend_.settle(event);
   free_completed();

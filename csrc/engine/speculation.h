@@ -61,7 +61,7 @@ class Speculation {
   // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
   // the host.
   void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
-  bool must_choose() const { return is_on() && chosen_.empty(); }
+  bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
   // The next choice is made anew: other chunks have their states on the host.
   void forget_choice() { chosen_.clear(); }
   bool wants(ChunkId chunk) const { return active_ && ahead(chunk) != Ahead::kNothing; }
@@ -85,11 +85,12 @@ class Speculation {
   void cancel_all();
   // Frees `block` once `after` is complete.
   void free_after(HostBlock block, Event after);
-  // Gives back all host memory that speculation holds.
+  // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some backwards
+  // later.
   void release_memory();
 
  private:
-  bool is_on() const { return mode_ == SpeculationMode::kOn && !paused_for_memory_; }
+  bool is_on() const { return mode_ == SpeculationMode::kOn; }
   struct Pending {
     NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
@@ -110,8 +111,8 @@ class Speculation {
   std::vector<GroupOptions> groups_;
   double grad_scale_ = 0;
   bool active_ = false;
-  bool paused_for_memory_ = false;
-  int failures_ = 0;  // in a row
+  int failures_ = 0;       // in a row
+  int num_shortages_ = 0;  // when others needed its memory
   int backwards_to_wait_ = 0;
 };
 

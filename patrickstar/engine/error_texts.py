@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import re
+from collections.abc import Mapping
+from typing import Any
 
+import torch
+from torch import nn
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
     "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
@@ -21,6 +27,54 @@ def explain_failed_backward(error: BaseException, num_committed: int) -> None:
         )
     elif isinstance(error, torch.OutOfMemoryError):
         error.add_note(_BACKWARD_NOTE)
+
+
+def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any]) -> None:
+    """Says in a note what took the device's memory when a forward of ``module`` asked for more, though all that can
+    leave the device had left, and what helps. To be called while the activations still live.
+
+    Args:
+        error: what PyTorch raised.
+        module: whose forward it was.
+        report: the runtime's, of that moment.
+    """
+    if not hasattr(error, "add_note"):  # Python 3.10
+        return
+    activations, values = report["device_tide_bytes"], report["device_payload_bytes"]
+    budget, asked = report["device_budget_bytes"], _asked_bytes(str(error))
+    place = _innermost_module(error, module)
+    where = f" in {place}" if place else ""
+    more = f", where {_size(asked)} more were asked for" if asked else ""
+    least = activations + values + asked
+    error.add_note(
+        f"Activations and inputs take {_size(activations)}{where}{more}, and the parameters in use {_size(values)}; "
+        f"device_memory is {_size(budget)}. Nothing was updated. What helps: a smaller batch or shorter sequences, "
+        "activation checkpointing (gradient_checkpointing_enable() of Hugging Face's models), a loss that does not "
+        f"make all logits at once, or a device_memory of at least {_size(max(least, budget))} (this point alone needs "
+        f"{_size(least)}; blocks that are free but in pieces come on top)."
+    )
+
+
+def _asked_bytes(message: str) -> int:
+    """Of PyTorch's "Tried to allocate 2.00 GiB"; 0 where it does not say."""
+    found = re.search(r"Tried to allocate (\d+(?:\.\d+)?) (B|KiB|MiB|GiB)\b", message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def _innermost_module(error: BaseException, root: nn.Module) -> str:
+    """The name within ``root`` of the module whose forward raised; empty where none of its modules is known to have."""
+    names = {id(module): name for name, module in root.named_modules() if name}
+    innermost = ""
+    trace = error.__traceback__
+    while trace is not None:
+        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), innermost)
+        trace = trace.tb_next
+    return innermost
+
+
+def _size(num_bytes: int) -> str:
+    name, unit = next((name, unit) for name, unit in _UNITS.items() if num_bytes >= unit or unit == 1)
+    return f"{num_bytes / unit:.2f} {name}"
 
 
 def first_sentence(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.engine.core_setup import build_core, current_plan
-from patrickstar.engine.error_texts import explain_failed_backward, first_sentence
+from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.open_session import note_open_session, open_sessions
@@ -302,7 +302,9 @@ class Session:
             with signals.allowed():
                 result = call()
             self.runtime.end_forward()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError) and attempt == _C.Attempt.LAST:
+                explain_lack_of_memory(error, self.module, self.runtime.report())
             self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
             self.observer.uses.forget_scopes()
             self.runtime.abort_forward()

@@ -131,6 +131,44 @@ def test_a_forward_that_always_runs_out_raises():
     assert RunsOut.calls == 3
 
 
+class HeadRunsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.heads = nn.ModuleList([TooLarge()])
+
+    def forward(self, inputs):
+        return self.heads[0](self.body(inputs))
+
+
+class TooLarge(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
+
+    def forward(self, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+
+
+def test_a_forward_that_always_runs_out_says_where_and_what_helps():
+    """The module, what was asked for, the budget, and a device_memory that is at least that."""
+    engine, _ = initialize_engine(HeadRunsOut, 0, make_config(device_memory="1MB"))
+    with engine:
+        inputs = torch.randn(1000, 64)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            engine(inputs)
+        (note,) = raised.value.__notes__
+        print(note)
+        for part in (
+            "in heads.0",
+            "2.50 GiB more",
+            "device_memory is 976.56 KiB",
+            "at least 2.50 GiB",
+            "smaller batch",
+        ):
+            assert part in note
+        assert "Nothing was updated" in note
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_buffers_are_as_if_the_first_attempt_had_not_been(precision, caplog):
     """Running statistics, a counter and a buffer that is assigned change before the forward runs out of memory."""

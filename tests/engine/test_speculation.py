@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import PRECISIONS, WIDE
@@ -215,6 +216,27 @@ def test_parameters_first_with_accumulation(frugal):
     run = train(WIDE, frugal("bf16", 1.0, accumulate=2), steps=8, accumulate=2)
     assert run.report["num_states_passes"] > 0
     assert_same(run, train(WIDE, on_host("bf16", "never"), steps=8, accumulate=2))
+
+
+def test_it_comes_back_after_memory_was_needed():
+    """States that leave the device take its memory on the host; what is left is used again a few steps later."""
+    counts = []
+
+    def vacate(engine, step):
+        if step == 4:
+            engine._session.runtime.vacate_device(_C.Vacate.EVERYTHING)
+        counts.append(engine.report()["num_speculated_updates"])
+
+    config = make_config("bf16", default_chunk_size=32 * 1024)
+    never = {**config, "optimizer": {**config["optimizer"], "speculation": "never"}}
+    least = train(WIDE, on_host("bf16", "never", default_chunk_size=32 * 1024), steps=2).report["host_peak_bytes"]
+    budget = {"device_memory": least_device_memory(WIDE, config) + 4_000_000, "host_memory": least * 21 // 20}
+    always = {**config, "optimizer": {**config["optimizer"], "speculation": "always"}, **budget}
+    run = train(WIDE, always, steps=16, before_step=vacate)
+    print(f"{run.report['num_device_state_chunks']} chunks on the device; {counts}")
+    assert counts[4] == counts[6] < counts[10]
+    assert_same(run, train(WIDE, never, steps=16))
+    assert run.report["num_device_state_chunks"] > 0  # which have come back by now
 
 
 @pytest.mark.parametrize("name", VARIED)
