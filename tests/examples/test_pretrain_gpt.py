@@ -12,7 +12,7 @@ import torch
 from example_runs import EXAMPLES, run_example
 from safetensors.torch import load_file
 
-from benchmark.common import SHAPES
+from benchmark.common import SHAPES, model_flops
 from patrickstar.plan import Plan
 from tests.bits import assert_same_bits
 
@@ -291,4 +291,4 @@ def test_sizes_are_the_benchmarks(script):
         assert models.SIZES[name] == (theirs.hidden, theirs.layers, theirs.heads, theirs.vocab, theirs.length)
         values = zip(("hidden", "layers", "heads", "vocab", "length"), models.SIZES[name], strict=True)
         shape = models.ModelShape(**dict(values))
-        assert shape.model_flops(theirs.num_parameters(), 3) == theirs.model_flops(3)
+        assert shape.model_flops(theirs.num_parameters(), 3) == model_flops(theirs, 3)
