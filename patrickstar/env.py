@@ -140,12 +140,11 @@ def _toolchain() -> Section:
 
 
 def _host_memory() -> Section:
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
     usable = host_memory.usable_bytes()
     return {
         "total_bytes": host_memory.total_bytes(),
-        "available_bytes": int(available.group(1)) * 1024 if available else None,
+        "available_bytes": host_memory.mem_available_bytes(),
         "cgroup_limit_bytes": host_memory.cgroup_limit_bytes(),
         "address_space_limit_bytes": _limit(resource.RLIMIT_AS)[0],
         "usable_bytes": usable,

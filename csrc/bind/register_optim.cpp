@@ -126,40 +126,31 @@ constexpr const char* kAdamDoc =
     "arguments: the fields of AdamScalars, all of them. "
     "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
 
-void register_cpu_kernels(py::module_& module) {
+using AdamKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range, const optim::AdamScalars& scalars);
+
+void register_adam(py::module_& module, const char* name, AdamKernel kernel, const char* doc) {
   module.def(
-      "adam",
-      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, Threads threads, const py::kwargs& scalars_by_name) {
+      name,
+      [kernel](const std::string& isa, Address master, Address momentum, Address variance, Address grad,
+               DType grad_dtype, Address param, DType param_dtype, int64_t numel, Threads threads,
+               const py::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
-        const optim::CpuKernels& kernels = kernels_of(isa);
+        const auto update = kernels_of(isa).*kernel;
         check_arrays(arrays, numel);
-        const auto update = [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); };
+        const auto part = [&](int64_t begin, int64_t size) { update(arrays.range(begin, size), scalars); };
         const py::gil_scoped_release release;
-        if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, update);
-        split(std::get<int>(threads), numel, update);
+        if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, part);
+        split(std::get<int>(threads), numel, part);
       },
-      kAdamDoc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      doc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
-  module.def(
-      "adam_param",
-      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, Threads threads, const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
-        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
-        const optim::CpuKernels& kernels = kernels_of(isa);
-        check_arrays(arrays, numel);
-        const auto update = [&](int64_t begin, int64_t size) {
-          kernels.adam_param(arrays.range(begin, size), scalars);
-        };
-        const py::gil_scoped_release release;
-        if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, update);
-        split(std::get<int>(threads), numel, update);
-      },
-      "As adam, but nothing is written but param, which is apart from grad.", py::arg("isa"), py::arg("master"),
-      py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
-      py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
+}
+
+void register_cpu_kernels(py::module_& module) {
+  register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
+  register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
+                "As adam, but nothing is written but param, which is apart from grad.");
   module.def(
       "adam_apart",
       [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,

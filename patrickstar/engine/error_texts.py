@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.config import parse_bytes
+
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
@@ -57,8 +59,8 @@ def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, rep
 
 def _asked_bytes(message: str) -> int:
     """Of PyTorch's "Tried to allocate 2.00 GiB"; 0 where it does not say."""
-    found = re.search(r"Tried to allocate (\d+(?:\.\d+)?) (B|KiB|MiB|GiB)\b", message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    found = re.search(r"Tried to allocate (\d+(?:\.\d+)? (?:KiB|MiB|GiB))\b", message)
+    return parse_bytes(found[1], "the request") if found else 0
 
 
 def _innermost_module(error: BaseException, root: nn.Module) -> str:

@@ -74,12 +74,13 @@ def available_bytes() -> int:
     groups = _limited_groups()
     available = min((limit - _taken_bytes(group) for limit, group in groups), default=None)
     if available is None or total_bytes() >= min(limit for limit, _ in groups):
-        left = _mem_available_bytes()
+        left = mem_available_bytes()
         available = left if available is None else min(available, left)
     return max(min(available, usable_bytes()), 0)
 
 
-def _mem_available_bytes() -> int:
+def mem_available_bytes() -> int:
+    """What the kernel calls available of the machine's memory (MemAvailable); all of it where it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

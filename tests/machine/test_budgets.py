@@ -21,7 +21,7 @@ def machine(monkeypatch, tmp_path):
         (group / "memory.current").write_text(f"{int((taken + cached) * GIB)}\n")
         (group / "memory.stat").write_text(f"anon 1\nactive_file {int(cached * GIB)}\ninactive_file 0\n")
         monkeypatch.setattr(host_memory, "total_bytes", lambda: int(total * GIB))
-        monkeypatch.setattr(host_memory, "_mem_available_bytes", lambda: int(available * GIB))
+        monkeypatch.setattr(host_memory, "mem_available_bytes", lambda: int(available * GIB))
         groups = [] if limit is None else [(int(limit * GIB), group)]
         monkeypatch.setattr(host_memory, "_limited_groups", lambda: groups)
 
