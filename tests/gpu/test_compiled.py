@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.conftest import deterministic_algorithms
 from tests.gpu.test_equality import MIB, WIDE
 from tests.models import Case
 from tests.training import assert_same, make_config, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def inductor():
-    """Its processes have started."""
-    torch.compile(lambda x: torch.tanh(x).sum())(torch.ones(64, device="cuda", requires_grad=True)).backward()
+    """Its processes have started. Algorithms are deterministic for all tests here: Dynamo guards on it."""
+    with deterministic_algorithms():
+        torch.compile(lambda x: torch.tanh(x).sum())(torch.ones(64, device="cuda", requires_grad=True)).backward()
+        yield
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])

@@ -111,6 +111,28 @@ def keep_out_of_graphs() -> None:
     skip(knowing_caller(print))
 
 
+class RecompileLimit:
+    """Room for each of ``num_blocks`` blocks to be a variant of its own of the code that they share, beside those that
+    PyTorch allows for one (``torch._dynamo.config.recompile_limit``); until `restore`.
+
+    What a block of Hugging Face's reads of a cache of keys and values is different in each layer. Past the limit Dynamo
+    leaves the other blocks uncompiled: slower, and with other roundings.
+    """
+
+    def __init__(self, num_blocks: int):
+        from torch._dynamo import config
+
+        self._before = config.recompile_limit
+        self._raised = config.recompile_limit = self._before + num_blocks
+
+    def restore(self) -> None:
+        """What it was, unless somebody else has changed it since."""
+        from torch._dynamo import config
+
+        if config.recompile_limit == self._raised:
+            config.recompile_limit = self._before
+
+
 def compiler_of_caller(caller: Any) -> Compiler | None:
     """That which ``caller`` of :func:`knowing_caller` stands for."""
     if not callable(caller):

@@ -13,7 +13,14 @@ from torch import nn
 
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.door import get_call, set_call
-from patrickstar.module.compiled.dynamo import Compiler, compiler_of_caller, is_wrapper, keep_out_of_graphs, unwrapped
+from patrickstar.module.compiled.dynamo import (
+    Compiler,
+    RecompileLimit,
+    compiler_of_caller,
+    is_wrapper,
+    keep_out_of_graphs,
+    unwrapped,
+)
 from patrickstar.module.compiled.regions import Cut, Region, cut_compiled, cut_for
 from patrickstar.module.compiled.unit import CompiledUnit
 from patrickstar.module.hooks import ModuleHooks
@@ -39,6 +46,7 @@ class CompiledUnits:
         self._hooks = hooks
         self._observer = observer
         self._units: dict[nn.Module, CompiledUnit] = {}
+        self._limit: RecompileLimit | None = None
         self._before: dict[tuple[nn.Module, str], Any] = {}
         """What modules had: the function that their call runs (``get_call``), and wrappers their ``forward``."""
         self._follow(cut_compiled(module))
@@ -76,6 +84,7 @@ class CompiledUnits:
         for module, _ in list(self._before):
             self._restore(module)
         self._units.clear()
+        self._allow_variants()
 
     def _follow(self, cut: Cut) -> None:
         for module in cut.whole:
@@ -83,7 +92,13 @@ class CompiledUnits:
         for region in cut.regions:
             if any(isinstance(param, ChunkedParameter) for param in region.module.parameters()):
                 self._install(region)
+        self._allow_variants()
         self._hooks.leave_out({child for unit in self._units.values() for child in unit.module.modules()})
+
+    def _allow_variants(self) -> None:
+        if self._limit is not None:
+            self._limit.restore()
+        self._limit = RecompileLimit(len(self._units)) if self._units else None
 
     def _install(self, region: Region) -> None:
         module = region.module

@@ -15,7 +15,7 @@ from torch import nn
 from patrickstar import _C, StateError, torch_scope
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.runtime import initialize_engine
-from tests.models import MODELS, Case, token_batch
+from tests.models import MODELS, Case, gpt2, token_batch
 from tests.module.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
 from tests.training import assert_same, least_device_memory, make_config, train, train_plain
 
@@ -293,3 +293,21 @@ def test_on_the_meta_device():
             states.append(without_wrappers(engine.state_dict()))
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_every_layer_that_reads_its_own_cache_is_compiled():
+    """A Hugging Face model that fills a cache of keys and values in training has other code in each layer."""
+    limit = torch._dynamo.config.recompile_limit
+    num_layers, graphs = limit + 2, []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    engine, optimizer = built(lambda: torch.compile(gpt2(layers=num_layers), backend=backend))
+    with engine:
+        engine.backward(engine(**token_batch(torch.Generator().manual_seed(3)))["loss"])
+        optimizer.step()
+    assert len(graphs) == num_layers
+    assert torch._dynamo.config.recompile_limit == limit
