@@ -170,11 +170,9 @@ class StepOutcome(_Enum):
 
 UNLIMITED: int
 """The limit of a budget without one, in bytes."""
-INITIAL_DEVICE_SHARE: float
 """Of a device limit, what optimizer states may take before the tide is known."""
 CUDA_SLACK_RATIO: float
 """Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment."""
-NUM_RESERVED_GRADIENTS: int
 """Gradients on their way that speculation leaves room for on the host."""
 
 def build_info() -> dict[str, Any]:
@@ -303,8 +301,8 @@ def interleave_pages(data: int, num_bytes: int, nodes: Sequence[int]) -> bool:
 def check_transition(from_: str, to: str, /) -> None:
     """Raises StateError when a parameter may not go from one state to the other."""
 
-def shared_budgets(cuda_device: int) -> tuple[int, int, int] | None:
-    """(device bytes, host bytes, host bytes left) of the engines that are open on a device; None: none is."""
+def shared_budgets(cuda_device: int) -> tuple[int, int] | None:
+    """(device bytes, host bytes) of the engines that are open on a device; None: none is."""
 
 def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
     """Least device memory for payloads: the largest module's chunks and their gradients'."""
@@ -332,9 +330,13 @@ class DeviceBudget:
     prefetches_far: bool
     margin_use_ratio: float
     keeps_gradients: bool
+    host_limit_bytes: int
     def __init__(self) -> None: ...
 
-def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> list[bool]:
+def reserved_gradient_bytes(layout: Layout) -> int:
+    """Of host memory, what updates ahead of the step leave to gradients that come down."""
+
+def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> tuple[list[bool], int]:
     """By chunk, whether its states are on the device before the tide is known."""
 
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:

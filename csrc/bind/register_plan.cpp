@@ -38,7 +38,6 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 }
 
 void register_placement(py::module_& module) {
-  module.attr("INITIAL_DEVICE_SHARE") = kInitialDeviceShare;
   module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
   py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
       .def(py::init<>())
@@ -46,17 +45,21 @@ void register_placement(py::module_& module) {
       .def_readwrite("follows_tide", &DeviceBudget::follows_tide)
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
-      .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients);
+      .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
+      .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes);
+  module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
+             "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(
       "initial_placement",
       [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
+        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes);
         std::vector<bool> on_device;
-        for (Tier tier : initial_placement(layout, host_limit_bytes, device_room_bytes, /*device_unlimited=*/false))
-          on_device.push_back(tier == Tier::kDevice);
-        return on_device;
+        for (Tier home : placement.homes) on_device.push_back(home == Tier::kDevice);
+        return py::make_tuple(on_device, placement.host_bytes);
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
-      "By chunk, whether its states are on the device before the tide is known (plan/placement.h).");
+      "By chunk, whether its states are on the device before the tide is known, and the bytes that this takes on the "
+      "host: more than its limit where both together are too small (plan/placement.h).");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {

@@ -200,7 +200,6 @@ void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
   module.attr("UNLIMITED") = kUnlimited;
-  module.attr("NUM_RESERVED_GRADIENTS") = kNumReservedGradients;
   py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (engine/shared_device.h).")
       .value("VALUES", Vacate::kValues)
       .value("EVERYTHING", Vacate::kEverything);
@@ -208,15 +207,13 @@ void register_runtime(py::module_& module) {
              "Least device memory for payloads: the largest module's chunks and their gradients' (plan/placement.h).");
   module.def(
       "shared_budgets",
-      [](int cuda_device) -> std::optional<std::tuple<int64_t, int64_t, int64_t>> {
+      [](int cuda_device) -> std::optional<std::pair<int64_t, int64_t>> {
         const std::shared_ptr<SharedDevice> device = SharedDevice::find(cuda_device);
         if (device == nullptr) return std::nullopt;
-        const std::lock_guard<SharedDevice::Lock> lock(*device->lock());
-        return std::make_tuple(device->options().device_limit_bytes, device->options().host_limit_bytes,
-                               device->host_budget()->unreserved_bytes());
+        return std::make_pair(device->options().device_limit_bytes, device->options().host_limit_bytes);
       },
       py::arg("cuda_device"), ReleaseGil(),
-      "(device bytes, host bytes, host bytes left) of the engines that are open on a device; None: none is.");
+      "(device bytes, host bytes) of the engines that are open on a device; None: none is.");
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives",
                                                         "What ranks do together (engine/collectives.h).")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>, std::shared_ptr<ControlGroup>>(),

@@ -145,6 +145,9 @@ class ChunkStore {
   const ArrayRecord& array(ArrayId id) const { return arrays_[static_cast<size_t>(id.index())]; }
   int num_arrays() const { return static_cast<int>(arrays_.size()); }
   int64_t num_bytes(ArrayId id) const { return layout_.num_bytes(id); }
+  // Where the chunk belongs between its uses: its optimizer states, and its compute value or gradient with them.
+  Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
+  void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
   // A chunk's optimizer states lie on one tier, of which the master tells.
   bool has_states_on_device(ChunkId chunk) const { return array({chunk, ArrayKind::kMaster}).on_device; }
 
@@ -173,6 +176,7 @@ class ChunkStore {
   std::vector<State> param_states_;
   std::vector<int> uses_;  // by parameter
   std::vector<StateCounts> counts_;
+  std::vector<Tier> homes_;
 };
 
 }  // namespace patrickstar

@@ -86,7 +86,15 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   }
   memory_.drop_slot(id);
   record.set_on_host();
+  if (!store_.chunk(id.chunk).trainable && store_.home(id.chunk) == Tier::kDevice) settle_on_device(id);
   if (id.kind == ArrayKind::kParamShard) memory_.discard({id.chunk, ArrayKind::kParam});
+}
+
+// [Note: homes on the host] A frozen value that the host has no memory for was a guest there.
+void ChunkValues::settle_on_device(ArrayId id) {
+  if (store_.layout().is_sharded()) return;
+  pager_.bring(id);
+  memory_.drop_block(id);
 }
 
 void ChunkValues::read(ParamId param, ArrayKind kind, float* values) {
@@ -113,25 +121,36 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   if (!record.exists()) {  // a moment before the first step
     std::memset(values, 0, static_cast<size_t>(num_bytes));
   } else if (record.on_device) {
-    memory_.await_on_device(id);
-    memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-    memory_.backend().copy(Queue::kDownload, values, static_cast<const float*>(record.slot.data) + shard.offset,
-                           num_bytes);
-    memory_.backend().synchronize(memory_.backend().record(Queue::kDownload));
+    copy_from_device(id, shard.offset * static_cast<int64_t>(sizeof(float)), values, num_bytes);
   } else {
     pager_.bring_to_host(id);
     std::memcpy(values, static_cast<const float*>(record.block.data) + shard.offset, static_cast<size_t>(num_bytes));
   }
 }
 
+void ChunkValues::copy_from_device(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes) {
+  memory_.await_on_device(id);
+  memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
+  memory_.backend().copy(Queue::kDownload, to, static_cast<const char*>(memory_.array(id).slot.data) + offset_bytes,
+                         num_bytes);
+  memory_.backend().synchronize(memory_.backend().record(Queue::kDownload));
+}
+
 void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
   const Layout& layout = store_.layout();
   const ParamShard shard = layout.shard_of(param);
   const DType dtype = layout.chunk(id.chunk).dtype;
+  const int64_t offset = shard.offset * element_size(dtype);
+  const ArrayRecord& record = memory_.array(id);
+  if (record.on_device && !record.on_host) {
+    std::vector<char> rounded(static_cast<size_t>(shard.numel * element_size(dtype)));
+    copy_from_device(id, offset, rounded.data(), static_cast<int64_t>(rounded.size()));
+    return memory_.host_compute().cast_to_float(rounded.data(), dtype, values, shard.numel);
+  }
   pager_.bring_to_host(id);
   if (shard.numel == 0) return;
-  const auto* data = static_cast<const char*>(memory_.array(id).block.data) + shard.offset * element_size(dtype);
-  memory_.host_compute().cast_to_float(data, dtype, values, shard.numel);
+  memory_.host_compute().cast_to_float(static_cast<const char*>(record.block.data) + offset, dtype, values,
+                                       shard.numel);
 }
 
 void ChunkValues::round_master(ParamId param) {

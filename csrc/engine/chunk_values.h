@@ -38,6 +38,8 @@ class ChunkValues {
  private:
   // These see this rank's part alone.
   void write_cast(ParamId param, ArrayId id, ParamValues values);
+  void settle_on_device(ArrayId id);
+  void copy_from_device(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
   void read_cast(ParamId param, ArrayId id, float* values);
   void read_state(ParamId param, ArrayKind kind, float* values);
   // Completes `values`, of which this rank's part is there.

@@ -11,15 +11,10 @@ namespace patrickstar {
 
 namespace {
 
-int64_t reserve_bytes(const Layout& layout) {
-  int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
-  return kNumReservedGradients * largest;
-}
-
 ResidencyOptions residency_options(const EngineOptions& options) {
   ResidencyOptions residency = options.residency;
   residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
+  residency.updates_take_memory = options.speculation == SpeculationMode::kOn;
   return residency;
 }
 
@@ -55,7 +50,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       traces(memory.tracer()),
       host_updates(device->backend(), device->host_compute(), memory.tracer()),
       speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(), options.speculation,
-                  reserve_bytes(memory.layout())),
+                  reserved_gradient_bytes(memory.layout())),
       pager(memory, speculation, recorder, *collectives),
       gradients(memory.store()),
       updates(pager, gradients, host_updates, speculation),
@@ -77,7 +72,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
            " elements)");
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend().set_limit_policy(LimitPolicy::kMeasure);
-  residency.place_initially();
+  residency.place_initially(working_set);
 }
 
 void OpenEngine::shut_down() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "plan/placement.h"
 
 namespace patrickstar {
 
@@ -14,6 +15,10 @@ struct Victim {
   int64_t farness;  // moments until its next use, at most; larger ones leave first
   uint64_t last_use;
 };
+
+// [Note: what leaves first] Below that of any value.
+constexpr int64_t kStateFarness = 0;
+constexpr int64_t kMasterFarness = -1;
 
 bool is_optimizer_state(ArrayKind kind) {
   const OptimizerArrays states = optimizer_arrays();
@@ -136,12 +141,14 @@ void Pager::bring(ArrayId id) {
   if (id.kind == ArrayKind::kParam) memory_.attach(id.chunk);
 }
 
-// Uploads the value, or derives it: round(master), on the tier where the master is.
+// Uploads the value, or derives it: round(master), on the tier where the master is, but on the device where the host has
+// no room for it.
 void Pager::fetch_into_slot(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
   if (!array.on_host) {
     PS_CHECK(id.kind == ArrayKind::kParam && master.exists(), StateError, store().describe(id), " has no value");
+    if (!master.on_device && !reserve_block(id)) bring({id.chunk, ArrayKind::kMaster});
     if (master.on_device) {
       memory_.await_slot(Queue::kCompute, array.slot);
       memory_.cast_on_device(id.chunk, array.slot.data);
@@ -262,12 +269,24 @@ bool Pager::push_out(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   if (!array.on_device) return true;
   if (!array.on_host) {
-    if (!array.block) array.block = try_allocate_block(store().num_bytes(id));
-    if (!array.block) return false;
+    if (!reserve_value_of(id) || !reserve_block(id)) return false;
     memory_.download(id);
   }
   memory_.leave_device(id);
   return true;
+}
+
+bool Pager::reserve_block(ArrayId id) {
+  ArrayRecord& array = memory_.array(id);
+  if (!array.block) array.block = try_allocate_block(id);
+  if (array.block) memory_.arena().prepare(array.block);
+  return static_cast<bool>(array.block);
+}
+
+// A compute value whose master is on the host is rounded there.
+bool Pager::reserve_value_of(ArrayId id) {
+  const ArrayId grad{id.chunk, layout().grad_home()};
+  return id.kind != ArrayKind::kMaster || memory_.array(grad).block || reserve_block({id.chunk, layout().param_home()});
 }
 
 void Pager::send_to_host(ArrayId id) {
@@ -276,18 +295,52 @@ void Pager::send_to_host(ArrayId id) {
 }
 
 void Pager::ensure_block(ArrayId id) {
-  ArrayRecord& array = memory_.array(id);
-  if (array.block) return;
-  array.block = try_allocate_block(store().num_bytes(id));
-  if (!array.block) array.block = memory_.arena().allocate(store().num_bytes(id));  // says what is missing
+  PS_CHECK(reserve_block(id), MemoryBudgetError, "host memory: ", store().describe(id), " needs ",
+           store().num_bytes(id), " bytes more, ", memory_.arena().used_bytes(), " of ", memory_.arena().limit_bytes(),
+           " are in use and ", promised_host_bytes(),
+           " set aside; raise host_memory, or give the device more of the model with ", "device_memory");
 }
 
 // What updates ahead of the step have for themselves goes first.
-HostBlock Pager::try_allocate_block(int64_t num_bytes) {
-  HostBlock block = memory_.arena().try_allocate(num_bytes);
+HostBlock Pager::try_allocate_block(ArrayId id) {
+  HostBlock block = try_allocate_beside_promises(id);
   if (block) return block;
   speculation_.release_memory();
-  return memory_.arena().try_allocate(num_bytes);
+  return try_allocate_beside_promises(id);
+}
+
+// [Note: homes on the host]. What was reserved fits the promises, so it is left to them while any is open. The spare is for
+// what goes away again: a gradient whose parameters are still of use, a frozen value that is being written.
+HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
+  HostArena& arena = memory_.arena();
+  const int64_t num_bytes = store().num_bytes(id);
+  if (is_promised(id)) return arena.try_allocate(num_bytes);
+  const bool takes_spare = store().home(id.chunk) == Tier::kHost || !store().chunk(id.chunk).trainable;
+  const int64_t promised = promised_host_bytes();
+  const int64_t room = arena.free_bytes() - promised - (takes_spare ? 0 : spare_bytes(layout()));
+  if (num_bytes > room) return {};
+  return promised == 0 ? arena.try_allocate(num_bytes) : arena.try_allocate_unreserved(num_bytes);
+}
+
+bool Pager::is_promised(ArrayId id) const {
+  if (store().home(id.chunk) == Tier::kDevice) return false;
+  if (is_optimizer_state(id.kind)) return true;
+  const ArrayId param{id.chunk, layout().param_home()};
+  const ArrayId grad{id.chunk, layout().grad_home()};
+  return (id == param || id == grad) && !memory_.array(param).block && !memory_.array(grad).block;
+}
+
+int64_t Pager::promised_host_bytes() const {
+  int64_t bytes = 0;
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
+    const ArrayId param{chunk, layout().param_home()};
+    if (is_promised(param)) bytes += store().num_bytes(param);
+    if (!store().chunk(chunk).trainable || store().home(chunk) == Tier::kDevice) continue;
+    for (ArrayKind kind : optimizer_arrays()) {
+      if (!memory_.array({chunk, kind}).block) bytes += store().num_bytes({chunk, kind});
+    }
+  }
+  return bytes;
 }
 
 // Room on the device.
@@ -336,7 +389,8 @@ bool Pager::evict_one(Vacate what) {
     const bool dirty = !array.on_host && !can_be_had_again(id);
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, num_moments);
-    victims.push_back({id, is_state ? 0 : farness, array.last_use});
+    if (is_state) farness = id.kind == ArrayKind::kMaster ? kMasterFarness : kStateFarness;
+    victims.push_back({id, farness, array.last_use});
   }
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {
     return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;

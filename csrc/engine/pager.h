@@ -5,7 +5,12 @@
 //
 // [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the one
 // that was used longest ago. An array whose only value is on the device counts as used at the step's end at the latest,
-// where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go.
+// where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go, masters after all others.
+//
+// [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that is
+// promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the place of
+// one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none stays on the
+// device.
 //
 // A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays are
 // other ranks' to give:
@@ -64,6 +69,8 @@ class Pager final : public Tenant {
   void ensure_slot(ArrayId id);
   // A slot for something that is no array, making room for it. `what` is for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what);
+  // Of arrays that are at home on the host, what has no block yet.
+  int64_t promised_host_bytes() const;
   // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before
   // training the arena holds masters only.
   void ensure_state(ArrayId id, Tier tier);
@@ -106,7 +113,12 @@ class Pager final : public Tenant {
   Event place_shard(ChunkId chunk, void* place, const Slot& slot);
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes);
-  HostBlock try_allocate_block(int64_t num_bytes);
+  // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no room.
+  bool reserve_block(ArrayId id);
+  bool reserve_value_of(ArrayId id);
+  HostBlock try_allocate_block(ArrayId id);
+  HostBlock try_allocate_beside_promises(ArrayId id);
+  bool is_promised(ArrayId id) const;
 
   // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }

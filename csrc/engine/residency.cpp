@@ -1,6 +1,9 @@
 #include "engine/residency.h"
 
 #include <algorithm>
+#include <string>
+
+#include "common/check.h"
 
 namespace patrickstar {
 
@@ -31,49 +34,64 @@ int64_t Residency::warmup_payload_limit() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   int64_t limit = share(device_limit(), options_.warmup_payload_ratio);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (home(chunk) == Tier::kDevice) limit += optimizer_bytes(layout().chunk(chunk));
+    if (store().home(chunk) == Tier::kDevice) limit += home_bytes(layout().chunk(chunk));
   }
   return limit;
 }
 
-void Residency::place_initially() {
+void Residency::check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const {
+  int64_t needed = 0;
+  for (const ChunkSpec& chunk : layout().chunks()) needed += home_bytes(chunk);
+  const HostArena& arena = memory_.arena();
+  const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
+  const int64_t missing = placement.host_bytes - left;
+  const int64_t others = arena.limit_bytes() - left;
+  const std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
+  PS_CHECK(missing <= 0, MemoryBudgetError, "parameters and optimizer states need ", needed,
+           " bytes, of which the device has ", "room for ", device_room_bytes,
+           " before activations; the others and a gradient on its way take ", placement.host_bytes,
+           " on the host, and host memory takes ", left, " (host_memory is ", arena.limit_bytes(), taken,
+           "); raise host_memory to at least ", arena.limit_bytes() + missing, " bytes, or device_memory");
+}
+
+void Residency::place_initially(int64_t working_set_bytes) {
   const bool bounded = device_limit() != kUnlimited;
   const bool all_on_device = !bounded && options_.state_placement == StatePlacement::kHybrid;
-  const int64_t others = memory_.device().others_bytes(pager_).states;
-  const int64_t room = bounded ? share(device_limit(), kInitialDeviceShare) - others : kUnlimited;
-  homes_ = initial_placement(layout(), memory_.arena().unreserved_bytes() - spare_bytes(), room, all_on_device);
-  std::vector<int64_t> blocks;
-  for (ChunkId id = 0; id < layout().num_chunks(); ++id) {
-    if (home(id) == Tier::kDevice) continue;
-    const ChunkSpec& chunk = layout().chunk(id);
-    if (chunk.trainable) {
-      for (ArrayKind kind : optimizer_arrays()) blocks.push_back(chunk.num_bytes(kind));
-    }
-    blocks.push_back(chunk.num_bytes(ArrayKind::kParamShard));
+  const int64_t room = std::max<int64_t>(limit_within_slack() - working_set_bytes, 0);
+  const int64_t host_limit = all_on_device ? spare_bytes(layout()) : memory_.arena().unreserved_bytes();
+  const InitialPlacement placement = initial_placement(layout(), host_limit, room);
+  if (!all_on_device) check_fits(placement, room);
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    store().set_home(chunk, placement.homes[static_cast<size_t>(chunk)]);
   }
-  memory_.arena().reserve(blocks);
+  reserve_homes_on_host();
   pager_.set_payload_limit(warmup_payload_limit());
 }
 
-// One chunk more than the layout: a gradient whose parameters are still of use needs a block of its own.
-int64_t Residency::spare_bytes() const {
-  int64_t spare = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) spare = std::max(spare, chunk.num_bytes(ArrayKind::kGradShard));
-  return spare;
+Tier Residency::home_of_new_states(ChunkId chunk) const {
+  return device_limit() == kUnlimited ? store().home(chunk) : Tier::kHost;
 }
 
-Tier Residency::home_of_new_states(ChunkId chunk) const {
-  return device_limit() == kUnlimited ? home(chunk) : Tier::kHost;
+// [Note: places] In the order in which they are needed first: masters as parameters move in, momentum and variance in the first step.
+void Residency::reserve_homes_on_host() {
+  std::vector<ArrayId> arrays;
+  std::vector<int64_t> sizes;
+  for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
+    for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+      const bool exists = layout().chunk(chunk).trainable || kind == layout().param_home();
+      if (!exists || store().home(chunk) == Tier::kDevice) continue;
+      arrays.push_back({chunk, kind});
+      sizes.push_back(layout().num_bytes(arrays.back()));
+    }
+  }
+  std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
+  for (size_t i = 0; i < arrays.size(); ++i) memory_.array(arrays[i]).block = std::move(blocks[i]);
 }
 
 void Residency::place_in_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
   pager_.set_payload_limit(options_.payload_limit_bytes);
-  const int count = num_device_state_chunks(layout(), step, budget_for_states());
-  for (ChunkId chunk = 0; chunk < count; ++chunk) {
-    if (layout().chunk(chunk).trainable) move_states_to_device(chunk);
-  }
-  memory_.arena().trim();
+  fill_margin(step);
 }
 
 void Residency::fill_margin(const Timeline& step) {
@@ -97,7 +115,7 @@ void Residency::fill_margin(const Timeline& step) {
 bool Residency::is_time_to_return() {
   bool away = false;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    away = away || (home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
+    away = away || (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
                     !memory_.array({chunk, ArrayKind::kMaster}).on_device);
   }
   if (!away) {
@@ -120,7 +138,8 @@ void Residency::move_states_to_device(ChunkId chunk) {
     hold.release();
     memory_.drop_block(id);
   }
-  homes_[static_cast<size_t>(chunk)] = Tier::kDevice;
+  memory_.drop_block({chunk, layout().param_home()});
+  store().set_home(chunk, Tier::kDevice);
 }
 
 void Residency::limit_payloads(const Timeline& last) {
@@ -137,6 +156,8 @@ DeviceBudget Residency::device_budget() const {
   budget.prefetches_far = !budget.follows_tide || memory_.device().options().delays.simulates_link();
   budget.margin_use_ratio = options_.margin_use_ratio;
   budget.keeps_gradients = options_.keeps_gradients;
+  const HostArena& arena = memory_.arena();
+  if (options_.updates_take_memory) budget.host_limit_bytes = arena.free_bytes() + arena.used_bytes();
   return budget;
 }
 

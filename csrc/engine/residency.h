@@ -29,7 +29,8 @@ struct ResidencyOptions {
   double margin_use_ratio = 0.95;
   int64_t payload_limit_bytes = kUnlimited;  // of what is fetched on demand, whatever the tide leaves (for tests)
   StatePlacement state_placement = StatePlacement::kHybrid;
-  bool keeps_gradients = true;  // DeviceBudget::keeps_gradients
+  bool keeps_gradients = true;      // DeviceBudget::keeps_gradients
+  bool updates_take_memory = true;  // those ahead of the step: DeviceBudget::host_limit_bytes
 };
 
 class Residency {
@@ -38,8 +39,8 @@ class Residency {
       : pager_(pager), memory_(pager.memory()), options_(options) {}
 
   // Decides the first homes and reserves host memory for them. Throws MemoryBudgetError when the budgets cannot hold
-  // the model.
-  void place_initially();
+  // the model beside `working_set_bytes` on the device.
+  void place_initially(int64_t working_set_bytes);
   // Moves states into the margin that a step's tide leaves.
   void place_in_margin(const Timeline& step);
   // The same when there are more states than before: those that are there stay, and others move in as far as the margin
@@ -50,10 +51,7 @@ class Residency {
   bool is_time_to_return();
   // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
   Tier home_of_new_states(ChunkId chunk) const;
-  void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
   void move_states_to_device(ChunkId chunk);
-  // What host memory keeps free for a gradient that needs a block of its own.
-  int64_t spare_bytes() const;
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
@@ -61,22 +59,21 @@ class Residency {
   // Whether transfers take time that compute can hide, and memory may be given to that.
   bool prefetches_far() const { return device_budget().prefetches_far; }
 
-  // Where the chunk's optimizer states are kept.
-  Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
-
  private:
   const Layout& layout() const { return memory_.layout(); }
+  ChunkStore& store() const { return memory_.store(); }
   int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
   int64_t limit_within_slack() const;
   DeviceBudget device_budget() const;
   int64_t warmup_payload_limit() const;
+  void reserve_homes_on_host();
+  void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
   // For states that stay: other engines' values are to find room beside them.
   DeviceBudget budget_for_states() const;
 
   Pager& pager_;
   ChunkMemory& memory_;
   ResidencyOptions options_;
-  std::vector<Tier> homes_;
   int steps_away_ = 0;  // since states left the device
   int num_returns_ = 0;
 };

@@ -184,7 +184,7 @@ void Runtime::write_values(ParamId param, ArrayKind kind, ParamValues values) {
   const ChunkId chunk = open->layout().placement(param).chunk;
   open->tracker.release_transient();
   open->updates.cancel(chunk);
-  open->values.write(param, kind, values, open->residency.home(chunk));
+  open->values.write(param, kind, values, open->memory.store().home(chunk));
 }
 
 void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {

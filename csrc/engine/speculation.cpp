@@ -73,7 +73,7 @@ void Speculation::reserve(std::vector<int64_t> blocks) {
     if (reserved > arena_.unreserved_bytes()) break;
   }
   blocks.resize(count);
-  arena_.reserve(blocks);
+  arena_.reserve(blocks);  // for whoever allocates
   arena_.prepare_ahead();
 }
 

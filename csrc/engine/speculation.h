@@ -41,10 +41,6 @@ enum class SpeculationMode : uint8_t {
 // How much of a chunk's update is made ahead of the step.
 enum class Ahead : uint8_t { kNothing, kParam, kEverything };
 
-// What speculation leaves free of host memory, in chunks' gradients: those on their way, and one that is kept beside its
-// parameters.
-constexpr int kNumReservedGradients = 4;
-
 class Speculation {
  public:
   // `reserve_bytes` of host memory are left to everybody else.

@@ -53,8 +53,7 @@ void Unfreezing::train(const std::vector<ParamId>& params) {
   }
   for (ParamId param : params) {
     const ChunkId chunk = layout().placement(param).chunk;
-    residency_.set_home(
-        chunk, layout().chunk(chunk).trainable ? residency_.home(chunk) : residency_.home_of_new_states(chunk));
+    if (!layout().chunk(chunk).trainable) memory_.store().set_home(chunk, residency_.home_of_new_states(chunk));
     memory_.store().train(chunk);
   }
   gradients_.cover_trainable();
@@ -72,16 +71,8 @@ void Unfreezing::check_device(const Layout& then) const {
       " bytes (activations come on top), or lower default_chunk_size (", then.chunk_numel(), " elements)");
 }
 
-// But for what is promised: moments that were not made yet, and a gradient that needs a block of its own.
 int64_t Unfreezing::free_host_bytes() const {
-  int64_t free = memory_.arena().free_bytes() - residency_.spare_bytes();
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (!layout().chunk(chunk).trainable || residency_.home(chunk) == Tier::kDevice) continue;
-    for (ArrayKind kind : optimizer_arrays()) {
-      if (!memory_.array({chunk, kind}).exists()) free -= memory_.store().num_bytes({chunk, kind});
-    }
-  }
-  return free;
+  return memory_.arena().free_bytes() - pager_.promised_host_bytes() - spare_bytes(layout());
 }
 
 void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chunks) {

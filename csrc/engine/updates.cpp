@@ -38,12 +38,14 @@ bool Updates::has_states(ChunkId chunk, Tier tier) const {
   });
 }
 
-// Pressure may have pushed some of them off: they come back rather than that the others follow, for which the host may
-// have no room.
-bool Updates::has_any_state_on_device(ChunkId chunk) const {
+// Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which the
+// host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
+bool Updates::belongs_on_device(ChunkId chunk) const {
   const OptimizerArrays kinds = optimizer_arrays();
-  return std::any_of(kinds.begin(), kinds.end(),
-                     [&](ArrayKind kind) { return memory_.array({chunk, kind}).on_device; });
+  return std::any_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
+    const ArrayRecord& state = memory_.array({chunk, kind});
+    return state.on_device || (!state.exists() && store_.home(chunk) == Tier::kDevice);
+  });
 }
 
 void Updates::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
@@ -241,11 +243,10 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
     if (as_expected && speculation_.has(chunk)) {
       take_over(chunk, groups, grad_scale);
       ++memory_.counters().num_updates_taken_over;
-    } else if (has_any_state_on_device(chunk)) {
+    } else if (belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
       apply_on_device(chunk, groups, grad_scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
-      pager_.send_to_host({chunk, gradients_.source(chunk)});
       on_host.push_back(chunk);
     }
   }

@@ -76,7 +76,7 @@ class Updates {
   UpdateTarget open_target(ChunkId chunk, bool on_device);
   void close_target(ChunkId chunk, const UpdateTarget& target);
   bool has_states(ChunkId chunk, Tier tier) const;  // all of them
-  bool has_any_state_on_device(ChunkId chunk) const;
+  bool belongs_on_device(ChunkId chunk) const;
   // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
   void commit_on_device(ChunkId chunk);
   void speculate(ChunkId chunk);

@@ -41,72 +41,98 @@ HostArena::HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks)
     : budget_(std::move(budget)), hooks_(std::move(hooks)) {}
 
 HostArena::~HostArena() {
-  release_reserved();
   for (auto& region : regions_) unmap(*region);
 }
 
-void HostArena::reserve(const std::vector<int64_t>& block_bytes) {
+// Of two regions in a row at least one is more than half full.
+int64_t HostArena::most_rounding_bytes(int64_t total_bytes) { return (2 * total_bytes / kMaxRegionBytes + 2) * kPage; }
+
+std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
   PS_CHECK(total <= unreserved_bytes(), MemoryBudgetError, "the chunks need ", total,
            " bytes of host memory, the limit is ", limit_bytes(),
            budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
-  const auto add = [this](int64_t num_bytes) {
-    reserved_.push_back(std::make_shared<Reserved>(Reserved{round_up(num_bytes, kPage), nullptr, nullptr}));
-    note_reserved(reserved_.back()->num_bytes);
-  };
-  int64_t group = 0;
-  for (int64_t bytes : block_bytes) {
-    const int64_t size = round_up(bytes, kBlockAlignment);
-    if (group > 0 && group + size > kMaxRegionBytes) add(std::exchange(group, 0));
-    group += size;
+  std::vector<HostBlock> blocks;
+  for (size_t begin = 0; begin < block_bytes.size();) {
+    int64_t region_bytes = 0;
+    size_t end = begin;
+    for (; end < block_bytes.size(); ++end) {
+      const int64_t size = round_up(block_bytes[end], kBlockAlignment);
+      if (end > begin && region_bytes + size > kMaxRegionBytes) break;
+      region_bytes += size;
+    }
+    Region& region = add_region(region_bytes, Region::Origin::kReserved);
+    for (; begin < end; ++begin) blocks.push_back(take(region, region.free.begin(), block_bytes[begin]));
   }
-  if (group > 0) add(group);
+  return blocks;
+}
+
+void HostArena::prepare(HostBlock& block) {
+  if (block.prepared) return;
+  prepare(region_of(block.data));
+  block.prepared = true;
+}
+
+// Where it fails the region stays reserved for the blocks that are in it; without any it goes.
+void HostArena::prepare(Region& region) {
+  if (region.prepared) return;
+  if (region.ahead != nullptr) static_cast<HostEvent&>(*region.ahead->done).settle();
+  const bool by_thread = region.ahead != nullptr && region.ahead->is_prepared;
+  region.ahead = nullptr;
+  if (!by_thread && hooks_.prepare) {
+    try {
+      hooks_.prepare(region.data, region.num_bytes);
+    } catch (...) {
+      if (region.is_free()) unmap(region);
+      erase_unmapped();
+      throw;
+    }
+  }
+  region.prepared = true;
+  note_reserved(-region.num_bytes);
+  note_mapped(region.num_bytes);
+  peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
 }
 
 void HostArena::prepare_ahead() {
   if (!hooks_.prepare) return;  // mapping alone costs nothing
-  for (const auto& reserved : reserved_) {
-    if (reserved->done != nullptr) continue;
+  for (const auto& region : regions_) {
+    if (region->prepared || region->ahead != nullptr) continue;
     if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
-    // Where it fails the region stays null: whoever takes it tries again, and gets the error.
-    reserved->done = preparer_->submit([this, reserved] {
-      if (!abandoned_) reserved->region = make_region(reserved->num_bytes);
-    });
+    region->ahead = std::make_shared<Region::Ahead>();
+    // Where it fails whoever needs the region tries again, and gets the error.
+    region->ahead->done =
+        preparer_->submit([this, ahead = region->ahead, data = region->data, num_bytes = region->num_bytes] {
+          if (ahead->is_abandoned) return;
+          hooks_.prepare(data, num_bytes);
+          ahead->is_prepared = true;
+        });
   }
 }
 
 bool HostArena::is_preparing() const {
-  return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& reserved) {
-    return reserved->done != nullptr && !static_cast<HostEvent&>(*reserved->done).is_over();
+  return std::any_of(regions_.begin(), regions_.end(), [](const auto& region) {
+    return region->ahead != nullptr && !static_cast<HostEvent&>(*region->ahead->done).is_over();
   });
 }
 
+void HostArena::add_prepared() {
+  for (auto& region : regions_) {
+    const auto& ahead = region->ahead;
+    if (ahead != nullptr && static_cast<HostEvent&>(*ahead->done).is_over() && ahead->is_prepared) prepare(*region);
+  }
+}
+
 void HostArena::release_reserved() {
-  abandoned_ = true;
-  for (const auto& reserved : reserved_) {
-    if (reserved->done != nullptr) static_cast<HostEvent&>(*reserved->done).settle();
-    if (reserved->region != nullptr) dispose(*reserved->region);
+  const auto is_idle = [](const auto& region) { return !region->prepared && region->is_free(); };
+  for (auto& region : regions_) {
+    if (is_idle(region) && region->ahead != nullptr) region->ahead->is_abandoned = true;
   }
-  reserved_.clear();
-  note_reserved(-reserved_bytes_);
-  abandoned_ = false;
-}
-
-std::unique_ptr<HostArena::Region> HostArena::take_reserved() {
-  if (reserved_.empty()) return nullptr;
-  const std::shared_ptr<Reserved> first = std::move(reserved_.front());
-  reserved_.pop_front();
-  note_reserved(-first->num_bytes);
-  if (first->done != nullptr) static_cast<HostEvent&>(*first->done).settle();
-  return first->region != nullptr ? std::move(first->region) : make_region(first->num_bytes);
-}
-
-void HostArena::add_prepared_regions() {
-  while (!reserved_.empty() && reserved_.front()->done != nullptr &&
-         static_cast<HostEvent&>(*reserved_.front()->done).is_over()) {
-    add_region(take_reserved());
+  for (auto& region : regions_) {
+    if (is_idle(region)) unmap(*region);
   }
+  erase_unmapped();
 }
 
 HostBlock HostArena::allocate(int64_t num_bytes) {
@@ -119,29 +145,38 @@ HostBlock HostArena::allocate(int64_t num_bytes) {
 }
 
 HostBlock HostArena::try_allocate(int64_t num_bytes) {
-  const int64_t size = round_up(num_bytes, kBlockAlignment);
-  HostBlock block = find_block(size, num_bytes);
-  while (!block && !reserved_.empty() && reserved_.front()->num_bytes >= size) {
-    add_region(take_reserved());
-    block = find_block(size, num_bytes);
-  }
-  if (!block && size <= unreserved_bytes()) {
-    add_region(make_region(size));
-    block = find_block(size, num_bytes);
-  }
+  HostBlock block = find_block(num_bytes, Search::kPrepared);
+  if (!block) block = find_block(num_bytes, Search::kUnprepared);
+  if (!block) block = allocate_in_new_region(num_bytes);
   return block;
+}
+
+HostBlock HostArena::try_allocate_unreserved(int64_t num_bytes) {
+  HostBlock block = find_block(num_bytes, Search::kPreparedOnDemand);
+  return block ? std::move(block) : allocate_in_new_region(num_bytes);
 }
 
 HostBlock HostArena::try_allocate_prepared(int64_t num_bytes) {
   if (!hooks_.prepare) return try_allocate(num_bytes);
-  add_prepared_regions();
-  return find_block(round_up(num_bytes, kBlockAlignment), num_bytes);
+  add_prepared();
+  return find_block(num_bytes, Search::kPrepared);
 }
 
-HostBlock HostArena::find_block(int64_t size, int64_t num_bytes) {
+HostBlock HostArena::allocate_in_new_region(int64_t num_bytes) {
+  if (round_up(num_bytes, kBlockAlignment) > unreserved_bytes()) return {};
+  Region& region = add_region(num_bytes, Region::Origin::kOnDemand);
+  prepare(region);
+  return take(region, region.free.begin(), num_bytes);
+}
+
+// Best fit.
+HostBlock HostArena::find_block(int64_t num_bytes, Search search) {
+  const int64_t size = round_up(num_bytes, kBlockAlignment);
   Region* best = nullptr;
   std::map<int64_t, int64_t>::iterator best_range;
   for (auto& region : regions_) {
+    if (region->prepared == (search == Search::kUnprepared)) continue;
+    if (search == Search::kPreparedOnDemand && region->origin == Region::Origin::kReserved) continue;
     for (auto range = region->free.begin(); range != region->free.end(); ++range) {
       if (range->second >= size && (best == nullptr || range->second < best_range->second)) {
         best = region.get();
@@ -150,20 +185,30 @@ HostBlock HostArena::find_block(int64_t size, int64_t num_bytes) {
     }
   }
   if (best == nullptr) return {};
-  const int64_t offset = best_range->first;
-  const int64_t left = best_range->second - size;
-  best->free.erase(best_range);
-  if (left > 0) best->free.emplace(offset + size, left);
-  const bool zeroed = offset >= best->touched;
-  best->touched = std::max(best->touched, offset + size);
+  prepare(*best);
+  return take(*best, best_range, num_bytes);
+}
+
+HostBlock HostArena::take(Region& region, std::map<int64_t, int64_t>::iterator range, int64_t num_bytes) {
+  const int64_t size = round_up(num_bytes, kBlockAlignment);
+  const int64_t offset = range->first;
+  const int64_t left = range->second - size;
+  region.free.erase(range);
+  if (left > 0) region.free.emplace(offset + size, left);
+  const bool zeroed = offset >= region.touched;
+  region.touched = std::max(region.touched, offset + size);
   used_bytes_ += size;
-  return {*this, best->data + offset, num_bytes, zeroed};
+  return {*this, region.data + offset, num_bytes, zeroed, region.prepared};
+}
+
+HostArena::Region& HostArena::region_of(const void* data) {
+  return **std::find_if(regions_.begin(), regions_.end(), [data](const auto& candidate) {
+    return data >= candidate->data && data < candidate->data + candidate->num_bytes;
+  });
 }
 
 void HostArena::free(void* data, int64_t num_bytes) {
-  Region& region = **std::find_if(regions_.begin(), regions_.end(), [data](const auto& candidate) {
-    return data >= candidate->data && data < candidate->data + candidate->num_bytes;
-  });
+  Region& region = region_of(data);
   int64_t offset = static_cast<char*>(data) - region.data;
   int64_t size = round_up(num_bytes, kBlockAlignment);
   used_bytes_ -= size;
@@ -183,41 +228,39 @@ void HostArena::free(void* data, int64_t num_bytes) {
 }
 
 void HostArena::trim() {
-  const auto is_free = [](const std::unique_ptr<Region>& region) {
-    return region->free.size() == 1 && region->free.begin()->second == region->num_bytes;
-  };
   for (auto& region : regions_) {
-    if (is_free(region)) unmap(*region);
+    if (region->prepared && region->is_free()) unmap(*region);
   }
-  regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& region) { return !region->data; }),
-                 regions_.end());
+  erase_unmapped();
 }
 
-std::unique_ptr<HostArena::Region> HostArena::make_region(int64_t num_bytes) const {
+HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origin) {
   auto region = std::make_unique<Region>();
   region->num_bytes = round_up(num_bytes, kPage);
+  region->origin = origin;
   region->free.emplace(0, region->num_bytes);
   region->data = map_memory(region->num_bytes);
-  try {
-    if (hooks_.place) hooks_.place(region->data, region->num_bytes);
-    if (hooks_.prepare) hooks_.prepare(region->data, region->num_bytes);
-  } catch (...) {
-    munmap(region->data, static_cast<size_t>(region->num_bytes));  // what was not prepared is not disposed of
-    throw;
-  }
-  return region;
-}
-
-void HostArena::add_region(std::unique_ptr<Region> region) {
-  note_mapped(region->num_bytes);
-  peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
+  if (hooks_.place) hooks_.place(region->data, region->num_bytes);
+  note_reserved(region->num_bytes);
   regions_.push_back(std::move(region));
+  return *regions_.back();
 }
 
 void HostArena::unmap(Region& region) {
-  if (region.data == nullptr) return;
-  dispose(region);
-  note_mapped(-region.num_bytes);
+  if (region.ahead != nullptr) {
+    region.ahead->is_abandoned = true;
+    static_cast<HostEvent&>(*region.ahead->done).settle();
+  }
+  const bool by_thread = region.ahead != nullptr && region.ahead->is_prepared;
+  if ((region.prepared || by_thread) && hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
+  munmap(region.data, static_cast<size_t>(region.num_bytes));
+  region.data = nullptr;
+  region.prepared ? note_mapped(-region.num_bytes) : note_reserved(-region.num_bytes);
+}
+
+void HostArena::erase_unmapped() {
+  regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& region) { return !region->data; }),
+                 regions_.end());
 }
 
 void HostArena::note_mapped(int64_t num_bytes) {
@@ -228,12 +271,6 @@ void HostArena::note_mapped(int64_t num_bytes) {
 void HostArena::note_reserved(int64_t num_bytes) {
   reserved_bytes_ += num_bytes;
   budget_->reserved_bytes += num_bytes;
-}
-
-void HostArena::dispose(Region& region) const {
-  if (hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
-  munmap(region.data, static_cast<size_t>(region.num_bytes));
-  region.data = nullptr;
 }
 
 }  // namespace patrickstar

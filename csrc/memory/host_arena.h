@@ -5,9 +5,12 @@
 // first touch, against 3.3 for cudaHostAlloc). A block lies in one region, so one pinned range covers it.
 // Blocks are found best-fit and coalesce when freed. Guarded by the runtime's lock.
 //
-// Preparing a region takes seconds per 50 GB. [Note: regions ahead] Reserved regions are mapped when they are needed, or
-// before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs; whoever needs one
-// that is under way waits for it.
+// Preparing a region takes seconds per 50 GB. [Note: regions ahead] A reserved region is prepared when a block of it is
+// first needed, or before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs;
+// whoever needs one that is under way waits for it.
+//
+// [Note: places] A reserved block has its place from the beginning, so that whatever sizes are asked for in whatever order
+// meanwhile, it fits when its turn comes. It may be used once prepare() returned.
 //
 // Arenas of one process count against one budget. A block goes back to its arena when it is destroyed, which outlives it.
 //
@@ -17,7 +20,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -36,8 +38,8 @@ class HostArena;
 class HostBlock {
  public:
   HostBlock() = default;
-  HostBlock(HostArena& arena, void* data, int64_t num_bytes, bool zeroed)
-      : data(data), num_bytes(num_bytes), zeroed(zeroed), arena_(&arena) {}
+  HostBlock(HostArena& arena, void* data, int64_t num_bytes, bool zeroed, bool prepared)
+      : data(data), num_bytes(num_bytes), zeroed(zeroed), prepared(prepared), arena_(&arena) {}
   ~HostBlock() { reset(); }
   HostBlock(HostBlock&& other) noexcept { swap(other); }
   HostBlock& operator=(HostBlock&& other) noexcept {
@@ -53,12 +55,14 @@ class HostBlock {
     std::swap(data, other.data);
     std::swap(num_bytes, other.num_bytes);
     std::swap(zeroed, other.zeroed);
+    std::swap(prepared, other.prepared);
     std::swap(arena_, other.arena_);
   }
 
   void* data = nullptr;
   int64_t num_bytes = 0;
-  bool zeroed = false;  // fresh from the system: all bytes are zero
+  bool zeroed = false;    // fresh from the system: all bytes are zero
+  bool prepared = false;  // HostArena::prepare
 
  private:
   HostArena* arena_ = nullptr;
@@ -95,23 +99,29 @@ class HostArena {
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Sets memory aside in regions that fit the given blocks exactly, so that later allocations of these sizes find room.
-  // Throws MemoryBudgetError when they exceed the limit.
-  void reserve(const std::vector<int64_t>& block_bytes);
+  // What reserving blocks of `total_bytes` takes beside them at most: regions are whole pages.
+  static int64_t most_rounding_bytes(int64_t total_bytes);
+  // Blocks of these sizes, whose memory is mapped but not prepared. Those that are dropped leave room that is reserved for
+  // whoever allocates next. Throws MemoryBudgetError when they exceed the limit.
+  std::vector<HostBlock> reserve(const std::vector<int64_t>& block_bytes);
+  // Before the first use of a reserved block. Throws what preparing its region throws.
+  void prepare(HostBlock& block);
   // What may still be reserved.
   int64_t unreserved_bytes() const { return budget_->unreserved_bytes(); }
   // What this arena may still hand out, if it fits into its regions.
   int64_t free_bytes() const { return mapped_bytes_ - used_bytes_ + reserved_bytes_ + unreserved_bytes(); }
-  // Starts to map what is reserved.
+  // Starts to prepare what is reserved.
   void prepare_ahead();
-  // Whether regions are being mapped and pinned ahead right now.
+  // Whether regions are being prepared ahead right now.
   bool is_preparing() const;
-  // Forgets what is reserved and not in use.
+  // Gives back reserved regions that were not needed and have no block.
   void release_reserved();
 
   HostBlock allocate(int64_t num_bytes);
   // An empty block instead of an error.
   HostBlock try_allocate(int64_t num_bytes);
+  // The same out of memory that was never reserved.
+  HostBlock try_allocate_unreserved(int64_t num_bytes);
   // The same, and an empty block also where memory would have to be prepared first.
   HostBlock try_allocate_prepared(int64_t num_bytes);
   // Gives regions without any block back to the system.
@@ -127,36 +137,44 @@ class HostArena {
   friend class HostBlock;
 
   struct Region {
+    enum class Origin : uint8_t { kReserved, kOnDemand };
+    // What the arena's own thread has to do with it.
+    struct Ahead {
+      Event done;
+      std::atomic<bool> is_prepared{false};   // to be read after `done`
+      std::atomic<bool> is_abandoned{false};  // nobody needs it any more
+    };
+
     char* data = nullptr;
     int64_t num_bytes = 0;
+    Origin origin = Origin::kOnDemand;
+    bool prepared = false;
     int64_t touched = 0;              // bytes below were handed out before
     std::map<int64_t, int64_t> free;  // offset -> size
-  };
+    std::shared_ptr<Ahead> ahead;     // null until asked for
 
-  // A reserved region: its mapping is yet to be done (null), under way or complete.
-  struct Reserved {
-    int64_t num_bytes = 0;
-    Event done;
-    std::unique_ptr<Region> region;  // null after `done` when mapping failed
+    bool is_free() const { return free.size() == 1 && free.begin()->second == num_bytes; }
   };
+  enum class Search : uint8_t { kPrepared, kPreparedOnDemand, kUnprepared };
 
-  std::unique_ptr<Region> make_region(int64_t num_bytes) const;
-  void add_region(std::unique_ptr<Region> region);
-  // The next reserved region, complete; null when none is reserved.
-  std::unique_ptr<Region> take_reserved();
-  void add_prepared_regions();
-  HostBlock find_block(int64_t size, int64_t num_bytes);
+  Region& add_region(int64_t num_bytes, Region::Origin origin);
+  void prepare(Region& region);
+  // Takes over what the arena's own thread has prepared by now.
+  void add_prepared();
+  void abandon(Region& region);
+  HostBlock find_block(int64_t num_bytes, Search search);
+  HostBlock take(Region& region, std::map<int64_t, int64_t>::iterator range, int64_t num_bytes);
+  HostBlock allocate_in_new_region(int64_t num_bytes);
+  Region& region_of(const void* data);
   void free(void* data, int64_t num_bytes);
   void note_mapped(int64_t num_bytes);
   void note_reserved(int64_t num_bytes);
   void unmap(Region& region);
-  void dispose(Region& region) const;
+  void erase_unmapped();
 
   std::shared_ptr<HostBudget> budget_;
   RegionHooks hooks_;
   std::vector<std::unique_ptr<Region>> regions_;
-  std::deque<std::shared_ptr<Reserved>> reserved_;
-  std::atomic<bool> abandoned_{false};  // what is reserved need not be mapped any more
   int64_t used_bytes_ = 0;
   int64_t mapped_bytes_ = 0;
   int64_t reserved_bytes_ = 0;

@@ -1,9 +1,12 @@
 #include "plan/placement.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 #include <set>
 
 #include "common/check.h"
+#include "memory/host_arena.h"
 
 namespace patrickstar {
 
@@ -65,6 +68,40 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
+// How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
+int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes) {
+  int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
+  int count = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const bool grad = layout.is_sharded() && budget.keeps_gradients;
+    usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    if (usable < 0) break;
+    ++count;
+  }
+  return count;
+}
+
+// Whether the host holds all chunks from the first `count` on, with new compute values beside the old ones.
+bool has_room_ahead(const Layout& layout, int count, int64_t host_limit_bytes) {
+  int64_t bytes = reserved_gradient_bytes(layout);
+  for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) {
+    const ChunkSpec& spec = layout.chunk(chunk);
+    bytes += home_bytes(spec) + (spec.trainable ? spec.num_bytes(layout.param_home()) : 0);
+  }
+  return bytes <= host_limit_bytes;
+}
+
+// `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
+ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes) {
+  ChunkId least = next;
+  for (ChunkId chunk = next + 1; chunk < layout.num_chunks(); ++chunk) {
+    const int64_t bytes = home_bytes(layout.chunk(chunk));
+    const bool is_on_host = homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    if (is_on_host && bytes >= missing_bytes && bytes < home_bytes(layout.chunk(least))) least = chunk;
+  }
+  return least;
+}
+
 }  // namespace
 
 int64_t highest_tide(const Timeline& timeline) {
@@ -115,29 +152,51 @@ int64_t optimizer_bytes(const ChunkSpec& chunk) {
 
 int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard); }
 
-std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
-                                    bool device_unlimited) {
-  int64_t on_host = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) on_host += home_bytes(chunk);
-  int64_t on_device = 0;
-  std::vector<Tier> tiers;
+int64_t spare_bytes(const Layout& layout) {
+  int64_t total = 0;
+  int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    const bool host = !device_unlimited && on_host <= host_limit_bytes;
-    const int64_t bytes = host ? 0 : home_bytes(chunk);
-    on_host -= bytes;
-    on_device += bytes;
-    tiers.push_back(host ? Tier::kHost : Tier::kDevice);
+    total += home_bytes(chunk);
+    largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
   }
-  PS_CHECK(device_unlimited || on_device <= device_room_bytes, MemoryBudgetError,
-           "parameters and optimizer states need ", on_host + on_device, " bytes; host memory takes ", host_limit_bytes,
-           " and the device ", device_room_bytes, " before activations; raise host_memory or device_memory by ",
-           on_device - device_room_bytes, " bytes");
-  return tiers;
+  return largest + HostArena::most_rounding_bytes(total);
+}
+
+InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
+  InitialPlacement result;
+  result.host_bytes = spare_bytes(layout);
+  for (const ChunkSpec& chunk : layout.chunks()) result.host_bytes += home_bytes(chunk);
+  result.homes.assign(layout.chunks().size(), Tier::kHost);
+  int64_t room = device_room_bytes;
+  for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
+    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes);
+    const int64_t bytes = home_bytes(layout.chunk(chunk));
+    if (bytes > room) continue;
+    result.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+    result.host_bytes -= bytes;
+    room -= bytes;
+  }
+  // Frozen values are written on the host first.
+  bool needs_spare = false;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    needs_spare = needs_spare || is_on_host || !layout.chunk(chunk).trainable;
+  }
+  if (!needs_spare) result.host_bytes = 0;
+  return result;
+}
+
+int64_t reserved_gradient_bytes(const Layout& layout) {
+  std::vector<int64_t> sizes;
+  for (const ChunkSpec& chunk : layout.chunks()) sizes.push_back(chunk.num_bytes(layout.grad_home()));
+  const auto count = std::min<ptrdiff_t>(kNumReservedGradients, static_cast<ptrdiff_t>(sizes.size()));
+  std::partial_sort(sizes.begin(), sizes.begin() + count, sizes.end(), std::greater<>());
+  return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
 }
 
 int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes) {
   if (budget.limit_bytes == INT64_MAX) return layout.num_chunks();
-  int64_t margin = budget.limit_bytes - tide_peak_bytes;
+  const int64_t margin = budget.limit_bytes - tide_peak_bytes - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
@@ -146,16 +205,11 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   }
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
-  margin -= values + scatter_bytes(layout);
-  margin -= 2 * largest;  // gradients on their way; the others take their parameters' place
-  auto usable = static_cast<int64_t>(static_cast<double>(std::max<int64_t>(margin, 0)) * budget.margin_use_ratio);
-  int count = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    const bool grad = layout.is_sharded() && budget.keeps_gradients;
-    usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
-    if (usable < 0) break;
-    ++count;
-  }
+  const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
+  const int64_t gradients = 2 * largest;  // on their way; the others take their parameters' place
+  int count = num_state_chunks_within(layout, budget, margin - values - gradients);
+  const int most = num_state_chunks_within(layout, budget, margin - prefetched - gradients);
+  while (count < most && !has_room_ahead(layout, count, budget.host_limit_bytes)) ++count;
   return count;
 }
 

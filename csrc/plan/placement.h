@@ -16,18 +16,26 @@ namespace patrickstar {
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
 
-// Of a device limit, what optimizer states may take before the tide is known.
-constexpr double kInitialDeviceShare = 0.9;
 // Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment.
 constexpr double kCudaSlackRatio = 0.04;
 // The same where its segments are fixed, which is on small limits: three of 20 MiB that are not full, at most this share.
 constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
-// Before the tide is known: the host first, then the device as long as `device_room_bytes` lasts; with an unlimited
-// device, all of it there. Throws MemoryBudgetError when both together are too small. By chunk.
-std::vector<Tier> initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
-                                    bool device_unlimited);
+// What the host keeps free beside its chunks: for a gradient whose parameters are still of use, and pages that are not
+// full.
+int64_t spare_bytes(const Layout& layout);
+
+// Where each chunk belongs before the tide is known, and what that takes on the host, spare included.
+struct InitialPlacement {
+  std::vector<Tier> homes;  // by chunk
+  int64_t host_bytes = 0;
+};
+
+// On the host, but for as many of the first ones as it takes to keep the others within `host_limit_bytes`; the last of them
+// is the least that is enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host than
+// its limit: both together are too small.
+InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes);
 
 // How much of a device there is to plan with.
 struct DeviceBudget {
@@ -36,11 +44,19 @@ struct DeviceBudget {
   bool prefetches_far = true;       // where transfers take time that compute can hide
   double margin_use_ratio = 0.95;   // of num_margin_chunks
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
+  // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none is.
+  int64_t host_limit_bytes = INT64_MAX;
 };
+
+// Of host memory, what updates ahead of the step leave to gradients that come down: a few chunks' of the largest ones.
+constexpr int kNumReservedGradients = 4;
+int64_t reserved_gradient_bytes(const Layout& layout);
 
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
 // are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
-// PatrickStar's rule).
+// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, which leaves
+// room for fewer compute copies, but no less than are prefetched: to fetch a value again takes less time than to wait
+// for the norm.
 int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes);
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin, and

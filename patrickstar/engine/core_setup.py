@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
-from patrickstar.machine.budgets import Budgets, check_host_bytes
+from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.engine_options import make_engine_options
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
@@ -40,7 +40,6 @@ def build_core(module: nn.Module, params: SortedParams, config: Config, ranks: R
     here = ranks.context
     size = _choose_chunk_size(module, params, config, budgets)
     layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
-    check_host_bytes(layout, budgets)
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:

@@ -11,8 +11,6 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.host_memory import default_budget_bytes, usable_bytes
 
-_ITEM_BYTES = {_C.DType.FLOAT32: 4, _C.DType.BFLOAT16: 2, _C.DType.FLOAT16: 2}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgets:
@@ -22,8 +20,6 @@ class Budgets:
     """On the device, activations included; ``_C.UNLIMITED`` on a simulated device without ``device_memory``."""
     host_bytes: int
     """On the host, for chunks."""
-    taken_host_bytes: int = 0
-    """Of these, what other engines of this process have."""
 
 
 # What of a GPU an engine leaves when nobody says: kernels are loaded, and libraries take workspaces of their own, as
@@ -57,8 +53,7 @@ def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1)
         ratio = tracer.overall_cpu_mem_ratio
         host_bytes = default_budget_bytes() if ratio is None else int(usable_bytes() * ratio)
         host_bytes //= max(sharers, num_local_ranks)
-    taken = 0 if shared is None else shared[1] - shared[2]
-    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes, taken_host_bytes=taken)
+    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
 
 
 def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, num_local_ranks: int) -> int:
@@ -72,37 +67,3 @@ def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, num_loca
     own = torch.cuda.memory_reserved(device)
     left = free + own if sharers == 1 else total // sharers
     return max(left - reserve, total // 100)
-
-
-def check_host_bytes(layout: _C.Layout, budgets: Budgets) -> None:
-    """Whether what does not fit on a device of limited memory fits into host memory, with the largest gradient that is
-    on its way there.
-
-    Raises:
-        MemoryBudgetError: it does not; the message has the least ``host_memory`` that works.
-    """
-    if budgets.device_bytes == _C.UNLIMITED or layout.num_chunks == 0:
-        return
-    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    values = [chunk["shard_numel"] * _ITEM_BYTES[chunk["dtype"]] for chunk in chunks]
-    homes = [
-        num_bytes + (3 * 4 * chunk["shard_numel"] if chunk["trainable"] else 0)
-        for num_bytes, chunk in zip(values, chunks, strict=True)
-    ]
-    device_bytes = int(budgets.device_bytes * _C.INITIAL_DEVICE_SHARE)
-    on_host, left = sum(homes), device_bytes
-    for num_bytes in homes:  # the first chunks are those that go to the device
-        if num_bytes > left:
-            break
-        left -= num_bytes
-        on_host -= num_bytes
-    least = on_host + max(values)
-    if on_host > 0 and budgets.host_bytes - budgets.taken_host_bytes < least:
-        others = f", other engines of this process {budgets.taken_host_bytes}" if budgets.taken_host_bytes > 0 else ""
-        raise _C.MemoryBudgetError(
-            f"parameters and optimizer states need {sum(homes)} bytes; host memory takes "
-            f"{max(budgets.host_bytes - budgets.taken_host_bytes - max(values), 0)} (host_memory is "
-            f"{budgets.host_bytes}, of which a gradient on its way takes {max(values)}{others}) and the device "
-            f"{device_bytes} before activations; raise host_memory to at least {least + budgets.taken_host_bytes} "
-            "bytes, or device_memory"
-        )

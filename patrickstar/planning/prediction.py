@@ -118,6 +118,8 @@ def predict_case(
     budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
     budget.margin_use_ratio = setting.margin_use_ratio
     budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
+    if setting.speculation is Speculation.AUTO:
+        budget.host_limit_bytes = setting.host_bytes
     nowhere = [False] * len(chunks)
     all_on_host = make_timeline(uses, layout, nowhere).moments
     least_limit = _C.make_plan(all_on_host, **_C.pose_problem(layout, all_on_host, nowhere, budget))[
@@ -129,10 +131,10 @@ def predict_case(
             f"gpu-mem is {setting.device_bytes} bytes, but activations and the largest moment's chunks take {least}; "
             "give at least that, or a smaller batch, a shorter length or --checkpointing"
         )
-    on_device = _place(layout, all_on_host, largest_grad, budget, setting)
+    on_device = _place(layout, all_on_host, budget, setting)
     timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
-    room = setting.host_bytes - host_bytes - _C.NUM_RESERVED_GRADIENTS * largest_grad
+    room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
     planned = planned_chunks(layout, on_device)
     first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
         setting.speculation, _first_without_room(planned, homes, room)
@@ -243,13 +245,19 @@ def _updates(chunks: Sequence[PlannedChunk], num_early: int | None) -> list[_C.U
 def _place(
     layout: _C.Layout,
     moments: list[dict[str, Any]],
-    largest_grad: int,
     budget: _C.DeviceBudget,
     setting: Setting,
 ) -> list[bool]:
     """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
-    room = int(setting.device_bytes * _C.INITIAL_DEVICE_SHARE)
-    on_device = _C.initial_placement(layout, setting.host_bytes - largest_grad, room)
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
+    on_device, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
+    if host_bytes > setting.host_bytes:
+        raise _C.MemoryBudgetError(
+            f"parameters and optimizer states need {sum(map(_home_bytes, chunks))} bytes, of which the GPU has room "
+            f"for {room} before activations; the others take {host_bytes} on the host, and cpu-mem is "
+            f"{setting.host_bytes}; raise cpu-mem to at least {host_bytes}, or gpu-mem"
+        )
     count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
     return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
 

@@ -75,8 +75,8 @@ def test_budgets_are_one():
         for key, value in {"device_memory": "2MB", "host_memory": "32MB"}.items():
             with pytest.raises(ValueError, match=f"{key} is .* all engines of a process share one budget"):
                 initialize_engine(Discriminator, 0, make_config("bf16", **{key: value}))
-        big = lambda: nn.Linear(2000, 2000)  # noqa: E731
-        with pytest.raises(patrickstar.MemoryBudgetError, match="other engines of this process [1-9]"):
+        big = lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(450)))  # noqa: E731
+        with pytest.raises(patrickstar.MemoryBudgetError, match="other engines of this process have [1-9]"):
             initialize_engine(big, 0, make_config("fp32"))
         first.backward(first(torch.ones(4, 8)).float().mean())
     third, _ = initialize_engine(Discriminator, 0, make_config("bf16", device_memory="2MB"))

@@ -66,7 +66,7 @@ def test_the_least_budgets_it_names_work(capsys):
 def test_too_little_host_memory(capsys):
     out = run(capsys, *SMALL[:-1], "16MiB", "--gpu-mem", "128MiB", expect=1).out
     assert out.startswith("does not fit: parameters and optimizer states need")
-    assert "raise host_memory or device_memory" in out
+    assert "raise cpu-mem to at least" in out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Whatever device and host hold together trains, however it is split between them, bitwise as without limits; what they
+do not hold is refused with the number that is missing.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from patrickstar import _C, MemoryBudgetError
+from patrickstar.runtime import initialize_engine
+from tests.models import MODELS, Case, gpt2, token_batch
+from tests.training import assert_same, least_device_memory, make_config, train
+
+STEPS = 3
+DEVICES = [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.2]
+"""Of the least that works where the host holds everything."""
+SUMS = [1.02, 1.05, 1.1]
+"""Of the need: what the host holds then, and that least device; no chunk is divided."""
+GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
+
+
+class Splits:
+    """The budgets of one model, (device, host), with the run that has none."""
+
+    def __init__(self, case, config):
+        self.case, self.config = case, config
+        self.unlimited = train(case, config, steps=STEPS)
+        self.least_device = least_device_memory(case, config, steps=STEPS)
+        engine, _ = initialize_engine(case.build, 0, config)
+        with engine:
+            layout = engine._session.layout
+            self.on_host = _C.initial_placement(layout, 2**60, 0)[1]
+            self.largest = max(layout.chunk(index)["shard_numel"] for index in range(layout.num_chunks)) * 16
+
+    def check(self, device_bytes, sum_bytes):
+        """Whether there is such a split; it trains."""
+        host_bytes = sum_bytes - device_bytes
+        if host_bytes <= 0:
+            return False
+        config = {**self.config, "device_memory": device_bytes, "host_memory": host_bytes}
+        assert_same(train(self.case, config, steps=STEPS), self.unlimited)
+        return True
+
+
+@pytest.mark.parametrize(("precision", "clipping"), [("fp32", 0.0), ("bf16", 1.0), ("fp16", 1.0)])
+def test_every_split_trains(precision, clipping):
+    splits = Splits(GPT2, make_config(precision, default_chunk_size=16 * 1024, gradient_clipping=clipping))
+    need = splits.least_device + splits.on_host
+    count = sum(splits.check(int(splits.least_device * d), int(need * s)) for d in DEVICES for s in SUMS)
+    assert count >= 18
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """A small model's chunks are a large part of it, and none is divided."""
+    splits = Splits(MODELS[name], make_config("bf16", default_chunk_size=4 * 1024))
+    need = splits.least_device + splits.on_host + splits.largest
+    assert sum(splits.check(int(splits.least_device * d), need) for d in DEVICES[::2]) >= 3
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5, 2.0, 3.0])
+def test_less_is_refused(share):
+    """Before anything is trained, with the least host memory that has room for the states; one byte less has not."""
+    splits = Splits(GPT2, make_config("bf16", default_chunk_size=16 * 1024))
+    device_bytes = int(splits.least_device * share)
+
+    def named(host_bytes):
+        config = {**splits.config, "device_memory": device_bytes, "host_memory": host_bytes}
+        with pytest.raises(MemoryBudgetError, match="parameters and optimizer states need") as caught:
+            initialize_engine(GPT2.build, 0, config)
+        return int(re.search(r"raise host_memory to at least (\d+) bytes", str(caught.value))[1])
+
+    least = named(1)
+    assert named(least - 1) == least
+    config = {**splits.config, "device_memory": device_bytes, "host_memory": least}
+    initialize_engine(GPT2.build, 0, config)[0].close()
