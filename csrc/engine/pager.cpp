@@ -265,28 +265,29 @@ void Pager::bring_to_host(ArrayId id) {
   memory_.await_on_host(id);
 }
 
-bool Pager::push_out(ArrayId id) {
+bool Pager::push_out(ArrayId id, HostRoom room) {
   ArrayRecord& array = memory_.array(id);
   if (!array.on_device) return true;
   if (!array.on_host) {
-    if (!reserve_value_of(id) || !reserve_block(id)) return false;
+    if (!reserve_value_of(id, room) || !reserve_block(id, room)) return false;
     memory_.download(id);
   }
   memory_.leave_device(id);
   return true;
 }
 
-bool Pager::reserve_block(ArrayId id) {
+bool Pager::reserve_block(ArrayId id, HostRoom room) {
   ArrayRecord& array = memory_.array(id);
-  if (!array.block) array.block = try_allocate_block(id);
+  if (!array.block) array.block = try_allocate_block(id, room);
   if (array.block) memory_.arena().prepare(array.block);
   return static_cast<bool>(array.block);
 }
 
 // A compute value whose master is on the host is rounded there.
-bool Pager::reserve_value_of(ArrayId id) {
+bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   const ArrayId grad{id.chunk, layout().grad_home()};
-  return id.kind != ArrayKind::kMaster || memory_.array(grad).block || reserve_block({id.chunk, layout().param_home()});
+  if (id.kind != ArrayKind::kMaster || memory_.array(grad).block) return true;
+  return reserve_block({id.chunk, layout().param_home()}, room);
 }
 
 void Pager::send_to_host(ArrayId id) {
@@ -301,10 +302,9 @@ void Pager::ensure_block(ArrayId id) {
            " set aside; raise host_memory, or give the device more of the model with ", "device_memory");
 }
 
-// What updates ahead of the step have for themselves goes first.
-HostBlock Pager::try_allocate_block(ArrayId id) {
+HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   HostBlock block = try_allocate_beside_promises(id);
-  if (block) return block;
+  if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
   speculation_.release_memory();
   return try_allocate_beside_promises(id);
 }
@@ -396,17 +396,22 @@ bool Pager::evict_one(Vacate what) {
     return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
   });
   // One that cannot leave (host memory is full and it is dirty) does not save the others.
-  return std::any_of(victims.begin(), victims.end(), [this](const Victim& victim) { return evict(victim.id); });
+  for (HostRoom room : {HostRoom::kFree, HostRoom::kOfUpdatesAhead}) {
+    for (const Victim& victim : victims) {
+      if (evict(victim.id, room)) return true;
+    }
+  }
+  return false;
 }
 
 // [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not once
 // more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the whole
 // values to its host and fetches them from there; they end when the plan would have them leave the device.
-bool Pager::evict(ArrayId id) {
+bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   if (can_be_had_again(id)) {
     memory_.drop_slot(id);
-  } else if (!push_out(id)) {
+  } else if (!push_out(id, room)) {
     return false;
   }
   ++memory_.counters().num_evictions;
@@ -416,7 +421,7 @@ bool Pager::evict(ArrayId id) {
 void Pager::evict_as_planned(ArrayId id) {
   const ArrayRecord& array = memory_.array(id);
   if (!memory_.is_whole(id)) {
-    evict(id);
+    evict(id, HostRoom::kFree);
   } else if (array.holds == 0 && !array.slot) {
     memory_.drop_block(id);
   } else if (is_evictable(id)) {
@@ -429,7 +434,7 @@ void Pager::vacate(Vacate what) {
   memory_.device().take_from_others(*this, INT64_MAX, what);
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id);
+    if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id, HostRoom::kOfUpdatesAhead);
   }
   memory_.slots().trim(INT64_MAX);
   memory_.backend().reclaim();

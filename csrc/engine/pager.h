@@ -10,7 +10,8 @@
 // [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that is
 // promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the place of
 // one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none stays on the
-// device.
+// device. Memory of updates ahead of the step is taken from them where a home needs it, and for a guest when nothing else
+// can leave the device.
 //
 // A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays are
 // other ranks' to give:
@@ -32,6 +33,12 @@
 #include "trace/recorder.h"
 
 namespace patrickstar {
+
+// Which host memory may be had for what leaves the device.
+enum class HostRoom : uint8_t {
+  kFree,
+  kOfUpdatesAhead,  // also that
+};
 
 class Pager final : public Tenant {
  public:
@@ -60,7 +67,7 @@ class Pager final : public Tenant {
   // Makes sure that the value is in host memory and complete there.
   void bring_to_host(ArrayId id);
   // Starts the copy to the host and frees the slot. False when host memory has no room for it.
-  bool push_out(ArrayId id);
+  bool push_out(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   // The same, and an error when there is no room; host_ready says when the copy is complete.
   void send_to_host(ArrayId id);
   // A block for `id` (if it has none).
@@ -114,16 +121,16 @@ class Pager final : public Tenant {
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes);
   // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no room.
-  bool reserve_block(ArrayId id);
-  bool reserve_value_of(ArrayId id);
-  HostBlock try_allocate_block(ArrayId id);
+  bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
+  bool reserve_value_of(ArrayId id, HostRoom room);
+  HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
   bool is_promised(ArrayId id) const;
 
   // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   bool is_evictable(ArrayId id) const;
-  bool evict(ArrayId id);
+  bool evict(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
   // [Note: what leaves first]. False when nothing can leave.
   bool evict_one(Vacate what);

@@ -76,3 +76,18 @@ def test_less_is_refused(share):
     assert named(least - 1) == least
     config = {**splits.config, "device_memory": device_bytes, "host_memory": least}
     initialize_engine(GPT2.build, 0, config)[0].close()
+
+
+@pytest.mark.parametrize(("device_share", "host_share"), [(2.0, 0.9), (2.5, 0.8)])
+def test_updates_ahead_where_chunks_are_at_home_on_both(device_share, host_share):
+    """Of 16 bytes per parameter the host has less than all: what is at home on the device leaves updates ahead alone."""
+    config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=1e3)
+    config["optimizer"]["speculation"] = "always"
+    splits = Splits(GPT2, config)
+    config["device_memory"] = int(splits.least_device * device_share)
+    config["host_memory"] = int(16 * host_share * splits.unlimited.report["num_chunk_elements"]) + splits.largest
+    run = train(GPT2, config, steps=8)
+    report = run.report
+    assert 0 < report["num_device_state_chunks"] < report["num_chunks"]
+    assert report["num_speculated_updates"] == report["num_updates_taken_over"] > 7 * report["num_chunks"] / 3
+    assert_same(run, train(GPT2, splits.config | {"device_memory": None, "host_memory": None}, steps=8))
