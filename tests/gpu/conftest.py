@@ -1,6 +1,7 @@
 """Shared fixtures of the tests on a GPU."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ import torch
 
 @contextlib.contextmanager
 def deterministic_algorithms():
-    """Attention and embedding backward are only deterministic when asked to be."""
+    """Attention and embedding backward are only deterministic when asked to be. What tests before have left on the GPU
+    is gone.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
