@@ -29,6 +29,7 @@ is a rank's part of it; a peer has no such limit, its processes are ended when t
 * ratio: the system's step over PatrickStar's on as many ranks, that is how many times as fast PatrickStar is.
 * init: from imported packages and compiled kernels to a model that can train, on the slowest rank.
 * losses: means over the ranks.
+* with ``--clipping``: in how many timed steps it acted.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ class Comparison:
             "all_step_seconds": [round(seconds, 4) for seconds in run.step_seconds],
             "slowest_rank_step_seconds": [round(seconds, 4) for seconds in run.slowest_step_seconds],
             "losses": run.losses,
+            "grad_norms": run.grad_norms,
+            "num_clipped_steps": run.num_clipped_steps,
             "settings": run.settings,
             "report": run.report,
             "log_tail": run.log_tail,
@@ -143,6 +145,11 @@ def format_table(comparison: Comparison) -> str:
     lines += ["", "losses, from the first step on:"]
     lines += [
         f"{_name(run)}  " + " ".join(f"{loss:.4f}" for loss in run.losses) for run in comparison.runs if run.losses
+    ]
+    lines += [
+        f"{_name(run)}  clipping acted in {run.num_clipped_steps} of {job.steps} timed steps"
+        for run in comparison.runs
+        if run.num_clipped_steps is not None
     ]
     lines += [
         f"{_name(run)}  exposed time was not measured: {run.activity_reason}"

@@ -67,6 +67,10 @@ class System(Protocol):
         """Forward, backward and update; returns the loss of this rank's batch before the update."""
         ...
 
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients, before clipping; None where it was not computed."""
+        ...
+
     def report(self) -> dict[str, Any]:
         """The system's own figures; ``device_peak_bytes`` among them if PyTorch's CUDA allocator does not know it."""
         ...

@@ -55,6 +55,10 @@ class Zero3:
         self._engine.step()
         return loss.detach()
 
+    def grad_norm(self) -> float | None:
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
     def report(self) -> dict[str, Any]:
         return {}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import limit_device_memory, training_device
@@ -53,15 +54,21 @@ class Sharded:
         self._params = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(self._params, fused=True, **ADAMW)
         self._clipping = job.clipping
+        self._norm: torch.Tensor | None = None
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = self._model(**batch).loss
         loss.backward()
         if self._clipping > 0:
-            nn.utils.clip_grad_norm_(self._params, self._clipping)
+            self._norm = nn.utils.clip_grad_norm_(self._params, self._clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def grad_norm(self) -> float | None:
+        if self._norm is None:
+            return None
+        return (self._norm.full_tensor() if isinstance(self._norm, DTensor) else self._norm).item()
 
     def report(self) -> dict[str, Any]:
         return {}

@@ -133,5 +133,8 @@ class InTrainer:
             raise error
         return self._trainer.last_loss
 
+    def grad_norm(self) -> float | None:
+        return self._trainer.engine.report()["grad_norm"]
+
     def report(self) -> dict[str, Any]:
         return self._trainer.engine.report()

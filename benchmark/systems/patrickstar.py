@@ -52,5 +52,8 @@ class Chunked:
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._training.step(batch)
 
+    def grad_norm(self) -> float | None:
+        return self._training.report()["grad_norm"]
+
     def report(self) -> dict[str, Any]:
         return self._training.report()

@@ -31,6 +31,8 @@ class Run:
     """Of the same steps, each of the rank that took longest."""
     losses: list[float] = dataclasses.field(default_factory=list)
     """Of the same steps, means over the ranks."""
+    grad_norms: list[float | None] = dataclasses.field(default_factory=list)
+    """Of the same steps, before clipping; None where nobody knows it."""
     device_peak_bytes: int | None = None
     """Of the rank that took most."""
     host_peak_bytes: int | None = None
@@ -55,6 +57,14 @@ class Run:
         if num_steps < self.job.warmup + self.job.steps:
             return f"timed step {num_steps - self.job.warmup + 1}"
         return "the profiled step"
+
+    @property
+    def num_clipped_steps(self) -> int | None:
+        """In how many timed steps clipping acted; None: there was none, or it is not known."""
+        norms = self.grad_norms[self.job.warmup :]
+        if self.job.clipping <= 0 or not norms or None in norms:
+            return None
+        return sum(norm > self.job.clipping for norm in norms if norm is not None)
 
     @property
     def is_measured(self) -> bool:
@@ -118,6 +128,7 @@ class RankEvents:
             run.step_seconds.append(first["seconds"])
             run.slowest_step_seconds.append(max(event["seconds"] for event in events))
             run.losses.append(statistics.fmean(event["loss"] for event in events))
+            run.grad_norms.append(first["grad_norm"])
             self._log(f"{self._name}: {stage}: {first['seconds']:.3f} s, loss {run.losses[-1]:.4f}")
         else:
             device_peaks = [event["device_peak_bytes"] for event in events if event["device_peak_bytes"] is not None]

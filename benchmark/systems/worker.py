@@ -74,7 +74,7 @@ def train(job: Job, events: EventWriter, place: RankPlace) -> None:
     timer = StepTimer(job, system, place, barrier)
     for _ in range(job.warmup + job.steps):
         seconds, loss = timer.run()
-        events.send("step", seconds=seconds, loss=loss)
+        events.send("step", seconds=seconds, loss=loss, grad_norm=system.grad_norm() if job.clipping > 0 else None)
     barrier.wait()  # until here no rank may end, nor give back memory that it shares
     report = system.report()
     events.send(

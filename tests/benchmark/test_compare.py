@@ -70,6 +70,10 @@ def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
         assert system["tokens_per_second_per_gpu"] == pytest.approx(2 * 48 / system["step_seconds"])
         ratio = system["step_seconds"] / reference["step_seconds"]
         assert system["step_seconds_over_patrickstar"] == pytest.approx(ratio)
+        assert system["grad_norms"] == pytest.approx(reference["grad_norms"], rel=0.02)
+        clipped = sum(norm > 0.5 for norm in system["grad_norms"][1:])
+        assert system["num_clipped_steps"] == clipped
+        assert f"clipping acted in {clipped} of 3 timed steps" in table
         assert system["host_peak_bytes"] > 100e6
         assert system["exposed_seconds"] is None and system["gpu_activity_missing_because"] == "no GPU"
     assert reference["losses"][0] != reference["losses"][1]

@@ -24,7 +24,7 @@ def send(kind, **values):
 def initialise(seconds=1.0):
     send("initialised", init_seconds=seconds, version="1", settings={"rank": rank})
 def step(seconds, loss):
-    send("step", seconds=seconds, loss=loss)
+    send("step", seconds=seconds, loss=loss, grad_norm=loss)
 def measure(device, host):
     send("measured", device_peak_bytes=device, host_peak_bytes=host, report={"rank": rank})
 def fail(outcome, reason):
@@ -81,6 +81,7 @@ if rank == 0:
     assert result.step_seconds == [0.0, 10.0, 20.0]
     assert result.slowest_step_seconds == [2.0, 12.0, 22.0]
     assert result.losses == [0.5, 1.5, 2.5]  # means
+    assert result.grad_norms == [0.0, 1.0, 2.0]  # rank 0's
     assert (result.device_peak_bytes, result.host_peak_bytes) == (100, 3003)
     assert result.activity == {"computing_seconds": 5.0}
 
