@@ -52,7 +52,7 @@ def test_every_split_trains(precision, clipping):
     assert count >= 18
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["bert", "t5", "lora", "lstm", "shared", "frozen", "mixture_of_experts"])
 def test_models(name):
     """A small model's chunks are a large part of it, and none is divided."""
     splits = Splits(MODELS[name], make_config("bf16", default_chunk_size=4 * 1024))
