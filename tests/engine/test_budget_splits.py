@@ -57,7 +57,7 @@ def test_models(name):
     """A small model's chunks are a large part of it, and none is divided."""
     splits = Splits(MODELS[name], make_config("bf16", default_chunk_size=4 * 1024))
     need = splits.least_device + splits.on_host + splits.largest
-    assert sum(splits.check(int(splits.least_device * d), need) for d in DEVICES[::2]) >= 3
+    assert sum(splits.check(int(splits.least_device * d), need) for d in DEVICES[::2]) >= 2
 
 
 @pytest.mark.parametrize("share", [1.0, 1.5, 2.0, 3.0])
