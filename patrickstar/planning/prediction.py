@@ -137,7 +137,7 @@ def predict_case(
     room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
     planned = planned_chunks(layout, on_device)
     first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
-        setting.speculation, _first_without_room(planned, homes, room)
+        setting.speculation, _first_without_room(planned, [_grad_bytes(chunk) for chunk in chunks], room)
     )
     plan, clipped_plan = (
         _shared_host_plan(
@@ -262,12 +262,12 @@ def _place(
     return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
 
 
-def _first_without_room(chunks: Sequence[PlannedChunk], homes: Sequence[int], room: int) -> int:
-    """The first chunk whose new values find no host memory: those before it are updated during backward
-    (csrc/engine/speculation.cpp).
+def _first_without_room(chunks: Sequence[PlannedChunk], values: Sequence[int], room: int) -> int:
+    """The first chunk whose new parameters (``values``: bytes of each) find no host memory: those before it are updated
+    during backward (csrc/engine/speculation.cpp). That the states of some follow in a pass of their own is not modelled.
     """
-    for index, (chunk, home) in enumerate(zip(chunks, homes, strict=True)):
-        room -= home if chunk.trainable and not chunk.states_on_device else 0
+    for index, (chunk, num_bytes) in enumerate(zip(chunks, values, strict=True)):
+        room -= num_bytes if chunk.trainable and not chunk.states_on_device else 0
         if room < 0:
             return index
     return len(chunks)

@@ -148,9 +148,12 @@ def case_of(name, batch=16, ranks=1):
 
 
 def recorded_runs():
-    """PatrickStar's in these files, and in those of several GPUs once there are some: file and place in it."""
-    names = ["4.3b-24gib", "4.3b-whole-gpu", "6.3b-24gib", "6.3b-24gib-speculation", "10.5b", "16.1b"]
-    for path in [*(RESULTS / f"h200-compare-{name}.json" for name in names), *sorted(RESULTS.glob("h200x*.json"))]:
+    """PatrickStar's in these files, and in those of several GPUs once there are some: file and place in it. One was made
+    before updates in two passes, where the host had no room for others ahead of the step.
+    """
+    names = ["4.3b-24gib", "4.3b-whole-gpu", "4.3b-24gib-defaults", "6.3b-24gib", "6.3b-24gib-defaults", "10.5b", "16.1b"]
+    several = sorted(path for path in RESULTS.glob("h200x*.json") if path.stem != "h200x4-compare-21b-24gib")
+    for path in [*(RESULTS / f"h200-compare-{name}.json" for name in names), *several]:
         for index, run in enumerate(json.loads(path.read_text()).get("systems", [])):
             if run["system"] == "patrickstar" and run.get("step_seconds"):
                 yield pytest.param(path, index, id=f"{path.stem}-{index}")
@@ -165,7 +168,7 @@ def test_predicted_steps_against_measured_ones(path, index):
     ranks = run.get("ranks", 1)
     setting = Setting(
         device_bytes=config["device_memory"],
-        host_bytes=config["host_memory"] or 102 * 2**30,
+        host_bytes=config["host_memory"] or run["report"]["host_budget_bytes"],
         margin_use_ratio=config.get("client", {}).get("mem_tracer", {}).get("margin_use_ratio", 0.95),
         speculation=Speculation(config["optimizer"].get("speculation", "auto")),
     )
