@@ -264,7 +264,7 @@ def _place(
 
 def _first_without_room(chunks: Sequence[PlannedChunk], values: Sequence[int], room: int) -> int:
     """The first chunk whose new parameters (``values``: bytes of each) find no host memory: those before it are updated
-    during backward (csrc/engine/speculation.cpp). That the states of some follow in a pass of their own is not modelled.
+    during backward (csrc/engine/speculation.cpp). That states may follow in a pass of their own is not modelled.
     """
     for index, (chunk, num_bytes) in enumerate(zip(chunks, values, strict=True)):
         room -= num_bytes if chunk.trainable and not chunk.states_on_device else 0

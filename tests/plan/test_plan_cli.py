@@ -148,8 +148,8 @@ def case_of(name, batch=16, ranks=1):
 
 
 def recorded_runs():
-    """PatrickStar's in these files, and in those of several GPUs once there are some: file and place in it. One was made
-    before updates in two passes, where the host had no room for others ahead of the step.
+    """PatrickStar's in these files, and in those of several GPUs: file and place in it. One of those was made before
+    updates in two passes, where the host had no room for others ahead of the step.
     """
     names = ["4.3b-24gib", "4.3b-whole-gpu", "4.3b-24gib-defaults", "6.3b-24gib", "6.3b-24gib-defaults", "10.5b", "16.1b"]
     several = sorted(path for path in RESULTS.glob("h200x*.json") if path.stem != "h200x4-compare-21b-24gib")
