@@ -14,7 +14,7 @@ from tests.models import MODELS, Case, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train
 
 STEPS = 3
-DEVICES = [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.2]
+DEVICES = [1.0, 1.2, 1.6, 2.2, 3.2]
 """Of the least that works where the host holds everything."""
 SUMS = [1.02, 1.05, 1.1]
 """Of the need: what the host holds then, and that least device; no chunk is divided."""
@@ -49,7 +49,7 @@ def test_every_split_trains(precision, clipping):
     splits = Splits(GPT2, make_config(precision, default_chunk_size=16 * 1024, gradient_clipping=clipping))
     need = splits.least_device + splits.on_host
     count = sum(splits.check(int(splits.least_device * d), int(need * s)) for d in DEVICES for s in SUMS)
-    assert count >= 18
+    assert count >= 12
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "lora", "lstm", "shared", "frozen", "mixture_of_experts"])
