@@ -323,7 +323,7 @@ def make_plan(
     """
 
 class DeviceBudget:
-    """How much of a device there is to plan with (csrc/runtime/placement.h)."""
+    """How much of a device there is to plan with (csrc/plan/placement.h)."""
 
     limit_bytes: int
     follows_tide: bool
@@ -554,7 +554,7 @@ class GroupOptions:
     ) -> None: ...
 
 class UseListener:
-    """Is told about uses (csrc/runtime/use_listener.h). Python may inherit from it."""
+    """Is told about uses (csrc/engine/use_listener.h). Python may inherit from it."""
 
     def __init__(self) -> None: ...
     def open_scope(self, params: Sequence[int], until: HoldUntil, /) -> int: ...
@@ -646,7 +646,7 @@ class Collectives:
     def num_ranks(self) -> int: ...
 
 class Runtime(UseListener):
-    """The core's façade (csrc/runtime/runtime.h says what each call does and in which order they come)."""
+    """The core's façade (csrc/engine/runtime.h says what each call does and in which order they come)."""
 
     def __init__(
         self,

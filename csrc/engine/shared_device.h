@@ -92,7 +92,6 @@ class SharedDevice final : public PressureHandler {
     if (cuda_compute_) return *cuda_compute_;
     return *host_compute_;
   }
-  const std::shared_ptr<HostBudget>& host_budget() const { return host_budget_; }
   // An arena whose regions are spread over the NUMA nodes, touched by all threads and fit for transfers.
   std::unique_ptr<HostArena> make_arena();
   // Over which pages are spread; none where they lie as they are touched.

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -113,24 +113,28 @@ def keep_out_of_graphs() -> None:
 
 class RecompileLimit:
     """Room for each of ``num_blocks`` blocks to be a variant of its own of the code that they share, beside those that
-    PyTorch allows for one (``torch._dynamo.config.recompile_limit``); until `restore`.
+    PyTorch allows for one (``torch._dynamo.config.recompile_limit``); until `restore`. Several add up, and end in any
+    order.
 
     What a block of Hugging Face's reads of a cache of keys and values is different in each layer. Past the limit Dynamo
     leaves the other blocks uncompiled: slower, and with other roundings.
     """
 
+    _ours: ClassVar[int | None] = None
+    """What the limit was set to here last."""
+
     def __init__(self, num_blocks: int):
         from torch._dynamo import config
 
-        self._before = config.recompile_limit
-        self._raised = config.recompile_limit = self._before + num_blocks
+        self._num_blocks = num_blocks
+        RecompileLimit._ours = config.recompile_limit = config.recompile_limit + num_blocks
 
     def restore(self) -> None:
-        """What it was, unless somebody else has changed it since."""
+        """Takes the room back, unless somebody else has set the limit since."""
         from torch._dynamo import config
 
-        if config.recompile_limit == self._raised:
-            config.recompile_limit = self._before
+        if config.recompile_limit == RecompileLimit._ours:
+            RecompileLimit._ours = config.recompile_limit = config.recompile_limit - self._num_blocks
 
 
 def compiler_of_caller(caller: Any) -> Compiler | None:

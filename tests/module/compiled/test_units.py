@@ -14,6 +14,7 @@ from torch import nn
 
 from patrickstar import _C, StateError, torch_scope
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.compiled.dynamo import RecompileLimit
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.module.compiled.forms import BACKEND, BEFORE, TOWER, WIDTH, case_of, without_wrappers
@@ -310,4 +311,13 @@ def test_every_layer_that_reads_its_own_cache_is_compiled():
         engine.backward(engine(**token_batch(torch.Generator().manual_seed(3)))["loss"])
         optimizer.step()
     assert len(graphs) == num_layers
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_limits_on_variants_end_in_any_order():
+    limit = torch._dynamo.config.recompile_limit
+    first, second = RecompileLimit(3), RecompileLimit(5)
+    first.restore()
+    assert torch._dynamo.config.recompile_limit == limit + 5
+    second.restore()
     assert torch._dynamo.config.recompile_limit == limit
