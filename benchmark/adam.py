@@ -44,9 +44,9 @@ MIN_SECONDS_PER_CALL = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: %(default)s)")
+    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters")
     parser.add_argument("--num-threads", type=int, default=_C.num_available_cpus(), help="default: all, %(default)s")
-    parser.add_argument("--repeats", type=int, default=11, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=11, help="interleaved rounds")
 
 
 def huge_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:

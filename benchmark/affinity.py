@@ -26,9 +26,9 @@ BESIDE = "_beside_launching"  # ends the names of what was measured beside a bus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: %(default)s)")
+    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters")
     parser.add_argument("--num-threads", type=int, default=0, help="default: as an engine with a GPU has them")
-    parser.add_argument("--repeats", type=int, default=31, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=31, help="interleaved rounds")
 
 
 class LaunchingThread:

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--length", type=int, default=8, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=8, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="measured steps per budget")
     parser.add_argument("--chunk-numel", type=int, default=2 * 2**20, help="elements per chunk")
     parser.add_argument(
@@ -88,7 +88,7 @@ def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> d
                 engine.reset_report()
             begin = time.perf_counter()
             optimizer.zero_grad()
-            engine.backward(engine(**token_batch(shape, args.batch, generator)).loss)
+            engine.backward(engine(**token_batch(shape, args.batch_size, generator)).loss)
             optimizer.step()
             seconds.append(time.perf_counter() - begin)
         report = engine.report()
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> dict:
     """Measures every fraction of the memory that one step takes with everything resident (optimizer states on the
     host).
     """
-    shape = GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.length, checkpointing=False)
+    shape = GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.seq_len, checkpointing=False)
     full = _measure(shape, args, 64 * shape.num_parameters())["device_peak_bytes"]
     rows = []
     for fraction in args.fractions:

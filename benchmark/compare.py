@@ -1,7 +1,7 @@
 """PatrickStar and its peers on the same model with equal settings, in one call.
 
-    python -m benchmark.compare --model 4.3b --batch 16 --gpu-mem 24GiB --gpu-mem fsdp2=all --json results.json
-    python -m benchmark.compare --model 21b --ranks 4 --gpu-mem 24GiB --gpu-mem fsdp2=all --json results.json
+    python -m benchmark.compare --model 4.3b --device-memory 24GiB --device-memory fsdp2=all --json results.json
+    python -m benchmark.compare --model 21b --ranks 4 --device-memory 24GiB --device-memory fsdp2=all --json r.json
 
 Each system trains in fresh processes, one after the other: a Hugging Face GPT-2 (sdpa, no dropout, untied output layer,
 non-reentrant checkpointing) from the same values on the same batches, in bfloat16 with float32 masters, with AdamW. A
@@ -9,12 +9,12 @@ system that is not installed is named and skipped; of one that runs out of memor
 reason is given. The others go on.
 
 ``--ranks`` says how many processes train together, each with a GPU of its own; of several numbers each system runs with
-each. Every rank has ``--batch`` sequences of its own per step, so that more ranks are more work (weak scaling). Without
-a GPU ranks talk over gloo.
+each. Every rank has ``--batch-size`` sequences of its own per step, so that more ranks are more work (weak scaling).
+Without a GPU ranks talk over gloo.
 
-``--gpu-mem`` limits what PyTorch's allocator may reserve on each rank (PatrickStar: ``device_memory``); without a GPU
-it limits PatrickStar's simulated device alone. ``--host-mem`` is for all ranks together: PatrickStar's ``host_memory``
-is a rank's part of it; a peer has no such limit, its processes are ended when they exceed it.
+``--device-memory`` limits what PyTorch's allocator may reserve on each rank (PatrickStar: ``device_memory``); without a
+GPU it limits PatrickStar's simulated device alone. ``--host-memory`` is for all ranks together: PatrickStar's
+``host_memory`` is a rank's part of it; a peer has no such limit, its processes are ended when they exceed it.
 
 * step: median of the timed steps, each from the batch on the host to an idle GPU, on rank 0; all ranks begin together.
 * model TFLOPS = (6 * parameters * tokens + 6 * layers * hidden * length * tokens) / step, with the tokens of one rank;
@@ -29,7 +29,7 @@ is a rank's part of it; a peer has no such limit, its processes are ended when t
 * ratio: the system's step over PatrickStar's on as many ranks, that is how many times as fast PatrickStar is.
 * init: from imported packages and compiled kernels to a model that can train, on the slowest rank.
 * losses: means over the ranks.
-* with ``--clipping``: in how many timed steps it acted.
+* with ``--clip``: in how many timed steps it acted.
 """
 
 from __future__ import annotations
@@ -44,50 +44,53 @@ from benchmark.common import SHAPES, command_line
 from benchmark.compare_report import Comparison, format_table, plot
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.launcher import run_system
-from patrickstar.config import Speculation, parse_bytes
+from patrickstar.command.flags import CommandParser, memory_size
+from patrickstar.config import Speculation
+from patrickstar.sizes import parse_size_with_unit
 
 _WHOLE_GPU = "all"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ``jobs`` has a job per number of ranks and system."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("python -m benchmark.compare", __doc__)
     parser.add_argument(
         "--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS)
     )
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step and rank")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step and rank")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1], metavar="N", help="processes that train together, one per GPU"
     )
-    parser.add_argument("--length", type=int, help="tokens per sequence (default: the model's)")
+    parser.add_argument("--seq-len", type=int, help="tokens per sequence (default: the model's)")
     parser.add_argument(
-        "--gpu-mem",
+        "--device-memory",
         action="append",
         default=[],
         metavar="[SYSTEM=]SIZE",
         help="limit on each rank's device memory, such as 24GiB, of all systems or of one; 'all' (the default): none",
     )
-    parser.add_argument("--host-mem", help="limit on host memory of all ranks together, such as 100GiB")
+    parser.add_argument(
+        "--host-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="limit on host memory of all ranks together, such as 100GiB",
+    )
     parser.add_argument(
         "--speculation",
         choices=[member.value for member in Speculation],
         default=Speculation.AUTO.value,
         help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
     )
-    parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
+    parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per run of a system")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results, anew after each run")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a bar chart, .svg or .png")
     args = parser.parse_args(arguments)
-    if min(args.batch, args.steps, args.length or 1, *args.ranks) < 1 or args.warmup < 0:
-        parser.error("--batch, --ranks, --steps and --length must be at least 1, --warmup at least 0")
+    if min(args.batch_size, args.steps, args.seq_len or 1, *args.ranks) < 1 or args.warmup < 0:
+        parser.error("--batch-size, --ranks, --steps and --seq-len must be at least 1, --warmup at least 0")
     try:
         args.jobs = _jobs(args)
     except ValueError as error:
@@ -96,18 +99,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
-    limits = gpu_limits(args.gpu_mem, args.system)
+    limits = gpu_limits(args.device_memory, args.system)
     return [
         Job(
             system=system,
             model=args.model,
             ranks=ranks,
-            length=args.length or SHAPES[args.model].length,
-            batch=args.batch,
-            clipping=args.clipping,
+            length=args.seq_len or SHAPES[args.model].length,
+            batch=args.batch_size,
+            clipping=args.clip,
             speculation=args.speculation,
             gpu_bytes=limits[system],
-            host_bytes=parse_bytes(args.host_mem, "--host-mem") if args.host_mem else None,
+            host_bytes=args.host_memory,
             warmup=args.warmup,
             steps=args.steps,
         )
@@ -127,14 +130,23 @@ def gpu_limits(values: list[str], systems: list[str]) -> dict[str, int | None]:
     own: dict[str, int | None] = {}
     for value in values:
         system, separator, size = value.rpartition("=")
-        num_bytes = None if size == _WHOLE_GPU else parse_bytes(size, "--gpu-mem")
+        num_bytes = None if size == _WHOLE_GPU else _size(value, size)
         if not separator:
             common = num_bytes
         elif system in systems:
             own[system] = num_bytes
         else:
-            raise ValueError(f"--gpu-mem {value}: {system!r} is not among the systems that run: {', '.join(systems)}")
+            raise ValueError(
+                f"--device-memory {value}: {system!r} is not among the systems that run: {', '.join(systems)}"
+            )
     return {system: own.get(system, common) for system in systems}
+
+
+def _size(value: str, size: str) -> int:
+    try:
+        return parse_size_with_unit(size)
+    except ValueError as error:
+        raise ValueError(f"--device-memory {value}: {error}") from None
 
 
 def _log(line: str) -> None:

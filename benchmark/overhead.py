@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8, help="timed turns of each")
     parser.add_argument("--steps", type=int, default=4, help="steps per turn")
     parser.add_argument(
@@ -85,7 +85,7 @@ def _device() -> str:
 
 
 def _shape(args: argparse.Namespace) -> GptShape:
-    return GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.length, checkpointing=False)
+    return GptShape(args.hidden, args.layers, args.hidden // 64, args.vocab, args.seq_len, checkpointing=False)
 
 
 def _work(system: str, args: argparse.Namespace, connection: Connection) -> None:
@@ -97,7 +97,7 @@ def _work(system: str, args: argparse.Namespace, connection: Connection) -> None
     while num_steps := connection.recv():
         seconds = []
         for _ in range(num_steps):
-            data = {key: value.to(_device()) for key, value in token_batch(shape, args.batch, generator).items()}
+            data = {key: value.to(_device()) for key, value in token_batch(shape, args.batch_size, generator).items()}
             begin = time.perf_counter()
             step(data)
             if torch.cuda.is_available():
@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> dict:
         "torch_step_seconds": statistics.median(turns["torch"]),
         "num_parameters": _shape(args).num_parameters(),
         "precision": args.precision,
-        "batch": args.batch,
-        "length": args.length,
+        "batch": args.batch_size,
+        "length": args.seq_len,
         **provenance(),
     }
 

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--chunk-numel", type=int, default=2**20, help="elements per chunk")
     parser.add_argument("--fraction", type=float, default=0.25, help="of the device memory of the unlimited run")
     parser.add_argument("--link-gbps", type=float, default=2.0)
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace, device_memory: int | None, link_gbps: float) -> dict:
-    shape = GptShape(args.hidden, args.layers, 8, args.vocab, args.length, checkpointing=True)
+    shape = GptShape(args.hidden, args.layers, 8, args.vocab, args.seq_len, checkpointing=True)
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "speculation": "always"},
         "bf16": {"enabled": True},
@@ -55,7 +55,7 @@ def _measure(args: argparse.Namespace, device_memory: int | None, link_gbps: flo
                 engine.reset_report()
             begin = time.perf_counter()
             optimizer.zero_grad()
-            loss = engine(**token_batch(shape, args.batch, generator)).loss
+            loss = engine(**token_batch(shape, args.batch_size, generator)).loss
             engine.backward(loss)
             optimizer.step()
             losses.append(loss.item())

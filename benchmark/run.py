@@ -9,15 +9,16 @@ time, throughput, peaks).
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
+
+from patrickstar.command.flags import CommandParser
 
 CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.run", description=__doc__.splitlines()[0])
+    parser = CommandParser("python -m benchmark.run", __doc__.splitlines()[0])
     subparsers = parser.add_subparsers(dest="case", required=True, metavar="CASE")
     modules = {}
     for case in CASES:

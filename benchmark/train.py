@@ -12,17 +12,18 @@ import time
 import torch
 
 from benchmark.common import SHAPES, model_flops, provenance, token_batch
+from patrickstar.command.flags import memory_size
 from patrickstar.runtime import initialize_engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--device-memory", help="device budget, for example 24GiB (default: by ratio)")
-    parser.add_argument("--host-memory", help="host budget")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="device budget, such as 24GiB")
+    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="host budget, such as 100GiB")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--chunk-numel", type=int, default=64 * 2**20, help="elements per chunk")
-    parser.add_argument("--clipping", type=float, default=0.0)
+    parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--no-hybrid-adam", action="store_true", help="all optimizer states on the host")
 
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> dict:
         },
         "bf16": {"enabled": True},
         "default_chunk_size": args.chunk_numel,
-        "gradient_clipping": args.clipping,
+        "gradient_clipping": args.clip,
     }
     if args.device_memory:
         config["device_memory"] = args.device_memory
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> dict:
                 engine.reset_report()
             begin = time.perf_counter()
             optimizer.zero_grad()
-            data = {key: value.to(device) for key, value in token_batch(shape, args.batch, generator).items()}
+            data = {key: value.to(device) for key, value in token_batch(shape, args.batch_size, generator).items()}
             loss = engine(**data).loss
             engine.backward(loss)
             optimizer.step()
@@ -70,14 +71,14 @@ def run(args: argparse.Namespace) -> dict:
         "case": "train",
         "model": args.model,
         "step_seconds": step,
-        "model_tflops": model_flops(shape, args.batch) / step / 1e12,
-        "tokens_per_second": args.batch * shape.length / step,
+        "model_tflops": model_flops(shape, args.batch_size) / step / 1e12,
+        "tokens_per_second": args.batch_size * shape.length / step,
         "all_step_seconds": [round(value, 4) for value in seconds],
         "losses": losses,
         "init_seconds": init_seconds,
-        "batch": args.batch,
+        "batch": args.batch_size,
         "length": shape.length,
-        "clipping": args.clipping,
+        "clipping": args.clip,
         **{
             key: report[key]
             for key in (

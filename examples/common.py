@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
+from patrickstar.command.flags import memory_size
 from patrickstar.runtime import initialize_engine
 
 matplotlib.use("Agg")
@@ -95,8 +96,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that every example has."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     memory = parser.add_argument_group("memory")
-    memory.add_argument("--device-memory", metavar="BYTES", help='device budget, such as "2GiB" (default: the device)')
-    memory.add_argument("--host-memory", metavar="BYTES", help="host budget for model data (default: most of it)")
+    memory.add_argument(
+        "--device-memory", type=memory_size, metavar="SIZE", help="device budget, such as 2GiB (default: the device)"
+    )
+    memory.add_argument(
+        "--host-memory", type=memory_size, metavar="SIZE", help="host budget for model data (default: most of it)"
+    )
     memory.add_argument("--chunk-size", type=int, metavar="N", help="elements per chunk (default: the library's)")
     memory.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     memory.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default=precision)
@@ -104,7 +109,13 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--epochs", type=float, default=3.0)
     training.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
     training.add_argument("--batch-size", type=int, default=8, help="examples per forward and rank")
-    training.add_argument("--accumulation", type=int, default=1, help="forwards and backwards per optimizer step")
+    training.add_argument(
+        "--gradient-accumulation",
+        dest="accumulation",
+        type=int,
+        default=1,
+        help="forwards and backwards per optimizer step",
+    )
     training.add_argument("--lr", type=float, default=5e-4, help="the highest learning rate, after the warm-up")
     training.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")
     training.add_argument("--weight-decay", type=float, default=0.01, help="not for biases and norms")

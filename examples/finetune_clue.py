@@ -26,6 +26,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from patrickstar.command.flags import CommandParser
+
 WHERE_CLUE_IS = """--data is missing: give a folder with the JSON lines of a CLUE classification task.
 CLUE is had from https://github.com/CLUEbenchmark: TNEWS, IFLYTEK, AFQMC and others from its repository CLUE
 (train.json, dev.json), few-shot editions from FewCLUE (train_few_all.json, dev_few_all.json, test_public.json)."""
@@ -42,7 +44,7 @@ LM_HELD_OUT_SHARE = 0.05
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with a CLUE task")
     parser.add_argument("--arch", choices=["bert", "gpt2"], default="bert")
     parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder: model and tokenizer")

@@ -25,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from patrickstar.command.flags import CommandParser
+
 END = "<|endoftext|>"
 HELD_OUT_SHARE = 0.05
 
@@ -54,7 +56,7 @@ GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line; ``--demo`` changes the defaults, other flags still count."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--demo", action="store_true", help="train with and without a budget and compare")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's reference")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per example")

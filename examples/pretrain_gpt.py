@@ -2,13 +2,13 @@
 
 Usage:
     python examples/pretrain_gpt.py                                            # a tiny GPT on random tokens
-    python examples/pretrain_gpt.py --size 4.3b --batch 16 --checkpointing --gpu-mem 24GiB
+    python examples/pretrain_gpt.py --size 4.3b --batch-size 16 --checkpointing --device-memory 24GiB
     python examples/pretrain_gpt.py --model bert --data book.txt --vocab 8192 --steps 1000 --save-folder run --resume
-    torchrun --nproc_per_node=4 examples/pretrain_gpt.py --size 68b --batch 16 --checkpointing
+    torchrun --nproc_per_node=4 examples/pretrain_gpt.py --size 68b --batch-size 16 --checkpointing
 
 The model is built without memory, initialised on the device that trains, and never whole in any memory. A run that goes
 on from a checkpoint (--save-folder, --resume) has bitwise the numbers of one that was never stopped. It may go on with
-another number of ranks: where ranks x batch x accumulate is the same, each step sees the same data.
+another number of ranks: where ranks x batch size x gradient accumulation is the same, each step sees the same data.
 
 --data: a text file or a folder of *.txt is made tokens of at each start, by rank 0, within its memory; token 0 ends a
 text. Token ids of other origin, or those that --save-tokens wrote, are read from a .bin file: little-endian uint16, one

@@ -2,16 +2,13 @@
 
     from patrickstar.runtime import initialize_engine
 
-Names are imported when they are first used, so that `python -m patrickstar.env` runs where PyTorch or the extension is
-missing, and says so.
+Names are imported when they are first used, PyTorch with the first of them: `patrickstar --help` is there at once, and
+`patrickstar env` runs where PyTorch or the extension is missing, and says so.
 """
 
 import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
-
-with contextlib.suppress(ImportError, OSError):
-    import torch  # noqa: F401  (the extension needs PyTorch's libraries loaded)
 
 if TYPE_CHECKING:
     from patrickstar import checkpointing, comm, ops, utils, zero
@@ -65,6 +62,8 @@ _MODULES = ("_C", "checkpointing", "comm", "ops", "utils", "zero")
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'patrickstar' has no attribute {name!r}")
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("torch")  # the extension needs its libraries loaded
     try:
         module = importlib.import_module(_HOMES.get(name, f"patrickstar.{name}"))
     except ImportError as error:

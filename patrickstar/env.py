@@ -1,4 +1,4 @@
-"""``python -m patrickstar.env``: what this machine and this installation offer, what is missing, and what mends it.
+"""``patrickstar env``: what this machine and this installation offer, what is missing, and what mends it.
 
 Made to be pasted into a bug report, so it works where PatrickStar does not: it needs the standard library alone, and a
 part that fails says why instead of ending the report. ``--json`` prints the same as JSON. The exit status is 1 when
@@ -7,7 +7,6 @@ PatrickStar cannot be used as it is, else 0.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import importlib
@@ -19,14 +18,16 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from patrickstar import __version__
+from patrickstar.command.flags import CommandParser
 from patrickstar.diagnostics.env_findings import Finding, Section, diagnose
 from patrickstar.diagnostics.used_packages import PACKAGES
 from patrickstar.machine import host_memory
+from patrickstar.sizes import show_size
 
 _COMMAND_TIMEOUT_S = 20
 
@@ -82,16 +83,22 @@ def _torch() -> Section:
 
 
 def _extension() -> Section:
-    core = importlib.import_module("patrickstar._C")
+    core = _core()
     info = core.build_info()
     loaded = core.collective.nccl_version() if info["nccl"] else None
     return {"file": core.__file__, "built_with": info, "nccl_loaded": loaded}
 
 
+def _core() -> Any:
+    """The extension; the package imports PyTorch before it. Raises ImportError, with the reason alone."""
+    importlib.import_module("torch")
+    return importlib.import_module("patrickstar._C")
+
+
 def _isa() -> Section:
     section = {"processor": platform.machine(), "override": os.environ.get("PATRICKSTAR_ISA") or None}
     try:
-        optim = importlib.import_module("patrickstar._C").optim
+        optim = _core().optim
     except ImportError:
         wanted = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
         return section | {"chosen": None, "supported": None, "cpu_flags": sorted(wanted & _cpu_flags())}
@@ -103,7 +110,7 @@ def _isa() -> Section:
 def _cpu() -> Section:
     nodes = [path for path in Path("/sys/devices/system/node").glob("node[0-9]*")]
     try:
-        used = importlib.import_module("patrickstar._C").num_available_cpus()
+        used = _core().num_available_cpus()
     except ImportError:
         used = None
     model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
@@ -217,17 +224,13 @@ def _nvcc_candidates() -> list[str | None]:
 # Printing.
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**10:.0f} KiB"
-
-
 def _value(key: str, value: Any) -> str:
     if key.endswith("limit_bytes") or key.startswith("memlock"):
-        return "unlimited" if value is None else _size(value)
+        return "unlimited" if value is None else show_size(value)
     if value is None:
         return "none"
     if key.endswith("_bytes"):
-        return _size(value)
+        return show_size(value)
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(name, item)}" for name, item in value.items())
     if isinstance(value, list):
@@ -250,9 +253,9 @@ def format_report(report: dict[str, Section], findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.env") -> int:
     """Prints the report; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m patrickstar.env", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog, "What this machine and this installation offer, what is missing, and what mends it.")
     parser.add_argument("--json", action="store_true", help="print JSON: the sections, and a list of findings")
     options = parser.parse_args(arguments)
     report = collect()

@@ -1,10 +1,10 @@
 r"""Plans, and what a step costs, without a GPU.
 
-    python -m patrickstar.plan --model 4.3b --batch 16 --gpu-mem 24GiB --cpu-mem 102GiB --checkpointing
+    patrickstar plan --model 4.3b --batch-size 16 --device-memory 24GiB --host-memory 102GiB --checkpointing
 
 says whether a model fits, which chunk size wastes least, how long a step is, what bounds it and what would help;
 
-    python -m patrickstar.plan --model 10.5b --gpu-mem 24GiB --cpu-mem 64GiB --checkpointing \\
+    patrickstar plan --model 10.5b --device-memory 24GiB --host-memory 64GiB --checkpointing \\
         --nodes 4 --gpus-per-node 8 --link ib400 --also 8,256
 
 the same for many GPUs, each of which has a batch and budgets of its own. In programs: ``engine.plan()`` gives the plan
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import Speculation, parse_bytes
+from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
+from patrickstar.config import Speculation
+from patrickstar.machine import host_memory
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.machines import MACHINES, Machine, measured
@@ -33,10 +36,10 @@ from patrickstar.planning.models import PlannedModel, build_model
 from patrickstar.planning.prediction import Case, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
 from patrickstar.planning.uses import StepUses, trace_uses
+from patrickstar.sizes import enough_size, show_size
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
-_GIB = 2**30
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CHUNK_SIZES = [2**20 * size for size in (8, 16, 32, 64, 128, 256)]
 
@@ -105,24 +108,25 @@ class Answer:
         lines = [
             f"{self.num_params / 1e9:.2f} B parameters on {self.machine.name} ({self.machine.source})",
             *self._cluster_lines(),
-            f"fits: device {_gib(step.peak_bytes)} of {_gib(self.setting.device_bytes)} (activations "
-            f"{_gib(case.plan.tide_peak_bytes)}), host {_gib(case.host_bytes)} of {_gib(self.setting.host_bytes)}",
-            f"least that works, all optimizer states on the host: gpu-mem {_gib(case.least_device_bytes)}, cpu-mem "
-            f"{_gib(case.least_host_bytes)} "
+            f"fits: device {show_size(step.peak_bytes)} of {show_size(self.setting.device_bytes)} (activations "
+            f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} of "
+            f"{show_size(self.setting.host_bytes)}",
+            "least that works, all optimizer states on the host: device_memory "
+            f"{enough_size(case.least_device_bytes)}, host_memory {enough_size(case.least_host_bytes)} "
             f"({case.least_host_bytes * self.cluster.num_ranks / self.num_params:.1f} bytes per parameter)",
             f"placement: {case.num_device_state_chunks} of {len(case.plan.chunks)} chunks have their optimizer states "
             f"on the GPU; {case.num_speculated_chunks} are updated during backward",
-            "chunk size   at most held for nothing   least gpu-mem   up per step   step",
+            "chunk size   at most held for nothing   least device_memory   up per step   step",
         ]
         lines += [
             f"{c.chunk_numel / 2**20:7.1f} Mi   {c.waste_bytes / 2**20:15.1f} MiB       "
-            f"{_gib(c.least_device_bytes):>13}   {_gib(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
+            f"{show_size(c.least_device_bytes):>13}   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
             + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
             for c in self.cases
         ]
         lines += [
             f"step {step.seconds:.3f} s, {self.model_flops / step.seconds / 1e12:.0f} model TFLOPS; "
-            f"{_gib(step.uploaded_bytes)} up, {_gib(step.downloaded_bytes)} down",
+            f"{show_size(step.uploaded_bytes)} up, {show_size(step.downloaded_bytes)} down",
             step.roofline_line(),
             f"the GPU waits for: {stalls}",
             f"what would help: {step.what_helps}",
@@ -138,8 +142,8 @@ class Answer:
         link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
         return [
             f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures are one GPU's",
-            f"between GPUs {_gib(step.gathered_bytes)} gathered at {cluster.gather_gbps(self.machine):.0f} GB/s, "
-            f"{_gib(step.scattered_bytes)} scattered at {cluster.scatter_gbps(self.machine):.0f} GB/s, "
+            f"between GPUs {show_size(step.gathered_bytes)} gathered at {cluster.gather_gbps(self.machine):.0f} GB/s, "
+            f"{show_size(step.scattered_bytes)} scattered at {cluster.scatter_gbps(self.machine):.0f} GB/s, "
             f"{cluster.latency_seconds * 1e6:.0f} us for each",
         ]
 
@@ -210,32 +214,30 @@ def _best(cases: list[Case]) -> Case:
     return min((c for c in cases if c.step.seconds <= 1.005 * shortest), key=lambda case: case.waste_bytes)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m patrickstar.plan", description="Will it fit, how long is a step, and what bounds it?"
-    )
+def _parser(prog: str) -> CommandParser:
+    parser = CommandParser(prog, "Will it fit, how long is a step, and what bounds it?")
     parser.add_argument(
         "--model", required=True, help="gpt:HIDDENxLAYERS, 4.3b, or a Hugging Face config.json or folder"
     )
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step and GPU")
-    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=at_least_1, default=16, metavar="N", help="sequences per step and GPU")
+    parser.add_argument("--seq-len", type=at_least_1, default=1024, metavar="N", help="tokens per sequence")
     parser.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
-    parser.add_argument("--gpu-mem", help="device_memory of each engine, such as 24GiB (default: 80 %% of the GPU's)")
-    parser.add_argument("--cpu-mem", required=True, help="host_memory of each engine, such as 102GiB")
-    parser.add_argument("--nodes", type=int, default=1, help="of GPUs that share each chunk (default: 1)")
-    parser.add_argument("--gpus-per-node", type=int, default=1, help="connected by NVLink (default: 1)")
     parser.add_argument(
-        "--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU (default: nvlink)"
-    )
+        "--device-memory", type=memory_size, metavar="SIZE",
+        help="device_memory of each engine, such as 24GiB (default: 80 %% of the GPU's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host-memory", type=memory_size, metavar="SIZE",
+        help="host_memory of each engine, such as 102GiB (default: what an engine would take of this machine)",
+    )  # fmt: skip
+    parser.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
+    parser.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected by NVLink")
+    parser.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
     parser.add_argument("--also", metavar="GPUS", help="other numbers of GPUs to tell the step of, such as 8,32,256")
-    parser.add_argument("--chunk-numel", default="auto", help="elements per chunk (default: auto)")
+    parser.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument(
-        "--margin-use-ratio", type=float, default=0.95, help="client.mem_tracer.margin_use_ratio (default: 0.95)"
+        "--margin-use-ratio", type=positive, default=0.95, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
     )
     parser.add_argument(
         "--speculation",
@@ -243,8 +245,8 @@ def _parser() -> argparse.ArgumentParser:
         default=Speculation.AUTO.value,
         help="optimizer.speculation",
     )
-    parser.add_argument("--clipping", type=float, default=0.0, help="gradient_clipping")
-    parser.add_argument("--precision", choices=_DTYPES, default="bf16")
+    parser.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
+    parser.add_argument("--precision", choices=_DTYPES, default="bf16", help="of compute")
     parser.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--save", metavar="PATH", help="also write the plan there")
@@ -261,8 +263,6 @@ def _chunk_numel(text: str) -> int | None:
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
     """What was asked for, then the others."""
-    if args.nodes < 1 or args.gpus_per_node < 1:
-        raise ValueError(f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; give at least 1")
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
     sizes = (args.also or "").split(",") if args.also else []
     if not all(size.isdigit() for size in sizes):
@@ -271,15 +271,12 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
 
 
 def _run(args: argparse.Namespace) -> list[Answer | _C.MemoryBudgetError]:
-    if args.batch < 1 or args.length < 1:
-        raise ValueError(f"--batch is {args.batch} and --length {args.length}; give at least 1")
     if not 0 < args.margin_use_ratio <= 1:
         raise ValueError(f"--margin-use-ratio is {args.margin_use_ratio}; give more than 0 and at most 1")
     machine = MACHINES[args.gpu]
-    device_bytes = parse_bytes(args.gpu_mem, "--gpu-mem") if args.gpu_mem else int(0.8 * machine.gpu_bytes)
     setting = Setting(
-        device_bytes=device_bytes,
-        host_bytes=parse_bytes(args.cpu_mem, "--cpu-mem"),
+        device_bytes=args.device_memory or int(0.8 * machine.gpu_bytes),
+        host_bytes=args.host_memory or host_memory.default_budget_bytes(),
         margin_use_ratio=args.margin_use_ratio,
         speculation=Speculation(args.speculation),
     )
@@ -287,7 +284,7 @@ def _run(args: argparse.Namespace) -> list[Answer | _C.MemoryBudgetError]:
     clusters = _clusters(args)
     if args.measure:
         machine = measured(machine)
-    model = build_model(args.model, args.batch, args.length, checkpointing=args.checkpointing)
+    model = build_model(args.model, args.batch_size, args.seq_len, checkpointing=args.checkpointing)
     return answer(
         model,
         compute_dtype=_DTYPES[args.precision],
@@ -295,7 +292,7 @@ def _run(args: argparse.Namespace) -> list[Answer | _C.MemoryBudgetError]:
         setting=setting,
         clusters=clusters,
         chunk_numel=chunk_numel,
-        clipping=args.clipping,
+        clipping=args.clip,
     )
 
 
@@ -313,14 +310,14 @@ def _comparison(answers: Sequence[Answer | _C.MemoryBudgetError], clusters: Sequ
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
     """The command. Returns 0, 1 when the model does not fit, 2 when an argument is wrong."""
-    args = _parser().parse_args(argv)
-    try:
-        answers = _run(args)
-    except ValueError as error:
-        print(f"python -m patrickstar.plan: {error}", file=sys.stderr)
-        return 2
+    args = _parser(prog).parse_args(arguments)
+    return run_reporting(prog, functools.partial(_tell, args))
+
+
+def _tell(args: argparse.Namespace) -> int:
+    answers = _run(args)
     found = answers[0]
     fits = isinstance(found, Answer)
     if args.save and isinstance(found, Answer):

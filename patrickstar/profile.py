@@ -1,4 +1,4 @@
-"""``python -m patrickstar.profile script.py args…``: runs a training script and profiles one step of its engine.
+"""``patrickstar profile script.py args…``: runs a training script and profiles one step of its engine.
 
 Writes a trace for chrome://tracing and https://ui.perfetto.dev, a picture of device memory (with matplotlib), and a
 summary, which it also prints. The script is run as it is; it learns of the request by the environment variable
@@ -15,29 +15,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from patrickstar.command.flags import CommandParser, at_least_1
 from patrickstar.config import PROFILE_VARIABLE, ProfileConfig
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of this command's options, script and script arguments."""
     defaults = ProfileConfig()
     description = "Runs a training script and profiles one step of its engine: a trace, a picture and a summary."
-    parser = argparse.ArgumentParser(prog="python -m patrickstar.profile", description=description)
-    parser.add_argument("--step", type=int, default=defaults.step, help="which step, from 1 (default: %(default)s)")
-    parser.add_argument("--output", default=defaults.output, help="folder for the files (default: %(default)s)")
+    parser = CommandParser(prog, description)
+    parser.add_argument("--step", type=at_least_1, default=defaults.step, help="which step, from 1")
+    parser.add_argument("--output", default=defaults.output, metavar="FOLDER", help="where the files go")
     parser.add_argument("script", help="a Python script that calls initialize_engine")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the script; its exit status, or 1 when no step was profiled."""
-    options = make_parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.profile") -> int:
+    """Runs the script; its exit status, 1 when no step was profiled, 2 when an argument is wrong."""
+    parser = make_parser(prog)
+    options = parser.parse_args(arguments)
     script = Path(options.script)
-    if options.step < 1:
-        sys.exit(f"--step is {options.step}; steps are counted from 1")
     if not script.is_file():
-        sys.exit(f"there is no script {script}")
+        parser.error(f"there is no script {script}")
     folder = Path(options.output).resolve()  # the script may change its directory
     os.environ[PROFILE_VARIABLE] = f"{options.step},{folder}"
     began = time.time_ns()

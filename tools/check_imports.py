@@ -14,7 +14,7 @@ from pathlib import Path
 
 # A room imports itself and lower layers; rooms of one layer never import each other. What lies beside the rooms
 # (patrickstar/zero.py, patrickstar/plan.py and so on) are names and commands of users: it imports what it likes, and no
-# room imports it.
+# room imports it. So is a room's __main__.py, which is run and never imported.
 LAYERS = {
     "config": 0,
     "diagnostics": 0,
@@ -31,7 +31,10 @@ LAYERS = {
     "runtime": 5,
     "deepspeed": 6,
     "integrations": 7,
+    "command": 8,
 }
+# Below all rooms: standard library alone, imported by whoever likes.
+FOR_ALL = ("sizes",)
 NAMES_OF_USERS = ("checkpointing", "comm", "env", "ops", "plan", "profile", "utils", "zero")
 PACKAGE = "patrickstar"
 EXTENSION = "_C"
@@ -61,17 +64,19 @@ def check(root: Path) -> list[str]:
     for file in sorted(package.rglob("*.py")):
         place = file.relative_to(package).as_posix()
         room = place.partition("/")[0].removesuffix(".py")
-        if room in (*NAMES_OF_USERS, "__init__"):
+        if room in (*NAMES_OF_USERS, "__init__") or file.name == "__main__.py":
             continue
-        if room not in LAYERS:
+        if room not in (*LAYERS, *FOR_ALL):
             rooms = ", ".join(LAYERS)
             violations.append(f"{PACKAGE}/{place}:1: {room} is no room; put the module into one of {rooms}")
             continue
         for line, name in imports(file):
             other = name.partition(".")[0]
-            if other in (room, EXTENSION, "__version__"):
+            if other in (room, EXTENSION, "__version__", *FOR_ALL):
                 continue
-            if other not in LAYERS:
+            if room in FOR_ALL:
+                why = f"but {room} is below all rooms"
+            elif other not in LAYERS:
                 why = f"but {other} is a name of users, which imports rooms and not the other way round"
             elif LAYERS[other] == LAYERS[room]:
                 why = f"but {room} and {other} are siblings in layer {LAYERS[room]}"

@@ -44,8 +44,8 @@ Some of DeepSpeed's defaults are not PatrickStar's: with `patrickstar.initialize
 AdamW, and the sections `fp16` and `bf16` are off without `enabled`. A value `"auto"` counts as left out, but where it
 is a value of the key's own. Keys that begin with `_` or `//` are comments.
 
-`python -m patrickstar.config --json-schema` writes a JSON Schema, with which editors check and complete a file. This
-page is made from the same models, by `tools/config_table.py`.
+`patrickstar config check FILE` says what is wrong in a file, `patrickstar config schema` writes a JSON Schema, with
+which editors check and complete one. This page is made from the same models, by `tools/config_table.py`.
 """
 
 _JSON_TYPES = {

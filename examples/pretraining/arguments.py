@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.command.flags import CommandParser, memory_size
 from patrickstar.config import Speculation, parse_config
 
 from .models import SIZES, ModelKind, ModelShape
@@ -60,7 +61,7 @@ class RunOptions:
         return self.data is not None and self.data.suffix != ".bin"
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """Leaves it to the caller to print an error, so that it is printed by one rank."""
 
     def error(self, message: str) -> NoReturn:
@@ -91,7 +92,7 @@ def parse_arguments(argv: list[str], description: str | None) -> RunOptions:
 
 
 def _make_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=description)
     _add_model_arguments(parser.add_argument_group("model"))
     _add_data_arguments(parser.add_argument_group("data"))
     _add_training_arguments(parser.add_argument_group("training"))
@@ -108,7 +109,7 @@ def _add_model_arguments(model: Any) -> None:
     model.add_argument("--layers", type=int, metavar="N")
     model.add_argument("--heads", type=int, metavar="N")
     model.add_argument("--vocab", type=int, metavar="N", help="token ids; with --model bert the last one is the mask")
-    model.add_argument("--length", type=int, metavar="N", help="tokens per sequence")
+    model.add_argument("--seq-len", dest="length", type=int, metavar="N", help="tokens per sequence")
     model.add_argument("--dropout", type=float, default=0.0)
     model.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
 
@@ -124,7 +125,7 @@ def _add_data_arguments(data: Any) -> None:
         "--tokenizer",
         choices=["bpe", "bytes"],
         default="bpe",
-        help="of a text: a byte-level BPE trained on it, with --vocab ids, or its bytes (default: bpe)",
+        help="of a text: a byte-level BPE trained on it, with --vocab ids, or its bytes",
     )
     data.add_argument(
         "--save-tokens", type=Path, metavar="X.bin", help="write a text's tokens there, and X.tokenizer.json beside"
@@ -134,21 +135,37 @@ def _add_data_arguments(data: Any) -> None:
 def _add_training_arguments(training: Any) -> None:
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     training.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume too")
-    training.add_argument("--batch", type=int, default=4, help="sequences per forward and rank")
-    training.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards and backwards per step")
+    training.add_argument("--batch-size", dest="batch", type=int, default=4, help="sequences per forward and rank")
+    training.add_argument(
+        "--gradient-accumulation",
+        dest="accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="forwards and backwards per step",
+    )
     training.add_argument("--lr", type=float, default=3e-4, help="the highest learning rate")
     training.add_argument("--schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     training.add_argument("--schedule-steps", type=int, metavar="N", help="of the cosine (default: --steps)")
     training.add_argument("--warmup", type=int, metavar="N", help="steps (default: a tenth of the schedule)")
     training.add_argument("--weight-decay", type=float, default=0.01, help="not for biases and norms")
-    training.add_argument("--clipping", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    training.add_argument(
+        "--clip", dest="clipping", type=float, default=1.0, help="largest gradient norm; 0: no clipping"
+    )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default=precision)
     training.add_argument("--seed", type=int, default=0)
 
 
 def _add_memory_arguments(memory: Any) -> None:
-    memory.add_argument("--gpu-mem", metavar="BYTES", help='device budget, such as "24GiB" (default: most of it)')
-    memory.add_argument("--host-mem", metavar="BYTES", help="host budget for model data (default: most of its share)")
+    memory.add_argument(
+        "--device-memory", type=memory_size, metavar="SIZE", help="device budget, such as 24GiB (default: most of it)"
+    )
+    memory.add_argument(
+        "--host-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="host budget for model data (default: most of its share)",
+    )
     memory.add_argument("--chunk-numel", type=int, metavar="N", help="elements per chunk")
     memory.add_argument("--margin-use-ratio", type=float, metavar="R", help="of spare memory, for optimizer states")
     memory.add_argument("--states-on-host", action="store_true", help="all optimizer states stay on the host")
@@ -195,8 +212,8 @@ def _training_options(args: argparse.Namespace) -> TrainingOptions:
         schedule_steps=schedule_steps if args.schedule == "cosine" else None,
         clipping=args.clipping,
         accumulate=args.accumulate,
-        gpu_memory=args.gpu_mem,
-        host_memory=args.host_mem,
+        gpu_memory=args.device_memory,
+        host_memory=args.host_memory,
         chunk_numel=args.chunk_numel,
         margin_use_ratio=args.margin_use_ratio,
         states_on_host=args.states_on_host,
@@ -225,7 +242,7 @@ def _further_config(path: Path | None) -> Mapping[str, Any]:
 
 def _check_numbers(options: RunOptions) -> None:
     training = options.training
-    counts = {"--steps": options.steps, "--batch": options.batch, "--accumulate": training.accumulate}
+    counts = {"--steps": options.steps, "--batch-size": options.batch, "--gradient-accumulation": training.accumulate}
     counts |= {"--log-every": options.log_every, "--save-every": options.save_every}
     counts |= {"--schedule-steps": training.schedule_steps}
     for flag, count in counts.items():
@@ -237,7 +254,8 @@ def _check_numbers(options: RunOptions) -> None:
         raise ValueError(f"--warmup is {training.warmup_steps}; give 0 or more")
     if training.speculation == Speculation.COMMIT.value and training.accumulate > 1:
         raise ValueError(
-            f"--speculation commit updates in every backward, --accumulate is {training.accumulate}; leave out one"
+            f"--speculation commit updates in every backward, --gradient-accumulation is {training.accumulate}; leave "
+            "out one"
         )
 
 

@@ -84,6 +84,15 @@ class Checkpoint:
                 another.
         """
         self._check(list(sink.wanted()))
+        self.check_files(rank, num_ranks)
+
+    def check_files(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Whether the files are there with the sizes and headers that were saved; each is looked at by one of the
+        ranks.
+
+        Raises:
+            CheckpointError: one of them is not.
+        """
         for file in list(self.manifest.files)[rank::num_ranks]:
             if file not in self._files:
                 self._open(file)

@@ -1,22 +1,8 @@
-"""``python -m patrickstar.config --json-schema``: writes the JSON Schema of a configuration file, for editors."""
+"""``python -m patrickstar.config``: the same as ``patrickstar config``."""
 
-from __future__ import annotations
+import sys
 
-import argparse
-import json
-
-from patrickstar.config.editor_schema import make_json_schema
-
-
-def main() -> None:
-    """Runs the command ``python -m patrickstar.config``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m patrickstar.config", description="What a configuration file may have."
-    )
-    parser.add_argument("--json-schema", action="store_true", required=True, help="write the JSON Schema, for editors")
-    parser.parse_args()
-    print(json.dumps(make_json_schema(), indent=1))
-
+from patrickstar.command.config_file import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

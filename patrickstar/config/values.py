@@ -8,7 +8,6 @@ import enum
 import math
 import numbers
 import os
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -16,8 +15,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+from patrickstar.sizes import parse_size
 
 
 class Section(BaseModel):
@@ -51,9 +49,7 @@ _GIVE_BYTES = f'give bytes as a positive integer or a string such as "24GiB" or 
 
 def _num_bytes(value: Any) -> int | None:
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?)\s*([a-zA-Z]*)\s*", value, re.ASCII)
-        if match and match.group(2).lower() in _UNITS:
-            value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+        value = parse_size(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 < value <= _MOST:
         return None
     return int(value)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from patrickstar.config import parse_bytes
+from patrickstar.sizes import enough_size, show_size
 
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 _BACKWARD_NOTE = (
     "Nothing was updated. Run forward and backward of this step again: the most that was asked for is known now, and "
     "chunks make room for it. If it fails again, lower the batch size or raise device_memory."
@@ -46,14 +46,15 @@ def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, rep
     budget, asked = report["device_budget_bytes"], _asked_bytes(str(error))
     place = _innermost_module(error, module)
     where = f" in {place}" if place else ""
-    more = f", where {_size(asked)} more were asked for" if asked else ""
+    more = f", where {show_size(asked)} more were asked for" if asked else ""
     least = activations + values + asked
     error.add_note(
-        f"Activations and inputs take {_size(activations)}{where}{more}, and the parameters in use {_size(values)}; "
-        f"device_memory is {_size(budget)}. Nothing was updated. What helps: a smaller batch or shorter sequences, "
-        "activation checkpointing (gradient_checkpointing_enable() of Hugging Face's models), a loss that does not "
-        f"make all logits at once, or a device_memory of at least {_size(max(least, budget))} (this point alone needs "
-        f"{_size(least)}; blocks that are free but in pieces come on top)."
+        f"Activations and inputs take {show_size(activations)}{where}{more}, and the parameters in use "
+        f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: a smaller batch "
+        "or shorter sequences, activation checkpointing (gradient_checkpointing_enable() of Hugging Face's models), a "
+        "loss that does not make all logits at once, or a device_memory of at least "
+        f"{enough_size(max(least, budget))} (this point alone "
+        f"needs {show_size(least)}; blocks that are free but in pieces come on top)."
     )
 
 
@@ -72,11 +73,6 @@ def _innermost_module(error: BaseException, root: nn.Module) -> str:
         innermost = names.get(id(trace.tb_frame.f_locals.get("self")), innermost)
         trace = trace.tb_next
     return innermost
-
-
-def _size(num_bytes: int) -> str:
-    name, unit = next((name, unit) for name, unit in _UNITS.items() if num_bytes >= unit or unit == 1)
-    return f"{num_bytes / unit:.2f} {name}"
 
 
 def first_sentence(error: BaseException) -> str:

@@ -1,19 +1,17 @@
 """How fast machines are: the only place with such numbers, each with its source.
 
-Rates that were measured say on what; rates scaled from data sheets say so. ``python -m patrickstar.plan --measure``
+Rates that were measured say on what; rates scaled from data sheets say so. ``patrickstar plan --measure``
 takes what it can from the machine it runs on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import torch
 
 from patrickstar import _C
-from patrickstar.config import HostThreadsConfig
-from patrickstar.machine.engine_options import host_thread_options
+from patrickstar.planning.measuring import measure_host_adam_gparams, measure_link_gbps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,66 +163,10 @@ def measured(machine: Machine) -> Machine:
     updates. Takes about a second, and 0.5 GB of host memory.
     """
     what = ["host Adam"]
-    values = {"host_adam_gparams": _host_adam_gparams()}
+    values = {"host_adam_gparams": measure_host_adam_gparams()}
     if torch.cuda.is_available():
         what.append("link")
-        values |= _link_gbps()
+        values["upload_gbps"], values["download_gbps"] = measure_link_gbps()
     return dataclasses.replace(
         machine, source=f"{' and '.join(what)} measured on this machine; the rest: {machine.source}", **values
     )
-
-
-_REPEATS = 5
-
-
-def _host_adam_gparams(numel: int = 16 * 2**20) -> float:
-    options = host_thread_options(HostThreadsConfig(), with_gpu=torch.cuda.is_available())
-    threads = _C.choose_host_threads(_C.read_cpu_topology(_C.allowed_cpus()), options)
-    pool = _C.ThreadPool(threads.num_threads, threads.worker_cpus)
-    master, momentum, variance = (torch.zeros(numel) for _ in range(3))
-    grad = torch.zeros(numel, dtype=torch.bfloat16)
-    scalars = dict.fromkeys(("grad_scale", "decay", "inv_sqrt_bias_correction2", "eps", "step_size"), 1.0)
-    scalars |= {"weight_decay": 0.0, "beta2": 0.999, "one_minus_beta1": 0.1, "one_minus_beta2": 0.001}
-
-    def update() -> None:
-        _C.optim.adam(
-            _C.optim.isa(),
-            master.data_ptr(),
-            momentum.data_ptr(),
-            variance.data_ptr(),
-            grad.data_ptr(),
-            _C.DType.BFLOAT16,
-            grad.data_ptr(),
-            _C.DType.BFLOAT16,
-            numel,
-            pool,
-            **scalars,
-        )
-
-    update()
-    begin = time.perf_counter()
-    for _ in range(_REPEATS):
-        update()
-    return _REPEATS * numel / (time.perf_counter() - begin) / 1e9
-
-
-def _link_gbps(num_bytes: int = 128 * 2**20) -> dict[str, float]:
-    """Both directions at once, as a step has them."""
-    host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    rates = []
-    for _ in range(2):  # the first one warms up
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in streams]
-        for up, stream, (begin, end) in zip((True, False), streams, events, strict=True):
-            with torch.cuda.stream(stream):
-                begin.record()
-                for _ in range(_REPEATS):
-                    if up:
-                        device[0].copy_(host[0], non_blocking=True)
-                    else:
-                        host[1].copy_(device[1], non_blocking=True)
-                end.record()
-        torch.cuda.synchronize()
-        rates = [_REPEATS * num_bytes / (begin.elapsed_time(end) / 1e3) / 1e9 for begin, end in events]
-    return {"upload_gbps": rates[0], "download_gbps": rates[1]}

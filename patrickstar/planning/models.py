@@ -119,7 +119,7 @@ def _gpt_config(name: str, length: int) -> Any:
 def _check_length(name: str, config: Any, length: int) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
-        raise ValueError(f"--length is {length}, but {name} has {longest} positions; give less")
+        raise ValueError(f"--seq-len is {length}, but {name} has {longest} positions; give less")
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:

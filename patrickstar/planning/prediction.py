@@ -15,6 +15,7 @@ from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
+from patrickstar.sizes import enough_size, show_shortage, show_size
 
 # Of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
@@ -128,8 +129,8 @@ def predict_case(
     least = int(least_limit / (1 - _C.CUDA_SLACK_RATIO)) + 1
     if least > setting.device_bytes:
         raise _C.MemoryBudgetError(
-            f"gpu-mem is {setting.device_bytes} bytes, but activations and the largest moment's chunks take {least}; "
-            "give at least that, or a smaller batch, a shorter length or --checkpointing"
+            f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest moment's "
+            f"chunks; give at least {enough_size(least)}, or a smaller batch, a shorter length or checkpointing"
         )
     on_device = _place(layout, all_on_host, budget, setting)
     timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
@@ -147,8 +148,9 @@ def predict_case(
     )
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
-            f"cpu-mem is {setting.host_bytes} bytes, which leaves so many optimizer states to the GPU that a step "
-            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest_grad}, or gpu-mem"
+            f"host_memory is {show_size(setting.host_bytes)}, which leaves so many optimizer states to the GPU that a "
+            f"step needs {show_size(plan.least_limit_bytes)} there; raise host_memory to "
+            f"{enough_size(sum(homes) + largest_grad)}, or device_memory"
         )
     return Case(
         chunk_numel=layout.chunk_numel,
@@ -254,9 +256,9 @@ def _place(
     on_device, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
     if host_bytes > setting.host_bytes:
         raise _C.MemoryBudgetError(
-            f"parameters and optimizer states need {sum(map(_home_bytes, chunks))} bytes, of which the GPU has room "
-            f"for {room} before activations; the others take {host_bytes} on the host, and cpu-mem is "
-            f"{setting.host_bytes}; raise cpu-mem to at least {host_bytes}, or gpu-mem"
+            f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; parameters and optimizer states take "
+            f"{show_size(sum(map(_home_bytes, chunks)))}, of which the GPU has room for {show_size(max(room, 0))} "
+            f"before activations; raise host_memory to at least {enough_size(host_bytes)}, or device_memory"
         )
     count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
     return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]

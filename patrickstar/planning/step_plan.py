@@ -11,10 +11,10 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
+from patrickstar.sizes import show_size
 
 VERSION = 3
 _FORMAT = "patrickstar.plan"
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +175,8 @@ class Plan:
         lines = [
             f"plan of {len(self.timeline)} moments over {len(self.chunks)} chunks "
             f"({resident} with optimizer states on the device)",
-            f"per step {self.uploaded_bytes / _GIB:.3f} GiB up, {self.downloaded_bytes / _GIB:.3f} GiB down; "
-            f"tide up to {self.tide_peak_bytes / _GIB:.3f} GiB; fits from {self.least_limit_bytes / _GIB:.3f} GiB on",
+            f"per step {show_size(self.uploaded_bytes)} up, {show_size(self.downloaded_bytes)} down; tide up to "
+            f"{show_size(self.tide_peak_bytes)}; fits from {show_size(self.least_limit_bytes)} on",
             *([self.prediction.roofline_line()] if self.prediction is not None else []),
             f"{'moment':>8}  {'phase':8}  {'tide MiB':>9}  uses | evicts | fetches | prefetches",
         ]

@@ -1,7 +1,7 @@
 """One step of training, seen: a trace for chrome://tracing and Perfetto, a picture of memory, and a summary.
 
 The core traces the step (csrc/trace/step_tracer.h); this package decides which one, and writes what it gave. Asked for
-with ``config["profile"]`` or ``python -m patrickstar.profile script.py``.
+with ``config["profile"]`` or ``patrickstar profile script.py``.
 
 A trace is the dict that ``_C.Runtime.take_trace`` returns. Times are in seconds from the beginning of the step's first
 forward, as the compute queue sees it; it ends with the optimizer's step. What the step started and what ends later is

@@ -47,7 +47,9 @@ def without_deepspeed(monkeypatch):
 
 
 def test_systems_train_the_same_thing(tmp_path, capsys, without_deepspeed):
-    flags = "--batch 2 --length 48 --clipping 0.5 --warmup 1 --steps 3 --gpu-mem 24MiB --gpu-mem fsdp2=all"
+    flags = (
+        "--batch-size 2 --seq-len 48 --clip 0.5 --warmup 1 --steps 3 --device-memory 24MiB --device-memory fsdp2=all"
+    )
     flags += f" --system {MISSING} patrickstar fsdp2"
     files = ["--json", str(tmp_path / "results" / "out.json"), "--plot", str(tmp_path / "out.svg")]
     assert compare.main([*flags.split(), *files]) == 0
@@ -96,7 +98,8 @@ def expected_losses(num_ranks, batch, length):
 
 
 def test_several_ranks_train_the_same_thing(tmp_path, capsys):
-    flags = "--system patrickstar fsdp2-offload --ranks 2 --batch 2 --length 48 --warmup 1 --steps 2 --host-mem 2GiB"
+    flags = "--system patrickstar fsdp2-offload --ranks 2 --batch-size 2 --seq-len 48 --warmup 1 --steps 2 "
+    flags += "--host-memory 2GiB"
     assert compare.main([*flags.split(), "--json", str(tmp_path / "out.json")]) == 0
     print(capsys.readouterr().out)
     patrickstar, fsdp2 = json.loads((tmp_path / "out.json").read_text())["systems"]
@@ -112,7 +115,7 @@ def test_several_ranks_train_the_same_thing(tmp_path, capsys):
 
 
 def test_a_system_that_does_not_fit_is_reported_and_the_others_go_on(tmp_path, capsys, without_deepspeed):
-    flags = f"--system patrickstar {MISSING} --ranks 2 --batch 2 --warmup 0 --steps 1 --gpu-mem 64KiB --json"
+    flags = f"--system patrickstar {MISSING} --ranks 2 --batch-size 2 --warmup 0 --steps 1 --device-memory 64KiB --json"
     assert compare.main([*flags.split(), str(tmp_path / "out.json")]) == 1
     table = capsys.readouterr().out
     print(table)
@@ -171,7 +174,7 @@ def test_gpu_limits():
     assert compare.gpu_limits(["all", "fsdp2=1GiB"], systems) == {"patrickstar": None, "fsdp2": gib}
     with pytest.raises(ValueError, match="not among the systems that run: patrickstar, fsdp2"):
         compare.gpu_limits(["fsdp=1GiB"], systems)
-    with pytest.raises(ValueError, match="--gpu-mem is 'much'"):
+    with pytest.raises(ValueError, match="--device-memory much: 'much' is no amount"):
         compare.gpu_limits(["much"], systems)
 
 

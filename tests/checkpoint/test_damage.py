@@ -293,5 +293,5 @@ def test_verify_on_the_command_line(tmp_path, capsys):
     assert done.returncode == 1
     assert f"{path}: DAMAGED" in done.stdout
     assert f"{tmp_path / 'u'}: every byte is right" in done.stdout
-    assert main(["verify", str(tmp_path / "none")]) == 1
+    assert main(["verify", str(tmp_path / "none")]) == 2
     assert "nothing was saved there yet" in capsys.readouterr().err

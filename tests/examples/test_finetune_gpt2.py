@@ -37,7 +37,7 @@ def test_finetunes_a_local_model_on_own_text(trained, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The chunk moves between the host and the device, and no number changes. " * 400, encoding="utf-8")
     data = ("--pretrained", folder / "model", "--text", text, "--seq-len", 32, "--output-dir", tmp_path)
-    training = ("--steps", 60, "--lr", "5e-3", "--batch-size", 4, "--accumulation", 2, "--precision", "bf16")
+    training = ("--steps", 60, "--lr", "5e-3", "--batch-size", 4, "--gradient-accumulation", 2, "--precision", "bf16")
     memory = ("--checkpointing", "--device-memory", "24MiB", "--host-memory", "1GiB", "--chunk-size", 65536)
     result = run_example("finetune_gpt2.py", *data, *training, *memory)
     assert result.returncode == 0, result.stderr

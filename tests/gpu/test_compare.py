@@ -19,7 +19,9 @@ def run(tmp_path_factory):
     def run(system):
         if system not in done:
             results = tmp_path_factory.mktemp(system) / "out.json"
-            flags = "--model 0.1b --batch 2 --length 256 --warmup 2 --steps 3 --gpu-mem 4GiB --clipping 1.0 --json"
+            flags = (
+                "--model 0.1b --batch-size 2 --seq-len 256 --warmup 2 --steps 3 --device-memory 4GiB --clip 1.0 --json"
+            )
             assert compare.main([*flags.split(), str(results), "--system", system]) == 0
             done[system] = json.loads(results.read_text())
         return done[system]["systems"][0], done[system]["num_parameters"]

@@ -10,7 +10,18 @@ from patrickstar.plan import main
 from patrickstar.planning.cluster import LINKS, Cluster, HostTraffic, parse_link
 from patrickstar.planning.machines import H200
 
-SMALL = ["--model", "gpt:128x4", "--batch", "2", "--length", "64", "--cpu-mem", "4GiB", "--gpu-mem", "256MiB"]
+SMALL = [
+    "--model",
+    "gpt:128x4",
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "64",
+    "--host-memory",
+    "4GiB",
+    "--device-memory",
+    "256MiB",
+]
 IB = LINKS["ib400"]
 
 
@@ -100,7 +111,7 @@ def test_a_slow_link_bounds_the_step(capsys):
 
 def test_more_ranks_fit_where_fewer_do_not(capsys):
     """States of 16.5 M parameters take 231 MB: a GPU and its host with 128 MiB each hold a quarter of them."""
-    tight = ["--cpu-mem", "96MiB", "--gpu-mem", "128MiB", "--gpus-per-node", "4", "--also", "1"]
+    tight = ["--host-memory", "96MiB", "--device-memory", "128MiB", "--gpus-per-node", "4", "--also", "1"]
     found = as_json(capsys, *tight)
     assert found["fits"]
     assert not found["also"][0]["fits"]
@@ -111,7 +122,6 @@ def test_more_ranks_fit_where_fewer_do_not(capsys):
     [
         (["--link", "string"], "--link is 'string'"),
         (["--link", "-3"], "--link is '-3'"),
-        (["--nodes", "0"], "--nodes is 0"),
         (["--also", "8,many"], "--also is '8,many'"),
         (["--gpus-per-node", "4", "--also", "6"], "6 GPUs are not whole nodes of 4"),
     ],
@@ -119,6 +129,12 @@ def test_more_ranks_fit_where_fewer_do_not(capsys):
 def test_bad_input_is_named(capsys, args, match):
     assert main([*SMALL, *args]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_counts_are_at_least_1(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--nodes", "0"])
+    assert "--nodes: it is '0'" in capsys.readouterr().err
 
 
 def test_kernels_take_longer_beside_collectives(capsys):

@@ -1,4 +1,4 @@
-"""``python -m patrickstar.plan``."""
+"""``patrickstar plan``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
-SMALL = ["--model", "gpt:128x4", "--batch", "2", "--length", "64", "--cpu-mem", "4GiB"]
+SMALL = ["--model", "gpt:128x4", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB"]
 
 
 def run(capsys, *args, expect=0):
-    assert main([*args]) == expect
+    try:
+        status = main([*args])
+    except SystemExit as stop:  # argparse's
+        status = stop.code
+    assert status == expect
     return capsys.readouterr()
 
 
@@ -33,14 +37,14 @@ def as_json(capsys, *args, expect=0):
 
 
 def test_it_prints_what_was_asked_for(capsys):
-    out = run(capsys, *SMALL, "--gpu-mem", "256MiB", "--clipping", "1.0", "--checkpointing").out
+    out = run(capsys, *SMALL, "--device-memory", "256MiB", "--clipping", "1.0", "--checkpointing").out
     for what in ("parameters on h200", "fits: device", "least that works", "chunk size", "roofline: compute",
                  "bounds the step", "what would help", "clipping acts", "model TFLOPS"):  # fmt: skip
         assert what in out, out
 
 
 def test_figures_agree_with_each_other(capsys):
-    found = as_json(capsys, *SMALL, "--gpu-mem", "256MiB")
+    found = as_json(capsys, *SMALL, "--device-memory", "256MiB")
     # 4 blocks of 12 h^2 + 13 h, two embeddings of the vocabulary, positions, and the last norm.
     assert found["num_parameters"] == 4 * (12 * 128**2 + 13 * 128) + (2 * 50304 + 64 + 2) * 128
     assert found["fits"]
@@ -52,21 +56,21 @@ def test_figures_agree_with_each_other(capsys):
 
 
 def test_the_least_budgets_it_names_work(capsys):
-    found = as_json(capsys, *SMALL, "--gpu-mem", "1GiB")
-    least = ["--gpu-mem", str(found["least_device_bytes"]), "--chunk-numel", str(found["chunk_numel"])]
-    small = [*SMALL[:-1], str(found["least_host_bytes"])]
+    found = as_json(capsys, *SMALL, "--device-memory", "1GiB")
+    least = ["--device-memory", f"{found['least_device_bytes']}B", "--chunk-numel", str(found["chunk_numel"])]
+    small = [*SMALL[:-1], f"{found['least_host_bytes']}B"]
     again = as_json(capsys, *small, *least)
     assert again["least_device_bytes"] <= found["least_device_bytes"]
-    least[1] = str(int(again["least_device_bytes"] * 0.99))
+    least[1] = f"{int(again['least_device_bytes'] * 0.99)}B"
     refused = as_json(capsys, *small, *least, expect=1)
     assert not refused["fits"]
-    assert "activations and the largest moment's chunks take" in refused["why"]
+    assert "for activations and the largest moment's chunks" in refused["why"]
 
 
 def test_too_little_host_memory(capsys):
-    out = run(capsys, *SMALL[:-1], "16MiB", "--gpu-mem", "128MiB", expect=1).out
-    assert out.startswith("does not fit: parameters and optimizer states need")
-    assert "raise cpu-mem to at least" in out
+    out = run(capsys, *SMALL[:-1], "16MiB", "--device-memory", "128MiB", expect=1).out
+    assert out.startswith("does not fit: host_memory: needs")
+    assert "raise host_memory to at least" in out
 
 
 @pytest.mark.parametrize(
@@ -74,9 +78,10 @@ def test_too_little_host_memory(capsys):
     [
         (["--model", "gpt:100x4"], "not a multiple of 16"),
         (["--model", "no/such/model"], "give gpt:HIDDENxLAYERS"),
-        (["--gpu-mem", "24 gigs"], "--gpu-mem is '24 gigs'"),
+        (["--device-memory", "24 gigs"], "--device-memory: '24 gigs' is no amount of memory"),
         (["--chunk-numel", "12"], "--chunk-numel is '12'"),
-        (["--batch", "0"], "--batch is 0"),
+        (["--batch-size", "0"], "--batch-size: it is '0'"),
+        (["--device-memory", "24"], "--device-memory: 24 what? 24GiB or 24GB"),
     ],
 )
 def test_bad_input_is_named(capsys, args, match):
@@ -92,22 +97,22 @@ def test_hugging_face_configurations(capsys, tmp_path):
     )
     BertConfig(**small, vocab_size=1000, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
     for path in (tmp_path / "llama", tmp_path / "llama" / "config.json", tmp_path / "bert"):
-        args = ["--model", str(path), *SMALL[2:], "--gpu-mem", "256MiB"]
+        args = ["--model", str(path), *SMALL[2:], "--device-memory", "256MiB"]
         assert as_json(capsys, *args)["step_seconds"] > 0
-    assert "512 positions" in run(capsys, "--model", str(tmp_path / "bert"), *SMALL[2:4], "--length", "1024",
-                                  "--cpu-mem", "1GiB", expect=2).err  # fmt: skip
+    assert "512 positions" in run(capsys, "--model", str(tmp_path / "bert"), *SMALL[2:4], "--seq-len", "1024",
+                                  "--host-memory", "1GiB", expect=2).err  # fmt: skip
 
 
 def test_the_plan_can_be_saved(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    found = as_json(capsys, *SMALL, "--gpu-mem", "256MiB", "--save", str(path))
+    found = as_json(capsys, *SMALL, "--device-memory", "256MiB", "--save", str(path))
     plan = Plan.load(path)
     assert len(plan.chunks) == found["num_chunks"]
     assert plan.uploaded_bytes == found["uploaded_bytes"]
 
 
 def test_activations_need_less_memory_with_recomputation(capsys):
-    args = [*SMALL, "--gpu-mem", "1GiB"]
+    args = [*SMALL, "--device-memory", "1GiB"]
     whole, recomputed = as_json(capsys, *args), as_json(capsys, *args, "--checkpointing")
     assert recomputed["tide_peak_bytes"] < whole["tide_peak_bytes"]
     assert recomputed["roofline_seconds"]["compute"] > whole["roofline_seconds"]["compute"]

@@ -79,7 +79,7 @@ def test_a_script_that_ends_too_early(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["nowhere.py"], "no script nowhere.py"), (["--step", "0", "x.py"], "--step is 0")]
+    ("arguments", "message"), [(["nowhere.py"], "no script nowhere.py"), (["--step", "0", "x.py"], "--step: it is '0'")]
 )
 def test_errors(arguments, message, tmp_path):
     done = profile(*arguments, cwd=tmp_path)

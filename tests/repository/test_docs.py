@@ -83,21 +83,29 @@ def help_of(module, arguments):
     return printed.getvalue()
 
 
+OF_COMMANDS = {"checkpoint", "config"}  # whose first word is one of their own subcommands
+
+
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_commands_take_the_flags_that_pages_show():
     helps, found = {}, set()
     for page, words in commands():
-        if "-m" not in words[:4] or not words[words.index("-m") + 1].startswith("patrickstar"):
+        if words[:1] == ["patrickstar"]:
+            module, arguments, room = "patrickstar", words[1:], (words[1:2] or [""])[0]
+        elif "-m" in words[:4] and words[words.index("-m") + 1].startswith("patrickstar"):
+            module, *arguments = words[words.index("-m") + 1 :]
+            room = module.removeprefix("patrickstar.")
+        else:
             continue
-        module, *arguments = words[words.index("-m") + 1 :]
         own = next((arguments[:i] for i, word in enumerate(arguments) if word.endswith(".py")), arguments)
-        subcommand = tuple(word for word in own[:1] if module == "patrickstar.checkpoint" and word.isalpha())
+        depth = (module == "patrickstar") + (room in OF_COMMANDS)
+        subcommand = tuple(word for word in own[:depth] if word.isalpha())
         if (module, subcommand) not in helps:
             helps[module, subcommand] = help_of(module, subcommand)
         for flag in (word.partition("=")[0] for word in own if word.startswith("--")):
-            assert re.search(rf"{flag}\b", helps[module, subcommand]), f"{page}: python -m {module} has no {flag}"
-        found.add(module)
-    assert found >= {"patrickstar.plan", "patrickstar.profile", "patrickstar.checkpoint", "patrickstar.env"}
+            assert re.search(rf"{flag}\b", helps[module, subcommand]), f"{page}: {module} {subcommand} has no {flag}"
+        found.add(room)
+    assert found >= {"plan", "profile", "checkpoint", "env", "config", "bench"}
 
 
 def test_example_scripts_take_the_flags_that_pages_show():

@@ -1,0 +1,80 @@
+"""A checkpoint as a source of whole tensors: for one in files of a single rank, and for weights as others read them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, ExportOptions, export
+from patrickstar.checkpoint.manifest import StoredTensor
+from patrickstar.checkpoint.reader import Checkpoint
+from patrickstar.checkpoint.shards import ADAM_STATES, TensorRange, TensorShard
+from patrickstar.checkpoint.writer import Latest, SaveOptions, save
+
+
+class StoredSource:
+    """What a checkpoint holds, as one rank would hold all of it. Memory: one tensor."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+
+    def shards(self) -> Iterator[TensorShard]:
+        """Parameters, their states, buffers, and the random number generators of the first rank."""
+        for stored in self._checkpoint.manifest.tensors.values():
+            if stored.kind != "rng" or stored.name.startswith("rank0."):
+                yield self._whole(stored)
+
+    def values(self) -> Iterator[TensorShard]:
+        """Of them, parameters and buffers."""
+        yield from (shard for shard in self.shards() if shard.kind != "rng" and shard.kind not in ADAM_STATES)
+
+    def _whole(self, stored: StoredTensor) -> TensorShard:
+        fields = {"name": stored.name, "kind": stored.kind, "shape": stored.shape, "dtype": stored.dtype}
+        wanted = TensorRange(**fields, begin=0, end=stored.numel)  # type: ignore[arg-type]
+        return TensorShard(**vars(wanted), read=functools.partial(self._checkpoint.read, stored, wanted))
+
+
+def merge(checkpoint: Checkpoint, target: str | os.PathLike[str]) -> Path:
+    """Writes the same checkpoint as one rank would have saved it, whole tensors in files that any reader of safetensors
+    reads, and returns its folder.
+
+    Args:
+        checkpoint: of any number of ranks.
+        target: the folder of the new checkpoint; there must be none of that name.
+
+    Raises:
+        CheckpointError: it is damaged, or the folder is there already or cannot be written.
+    """
+    path = Path(target).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path} exists; give the name of a new folder")
+    options = SaveOptions(latest=Latest.AS_BEFORE)
+    return save(path.parent, path.name, StoredSource(checkpoint), checkpoint.manifest.state, options)
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike[str],
+    dtype: torch.dtype | None = torch.float32,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes the weights as a folder that Hugging Face reads, without a model or an engine, and returns the folder.
+
+    Args:
+        checkpoint: of any number of ranks.
+        target: there must be none of that name, or an empty folder.
+        dtype: of floating point parameters; None: that in which each is stored.
+        max_file_bytes: of the tensors of one file.
+        texts: more files by name, such as a ``config.json``, which no checkpoint holds.
+
+    Raises:
+        CheckpointError: it is damaged, or the folder cannot be written.
+    """
+    options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=texts or {})
+    return export(target, list(StoredSource(checkpoint).values()), options)

@@ -1,0 +1,1 @@
+"""The command ``patrickstar``: a word for each thing that it does, one vocabulary of flags (docs/guides/command.md)."""

@@ -1,0 +1,254 @@
+"""``patrickstar checkpoint``: looks at checkpoints, and makes other files of them, without a model or an engine."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.checkpoint import Checkpoint, CheckpointError
+from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
+from patrickstar.checkpoint.folder import find_checkpoint, latest_tag, tags
+from patrickstar.checkpoint.manifest import MANIFEST_NAME, StoredTensor
+from patrickstar.checkpoint.shards import ADAM_STATES
+from patrickstar.checkpoint.stored_source import export_checkpoint, merge
+from patrickstar.command.flags import CommandParser, at_least_1, memory_size, run_reporting
+from patrickstar.sizes import show_size
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "stored": None}
+_STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.checkpoint") -> int:
+    """The exit status: 0, 1 when a checkpoint is damaged or incomplete, 2 when an argument is wrong."""
+    options = _make_parser(prog).parse_args(arguments)
+    return run_reporting(prog, functools.partial(options.run, options))
+
+
+def _make_parser(prog: str) -> CommandParser:
+    parser = CommandParser(prog, "Looks at checkpoints, and makes other files of them, without a model or a GPU.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,inspect,verify,export,merge}")
+
+    listing = commands.add_parser("list", help="name the checkpoints of a folder: step, size, complete or not")
+    listing.add_argument("directory", type=Path, help="what save_checkpoint was given, or the folder of one checkpoint")
+    listing.set_defaults(run=_list)
+
+    inspect = commands.add_parser("inspect", help="show what one holds: parameters, states, ranks, metadata")
+    _add_checkpoint(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="read every byte and compare its checksum")
+    verify.add_argument("directory", type=Path, help="what save_checkpoint was given, or the folder of one checkpoint")
+    verify.add_argument("--tag", help="only this one; without it all that are there")
+    verify.add_argument("--threads", type=at_least_1, default=_C.num_available_cpus(), help="files read at a time")
+    verify.set_defaults(run=_verify_all)
+
+    export = commands.add_parser("export", help="write its weights as a folder that Hugging Face reads")
+    _add_checkpoint(export)
+    export.add_argument("target", type=Path, help="a new folder")
+    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of floating point parameters")
+    export.add_argument(
+        "--max-file-size", type=memory_size, default=DEFAULT_MAX_FILE_BYTES, metavar="SIZE",
+        help="of the tensors of one file (default: 5GB)",
+    )  # fmt: skip
+    export.add_argument("--config", type=Path, metavar="FILE", help="a config.json to put beside the weights")
+    export.set_defaults(run=_export)
+
+    merging = commands.add_parser("merge", help="write it as one rank would have saved it: whole tensors")
+    _add_checkpoint(merging)
+    merging.add_argument("target", type=Path, help="the folder of the new checkpoint")
+    merging.set_defaults(run=_merge)
+    for command in (listing, inspect):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="what save_checkpoint was given, or the folder of one checkpoint")
+    parser.add_argument("--tag", help="which checkpoint of the folder; without it the latest")
+
+
+# list
+
+
+def _list(options: argparse.Namespace) -> int:
+    directory = options.directory
+    if not directory.is_dir():
+        raise ValueError(f"there is no folder {directory}")
+    is_one = (directory / MANIFEST_NAME).is_file()
+    found = [_summary(directory)] if is_one else [_summary(directory / tag) for tag in tags(directory)]
+    latest = None if is_one else _latest(directory)
+    if options.json:
+        print(json.dumps({"latest": latest, "checkpoints": found}, indent=1))
+    elif not found:
+        print(f"{directory} has no checkpoint")
+    else:
+        width = max(len("tag"), *(len(item["tag"]) for item in found))
+        print(f"{'tag':<{width}}   {'step':>8}   {'size':>10}   ranks   state")
+        for item in sorted(found, key=lambda item: (item["step"] is None, item["step"])):
+            step = "?" if item["step"] is None else item["step"]
+            ranks = "?" if item["ranks"] is None else item["ranks"]
+            state = "complete" if item["complete"] else f"NOT COMPLETE: {item['problem']}"
+            mark = "   <- latest" if item["tag"] == latest else ""
+            print(f"{item['tag']:<{width}}   {step:>8}   {show_size(item['bytes']):>10}   {ranks:>5}   {state}{mark}")
+    return 0 if all(item["complete"] for item in found) else 1
+
+
+def _latest(directory: Path) -> str | None:
+    try:
+        return latest_tag(directory)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """Step, size and whether all files are there as they were saved; of their bytes sizes and headers are read."""
+    found: dict[str, Any] = {"tag": path.name, "step": None, "ranks": None, "complete": False, "problem": None}
+    found["bytes"] = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    try:
+        with Checkpoint(path) as checkpoint:
+            found |= {"step": _step(checkpoint), "ranks": checkpoint.manifest.num_ranks}
+            checkpoint.check_files()
+    except CheckpointError as error:
+        return found | {"problem": str(error)}
+    return found | {"complete": True}
+
+
+def _step(checkpoint: Checkpoint) -> int | None:
+    step = checkpoint.manifest.state.get("num_steps")
+    return step if isinstance(step, int) else None
+
+
+# inspect
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+        found = _description(checkpoint)
+    print(json.dumps(found, indent=1) if options.json else _as_text(found))
+    return 0
+
+
+def _description(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest, state = checkpoint.manifest, checkpoint.manifest.state
+    held: dict[str, list[str]] = collections.defaultdict(list)
+    for stored in manifest.tensors.values():
+        if stored.kind in ADAM_STATES:
+            held[stored.name].append(_STATES[stored.kind])
+    values = [stored for stored in manifest.tensors.values() if stored.kind not in (*ADAM_STATES, "rng")]
+    counts = state.get("step_counts") or {}
+    return {
+        "path": str(checkpoint.path),
+        "step": _step(checkpoint),
+        "ranks": manifest.num_ranks,
+        "bytes": sum(file.num_bytes for file in manifest.files.values()),
+        "files": {name: file.num_bytes for name, file in manifest.files.items()},
+        "num_parameters": sum(stored.numel for stored in values if stored.kind != "buffer"),
+        "parameters": [_tensor(stored, held, counts) for stored in values if stored.kind != "buffer"],
+        "buffers": [_tensor(stored, held, counts) for stored in values if stored.kind == "buffer"],
+        "generators": [stored.name for stored in manifest.tensors.values() if stored.kind == "rng"],
+        "groups": [{"params": len(group["params"]), "options": group["options"]} for group in state.get("groups", ())],
+        "loss_scaler": state.get("loss_scaler"),
+        "lr_scheduler": state.get("lr_scheduler"),
+        "client_state": state.get("client_state"),
+    }
+
+
+def _tensor(stored: StoredTensor, held: dict[str, list[str]], counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "name": stored.name,
+        "kind": stored.kind,
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "shape": list(stored.shape),
+        "states": held.get(stored.name, []),
+        "updates": counts.get(stored.name, 0),
+        "shards": len(stored.shards),
+    }
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    step = "?" if found["step"] is None else found["step"]
+    lines = [
+        f"{found['path']}: step {step}, {found['num_parameters']:,} parameters, {show_size(found['bytes'])} in "
+        f"{len(found['files'])} files of {found['ranks']} ranks",
+    ]
+    for what in ("parameters", "buffers"):
+        tensors = found[what]
+        if not tensors:
+            continue
+        width = max(len(tensor["name"]) for tensor in tensors)
+        lines.append(f"{what}: {len(tensors)}")
+        for tensor in tensors:
+            shape = "x".join(map(str, tensor["shape"])) or "scalar"
+            parts = [f"  {tensor['name']:<{width}}", f"{tensor['kind']:<7}", f"{tensor['dtype']:<8}", f"{shape:<14}"]
+            if tensor["states"]:
+                parts.append(f"{', '.join(tensor['states'])}, {tensor['updates']} updates")
+            lines.append("  ".join(parts).rstrip())
+    for index, group in enumerate(found["groups"]):
+        lines.append(f"group {index}: {group['params']} parameters, {json.dumps(group['options'])}")
+    for key in ("loss_scaler", "lr_scheduler", "client_state"):
+        if found[key]:
+            lines.append(f"{key}: {json.dumps(found[key])}")
+    lines.append(f"random number generators: {', '.join(found['generators']) or 'none'}")
+    return "\n".join(lines)
+
+
+# verify, export, merge
+
+
+def _verify_all(options: argparse.Namespace) -> int:
+    paths = _paths(options.directory, options.tag)
+    damaged = [path for path in paths if not _verify(path, options.threads)]
+    return 1 if damaged or not paths else 0
+
+
+def _paths(directory: Path, tag: str | None) -> list[Path]:
+    if tag is not None or (directory / MANIFEST_NAME).is_file():
+        return [find_checkpoint(directory, tag)]
+    find_checkpoint(directory, None)  # what `latest` names is there
+    print(f"latest is {latest_tag(directory)}")
+    return [directory / found for found in tags(directory)]
+
+
+def _verify(path: Path, num_threads: int) -> bool:
+    try:
+        with Checkpoint(path) as checkpoint:
+            seconds = checkpoint.verify(num_threads)
+            files = checkpoint.manifest.files
+    except CheckpointError as error:
+        print(f"{path}: DAMAGED\n{error}")
+        return False
+    num_bytes = sum(file.num_bytes for file in files.values())
+    rate = num_bytes / seconds / 1e9
+    print(f"{path}: every byte is right ({len(files)} files, {show_size(num_bytes)}, {rate:.1f} GB/s)")
+    return True
+
+
+def _export(options: argparse.Namespace) -> int:
+    texts = {"config.json": options.config.read_text(encoding="utf-8")} if options.config else {}
+    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+        path = export_checkpoint(checkpoint, options.target, _DTYPES[options.dtype], options.max_file_size, texts)
+    files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+    print(f"{path}: {show_size(sum(file.stat().st_size for file in files))} in {len(files)} files")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    with Checkpoint.find(options.directory, options.tag) as checkpoint:
+        path = merge(checkpoint, options.target)
+        ranks = checkpoint.manifest.num_ranks
+    print(f"{path}: what {ranks} ranks saved, as one saves it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""``patrickstar`` and ``python -m patrickstar``: finds the subcommand and runs it.
+
+What a subcommand needs is imported when it runs, so that the list of them needs neither PyTorch nor the extension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from patrickstar import __version__
+from patrickstar.command.flags import WRONG_USAGE, words_after
+
+PROG = "patrickstar"
+
+
+@dataclasses.dataclass(frozen=True)
+class Subcommand:
+    """One word of the command."""
+
+    module: str
+    """Has ``main(arguments, prog)``, which returns the exit status."""
+    does: str
+    """What it does, in one line."""
+
+
+SUBCOMMANDS = {
+    "plan": Subcommand("patrickstar.plan", "says whether a model fits, how fast it trains and what would help"),
+    "profile": Subcommand("patrickstar.profile", "runs a training script and shows one step: a trace and a picture"),
+    "env": Subcommand("patrickstar.env", "says what this machine offers, what is missing and what mends it"),
+    "config": Subcommand("patrickstar.command.config_file", "checks a configuration file, or writes its JSON Schema"),
+    "checkpoint": Subcommand(
+        "patrickstar.command.checkpoints", "lists, inspects, verifies, exports, merges checkpoints"
+    ),
+    "bench": Subcommand("patrickstar.command.bench", "measures what of this machine decides how long a step is"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the subcommand that the first word names; its exit status, 2 where there is none of that name."""
+    words = words_after(arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"{PROG} {__version__}")
+        return 0
+    found = SUBCOMMANDS.get(words[0])
+    if found is None:
+        near = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SUBCOMMANDS)}"
+        print(f"{PROG}: there is no subcommand {words[0]!r}; {hint}", file=sys.stderr)
+        return WRONG_USAGE
+    return importlib.import_module(found.module).main(words[1:], prog=f"{PROG} {words[0]}")
+
+
+def overview() -> str:
+    """What ``patrickstar`` prints without arguments."""
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:<{width}}   {subcommand.does}" for name, subcommand in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROG} [--version] SUBCOMMAND ...",
+            "",
+            "Trains models whose parameters, gradients and Adam states do not fit in GPU memory.",
+            "",
+            *lines,
+            "",
+            f"{PROG} SUBCOMMAND --help says more of each.",
+        ]
+    )

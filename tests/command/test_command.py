@@ -1,0 +1,169 @@
+"""The command ``patrickstar``: its subcommands, flags and errors."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmark.compare
+import benchmark.train
+import patrickstar
+from patrickstar.command import main as command
+from patrickstar.command.flags import OLD_SPELLINGS, CommandParser, memory_size, run_reporting
+from patrickstar.command.main import SUBCOMMANDS, main
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words):
+    """Status, output and errors of the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(words)
+        except SystemExit as stop:
+            status = stop.code
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"]])
+def test_it_starts_without_torch(words):
+    code = (
+        "import sys; from patrickstar.command.main import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules), 'heavy'; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert patrickstar.__version__ in done.stdout or all(name in done.stdout for name in SUBCOMMANDS)
+
+
+def test_python_m_patrickstar_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "patrickstar"], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == command.overview() + "\n"
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {"patrickstar": f"{main.__module__}:{main.__name__}"}
+
+
+def test_each_subcommand_has_a_line_and_a_help():
+    _, overview, _ = run()
+    for name, subcommand in SUBCOMMANDS.items():
+        assert f"  {name}" in overview and subcommand.does in overview
+        status, out, _ = run(name, "--help")
+        assert status == 0 and out.startswith(f"usage: patrickstar {name} ")
+
+
+def test_a_slip_is_answered_with_what_was_meant():
+    assert run("chekpoint") == (2, "", "patrickstar: there is no subcommand 'chekpoint'; did you mean checkpoint?\n")
+    assert "there are plan, profile, env" in run("xyz")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--model", "4.3b", "--device-memory", "24"], "24 what? 24GiB or 24GB"),
+        (["plan"], "the following arguments are required: --model"),
+        (["plan", "--model", "4.3b", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["plan", "--model", "no/such"], "--model is 'no/such'; give"),
+        (["profile", "nowhere.py"], "there is no script nowhere.py"),
+        (["config", "check", "nowhere.json"], "there is no file nowhere.json"),
+        (["checkpoint", "list", "nowhere"], "there is no folder nowhere"),
+        (["checkpoint", "inspect", "nowhere"], "nowhere has no file 'latest'"),
+        (["checkpoint", "verify", "nowhere"], "nothing was saved there yet"),
+        (["checkpoint"], "the following arguments are required"),
+        (["bench", "--jsn"], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(words, said):
+    status, out, err = run(*words)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert said in err
+    assert err.startswith(f"patrickstar {words[0]}")
+
+
+def test_a_defect_of_ours_keeps_its_traceback():
+    def fail():
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        run_reporting("patrickstar x", fail)
+
+
+def parser():
+    made = CommandParser("x")
+    made.add_argument("--batch-size", type=int, default=16, help="sequences")
+    made.add_argument("--device-memory", type=memory_size, required=True)
+    made.add_argument("--clip", type=float, default=0.0)
+    made.add_argument("--also")
+    return made
+
+
+def test_old_spellings_are_accepted_and_not_shown():
+    options = parser().parse_args(["--batch", "4", "--gpu-mem=24GiB", "--clipping", "1"])
+    assert vars(options) == {"batch_size": 4, "device_memory": 24 * 2**30, "clip": 1.0, "also": None}
+    shown = parser().format_help()
+    assert not [old for old in OLD_SPELLINGS if f"{old} " in shown]
+
+
+def test_old_spellings_of_flags_that_a_command_lacks_are_left_to_whom_they_are_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    status, out, _ = run("profile", "--output", str(tmp_path), str(script), "--batch", "3", "--gpu-mem", "2")
+    assert status == 1  # no step was profiled
+    assert out == "['--batch', '3', '--gpu-mem', '2']\n"
+
+
+def test_help_shows_defaults():
+    shown = parser().format_help()
+    assert "sequences (default: 16)" in shown and "default: 0.0" in shown
+    assert "None" not in shown
+
+
+def test_every_flag_of_plan_and_the_benchmarks_is_of_the_vocabulary():
+    train = CommandParser("train")
+    benchmark.train.add_arguments(train)
+    shown = [run("plan", "--help")[1], train.format_help(), help_of(benchmark.compare.parse_arguments)]
+    for text in shown:
+        words = text.replace("[", " ").replace("]", " ").split()
+        assert "--batch-size" in words and "--device-memory" in words and "--clip" in words
+        assert not set(words) & set(OLD_SPELLINGS), text
+
+
+def help_of(parse):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        parse(["--help"])
+    return out.getvalue()
+
+
+def test_config_check_and_schema(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "device_memory": "24GiB", "wall_clock_breakdown": True}))
+    status, out, _ = run("config", "check", str(path), "--for", "initialize")
+    assert status == 0
+    assert f"device_memory = {24 * 2**30}" in out
+    status, out, _ = run("config", "check", str(path), "--for", "initialize", "--json")
+    assert json.loads(out)["keys"]["bf16.enabled"] is True
+    path.write_text('{"devise_memory": 1, "gradient_clipping": "much"}')
+    status, out, err = run("config", "check", str(path))
+    assert status == 1 and not out
+    assert "devise_memory" in err and "device_memory" in err and "gradient_clipping is" in err
+    schema = json.loads(run("config", "schema")[1])
+    assert "device_memory" in schema["properties"]
+    assert json.loads(run("config", "--json-schema")[1]) == schema
+
+
+def test_bench_measures_what_the_planner_needs():
+    status, out, _ = run("bench", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["host_copy_gbps"] > 0 and found["host_adam_gparams"] > 0 and found["host_threads"] >= 1
+    assert (found["gpu"] is None) == (found["upload_gbps"] is None)
