@@ -353,6 +353,7 @@ class UpdateAt(_Enum):
 
     NEVER: ClassVar[UpdateAt]
     HOST_AT_RETIRE: ClassVar[UpdateAt]
+    HOST_PARAM_FIRST: ClassVar[UpdateAt]
     HOST_AFTER_NORM: ClassVar[UpdateAt]
     DEVICE_AFTER_NORM: ClassVar[UpdateAt]
 

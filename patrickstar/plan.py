@@ -1,8 +1,9 @@
 r"""Plans, and what a step costs, without a GPU.
 
-    patrickstar plan --model 4.3b --batch-size 16 --device-memory 24GiB --host-memory 102GiB --checkpointing
+    patrickstar plan --model llama-3.1-8b --gpu rtx4090 --host-memory 128GiB --seq-len 2048 --checkpointing
 
-says whether a model fits, which chunk size wastes least, how long a step is, what bounds it and what would help;
+says whether a model fits, how many tokens per second it trains, what bounds the step, which changes would help and by
+how much (each was planned again), and the configuration to train so;
 
     patrickstar plan --model 10.5b --device-memory 24GiB --host-memory 64GiB --checkpointing \\
         --nodes 4 --gpus-per-node 8 --link ib400 --also 8,256
@@ -22,235 +23,143 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
-from patrickstar import _C
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
 from patrickstar.config import Speculation
 from patrickstar.machine import host_memory
-from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
+from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
-from patrickstar.planning.machines import MACHINES, Machine, measured
-from patrickstar.planning.models import PlannedModel, build_model
-from patrickstar.planning.prediction import Case, Prediction, Setting, predict, predict_case
+from patrickstar.planning.known_models import KNOWN_MODELS
+from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
+from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
+from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
-from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sizes import enough_size, show_size
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CHUNK_SIZES = [2**20 * size for size in (8, 16, 32, 64, 128, 256)]
+_OF_THE_GPU = 0.8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the command found out."""
-
-    num_params: int
-    """Number of elements in all parameters of the model."""
-    machine: Machine
-    """The machine whose rates the prediction was made with."""
-    setting: Setting
-    """The budgets of one GPU."""
-    cluster: Cluster
-    """How many GPUs, and how they are connected."""
-    chosen: Case
-    """With the chunk size that was asked for, or the best."""
-    cases: list[Case]
-    """All chunk sizes that were tried and fit."""
-    model_flops: float
-    """Of one GPU's step, recomputation not counted."""
-    clipping: float
-    """The largest global norm of gradients; 0: they are not clipped."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The answer in JSON's types, as ``--json`` prints it."""
-        case, step = self.chosen, self.chosen.step
-        return {
-            "num_parameters": self.num_params,
-            "machine": self.machine.name,
-            "nodes": self.cluster.nodes,
-            "gpus_per_node": self.cluster.gpus_per_node,
-            "link": self.cluster.link.name,
-            "fits": True,
-            "device_budget_bytes": self.setting.device_bytes,
-            "host_budget_bytes": self.setting.host_bytes,
-            "least_device_bytes": case.least_device_bytes,
-            "least_host_bytes": case.least_host_bytes,
-            "chunk_numel": case.chunk_numel,
-            "num_chunks": len(case.plan.chunks),
-            "num_device_state_chunks": case.num_device_state_chunks,
-            "num_speculated_chunks": case.num_speculated_chunks,
-            "tide_peak_bytes": case.plan.tide_peak_bytes,
-            "device_peak_bytes": step.peak_bytes,
-            "host_bytes": case.host_bytes,
-            "step_seconds": step.seconds,
-            "clipped_step_seconds": case.clipped_step.seconds,
-            "model_tflops": self.model_flops / step.seconds / 1e12,
-            "uploaded_bytes": step.uploaded_bytes,
-            "downloaded_bytes": step.downloaded_bytes,
-            "gathered_bytes": step.gathered_bytes,
-            "scattered_bytes": step.scattered_bytes,
-            "roofline_seconds": step.roofline,
-            "stall_seconds": step.stall_seconds,
-            "bound": step.bound,
-            "chunk_sizes": [
-                {"chunk_numel": c.chunk_numel, "waste_bytes": c.waste_bytes, "step_seconds": c.step.seconds}
-                for c in self.cases
-            ],
-        }
-
-    def __str__(self) -> str:
-        case, step = self.chosen, self.chosen.step
-        stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
-        lines = [
-            f"{self.num_params / 1e9:.2f} B parameters on {self.machine.name} ({self.machine.source})",
-            *self._cluster_lines(),
-            f"fits: device {show_size(step.peak_bytes)} of {show_size(self.setting.device_bytes)} (activations "
-            f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} of "
-            f"{show_size(self.setting.host_bytes)}",
-            "least that works, all optimizer states on the host: device_memory "
-            f"{enough_size(case.least_device_bytes)}, host_memory {enough_size(case.least_host_bytes)} "
-            f"({case.least_host_bytes * self.cluster.num_ranks / self.num_params:.1f} bytes per parameter)",
-            f"placement: {case.num_device_state_chunks} of {len(case.plan.chunks)} chunks have their optimizer states "
-            f"on the GPU; {case.num_speculated_chunks} are updated during backward",
-            "chunk size   at most held for nothing   least device_memory   up per step   step",
-        ]
-        lines += [
-            f"{c.chunk_numel / 2**20:7.1f} Mi   {c.waste_bytes / 2**20:15.1f} MiB       "
-            f"{show_size(c.least_device_bytes):>13}   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
-            + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
-            for c in self.cases
-        ]
-        lines += [
-            f"step {step.seconds:.3f} s, {self.model_flops / step.seconds / 1e12:.0f} model TFLOPS; "
-            f"{show_size(step.uploaded_bytes)} up, {show_size(step.downloaded_bytes)} down",
-            step.roofline_line(),
-            f"the GPU waits for: {stalls}",
-            f"what would help: {step.what_helps}",
-        ]
-        if self.clipping > 0:
-            lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
-        return "\n".join(lines)
-
-    def _cluster_lines(self) -> list[str]:
-        cluster, step = self.cluster, self.chosen.step
-        if cluster.num_ranks == 1:
-            return []
-        link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
-        return [
-            f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures are one GPU's",
-            f"between GPUs {show_size(step.gathered_bytes)} gathered at {cluster.gather_gbps(self.machine):.0f} GB/s, "
-            f"{show_size(step.scattered_bytes)} scattered at {cluster.scatter_gbps(self.machine):.0f} GB/s, "
-            f"{cluster.latency_seconds * 1e6:.0f} us for each",
-        ]
-
-
-def answer(
-    model: PlannedModel,
-    *,
-    compute_dtype: torch.dtype,
-    machine: Machine,
-    setting: Setting,
-    clusters: Sequence[Cluster] = (Cluster(),),
-    chunk_numel: int | None = None,
-    clipping: float = 0.0,
-) -> list[Answer | _C.MemoryBudgetError]:
-    """Everything the command prints, for each cluster; the error where it does not fit. ``chunk_numel``: elements per
-    chunk, None: the size with the shortest step.
-    """
-    module = model.module
-    num_params = sum(param.numel() for param in module.parameters())
-    params = plan_params(module, compute_dtype, use_cpu_embedding=False)
-    sizes = _sizes(module, params, setting, chunk_numel)
-    uses = trace_uses(module, params, compute_dtype, model.inputs, machine.gpu)
-    batch, length = model.inputs["input_ids"].shape
-    answers: list[Answer | _C.MemoryBudgetError] = []
-    for cluster in clusters:
-        cases, refusals = _cases(uses, params, sizes, machine, setting, cluster)
-        if not cases:
-            answers.append(refusals[0])
-            continue
-        answers.append(
-            Answer(
-                num_params=num_params,
-                machine=machine,
-                setting=setting,
-                cluster=cluster,
-                chosen=_best(cases),
-                cases=cases,
-                model_flops=model.model_flops(num_params, batch, length),
-                clipping=clipping,
-            )
-        )
-    return answers
-
-
-def _cases(
-    uses: StepUses, params: SortedParams, sizes: Sequence[int], machine: Machine, setting: Setting, cluster: Cluster
-) -> tuple[list[Case], list[_C.MemoryBudgetError]]:
-    """What becomes of the chunk sizes that fit, and why the others do not."""
-    cases, refusals = [], []
-    for size in sizes:
-        try:
-            layout = make_layout(params, size, cluster.num_ranks)
-            cases.append(predict_case(uses, layout, machine, setting, cluster))
-        except _C.MemoryBudgetError as refusal:
-            refusals.append(refusal)
-    return cases, refusals
-
-
-def _sizes(module: nn.Module, params: SortedParams, setting: Setting, chunk_numel: int | None) -> list[int]:
-    """The chunk sizes to try: an engine itself makes the one that it is given smaller on a scarce device."""
-    asked = _CHUNK_SIZES if chunk_numel is None else [chunk_numel]
-    return sorted({choose_chunk_size(params, module, size, setting.device_bytes).numel for size in asked})
-
-
-def _best(cases: list[Case]) -> Case:
-    """The least waste among those whose steps are as short as any, as far as the simulator can tell (0.5 %)."""
-    shortest = min(case.step.seconds for case in cases)
-    return min((c for c in cases if c.step.seconds <= 1.005 * shortest), key=lambda case: case.waste_bytes)
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
+    """The command. Returns 0, 1 when the model does not fit, 2 when an argument is wrong."""
+    args = _parser(prog).parse_args(arguments)
+    return run_reporting(prog, functools.partial(_tell, args))
 
 
 def _parser(prog: str) -> CommandParser:
-    parser = CommandParser(prog, "Will it fit, how long is a step, and what bounds it?")
-    parser.add_argument(
-        "--model", required=True, help="gpt:HIDDENxLAYERS, 4.3b, or a Hugging Face config.json or folder"
+    parser = CommandParser(prog, "Does it fit, how fast does it train, and what should be changed?")
+    work = parser.add_argument_group("what is trained")
+    work.add_argument(
+        "--model", required=True,
+        help=f"a usual name ({', '.join(KNOWN_MODELS)}), gpt:HIDDENxLAYERS, a benchmark's size such as 4.3b, or a "
+        "Hugging Face config.json or folder",
+    )  # fmt: skip
+    work.add_argument("--batch-size", type=at_least_1, default=16, metavar="N", help="sequences per forward and GPU")
+    work.add_argument("--seq-len", type=at_least_1, default=1024, metavar="N", help="tokens per sequence")
+    work.add_argument(
+        "--gradient-accumulation", type=at_least_1, default=1, metavar="N", help="forwards and backwards per step"
     )
-    parser.add_argument("--batch-size", type=at_least_1, default=16, metavar="N", help="sequences per step and GPU")
-    parser.add_argument("--seq-len", type=at_least_1, default=1024, metavar="N", help="tokens per sequence")
-    parser.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
-    parser.add_argument(
+    work.add_argument(
+        "--checkpointing", action=argparse.BooleanOptionalAction, default=False,
+        help="compute activations again in backward",
+    )  # fmt: skip
+    work.add_argument(
+        "--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
+    )
+    work.add_argument("--precision", choices=DTYPES, default="bf16", help="of compute")
+    work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
+
+    machine = parser.add_argument_group("on what")
+    machine.add_argument("--gpu", choices=MACHINES, default="h200", help="whose rates to use")
+    machine.add_argument("--gpu-tflops", type=positive, metavar="N", help="dense 16-bit, as a data sheet says it")
+    machine.add_argument(
+        "--gpu-bandwidth", type=positive, metavar="GB/s", help="of its memory, as a data sheet says it"
+    )
+    machine.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="that it has")
+    machine.add_argument("--host-link", type=positive, metavar="GB/s", help="between host and GPU, each way")
+    machine.add_argument("--cpu-cores", type=at_least_1, metavar="N", help="for each GPU (default: 16)")
+    machine.add_argument("--host-bandwidth", type=positive, metavar="GB/s", help="of a socket's memory (default: 213)")
+    machine.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
+    machine.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected with each other")
+    machine.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
+    machine.add_argument("--also", metavar="GPUS", help="other numbers of GPUs to tell the step of, such as 8,32,256")
+    machine.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
+
+    engine = parser.add_argument_group("the engine's configuration")
+    engine.add_argument(
         "--device-memory", type=memory_size, metavar="SIZE",
         help="device_memory of each engine, such as 24GiB (default: 80 %% of the GPU's)",
     )  # fmt: skip
-    parser.add_argument(
+    engine.add_argument(
         "--host-memory", type=memory_size, metavar="SIZE",
-        help="host_memory of each engine, such as 102GiB (default: what an engine would take of this machine)",
+        help="host_memory of each engine, at most (default: what an engine would take of this machine)",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
-    parser.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected by NVLink")
-    parser.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
-    parser.add_argument("--also", metavar="GPUS", help="other numbers of GPUs to tell the step of, such as 8,32,256")
-    parser.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument(
+    engine.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
+    engine.add_argument(
         "--margin-use-ratio", type=positive, default=0.95, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
     )
-    parser.add_argument(
-        "--speculation",
-        choices=[member.value for member in Speculation],
-        default=Speculation.AUTO.value,
+    engine.add_argument(
+        "--speculation", choices=[member.value for member in Speculation], default=Speculation.AUTO.value,
         help="optimizer.speculation",
+    )  # fmt: skip
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--advice", action=argparse.BooleanOptionalAction, default=True, help="plan what would help, too"
     )
-    parser.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
-    parser.add_argument("--precision", choices=_DTYPES, default="bf16", help="of compute")
-    parser.add_argument("--measure", action="store_true", help="measure this machine's link and Adam instead")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--save", metavar="PATH", help="also write the plan there")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--save", metavar="PATH", help="also write the plan there")
     return parser
+
+
+# From flags to questions
+
+
+def _question(args: argparse.Namespace) -> Question:
+    if not 0 < args.margin_use_ratio <= 1:
+        raise ValueError(f"--margin-use-ratio is {args.margin_use_ratio}; give more than 0 and at most 1")
+    if args.lora_rank < 0:
+        raise ValueError(f"--lora-rank is {args.lora_rank}; give 0 or more")
+    speculation = Speculation(args.speculation)
+    if speculation is Speculation.COMMIT and (args.gradient_accumulation > 1 or args.clip > 0):
+        raise ValueError(
+            "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
+        )
+    machine = _machine(args)
+    check_precision(args.precision, machine)
+    return Question(
+        workload=Workload(
+            model=args.model,
+            batch=args.batch_size,
+            length=args.seq_len,
+            checkpointing=args.checkpointing,
+            lora_rank=args.lora_rank,
+            precision=args.precision,
+        ),
+        machine=machine,
+        setting=Setting(
+            device_bytes=args.device_memory or int(_OF_THE_GPU * machine.gpu_bytes),
+            host_bytes=args.host_memory or host_memory.default_budget_bytes(),
+            margin_use_ratio=args.margin_use_ratio,
+            speculation=speculation,
+            accumulation=args.gradient_accumulation,
+        ),
+        cluster=Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link)),
+        chunk_numel=_chunk_numel(args.chunk_numel),
+        clipping=args.clip,
+    )
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    machine = given_gpu(
+        MACHINES[args.gpu],
+        tflops=args.gpu_tflops,
+        gbps=args.gpu_bandwidth,
+        num_bytes=args.gpu_memory,
+        link_gbps=args.host_link,
+    )
+    machine = given_host(machine, cores=args.cpu_cores, gbps=args.host_bandwidth)
+    return measured(machine) if args.measure else machine
 
 
 def _chunk_numel(text: str) -> int | None:
@@ -261,47 +170,145 @@ def _chunk_numel(text: str) -> int | None:
     return int(text)
 
 
-def _clusters(args: argparse.Namespace) -> list[Cluster]:
-    """What was asked for, then the others."""
-    cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
-    sizes = (args.also or "").split(",") if args.also else []
+def _others(args: argparse.Namespace, question: Question) -> list[Question]:
+    """With the other numbers of GPUs that were asked for."""
+    sizes = args.also.split(",") if args.also else []
     if not all(size.isdigit() for size in sizes):
         raise ValueError(f"--also is {args.also!r}; give numbers of GPUs, such as 8,32,256")
-    return [cluster, *(cluster.of_size(int(size)) for size in sizes)]
+    clusters = [question.cluster.of_size(int(size)) for size in sizes]
+    return [dataclasses.replace(question, cluster=cluster) for cluster in clusters]
 
 
-def _run(args: argparse.Namespace) -> list[Answer | _C.MemoryBudgetError]:
-    if not 0 < args.margin_use_ratio <= 1:
-        raise ValueError(f"--margin-use-ratio is {args.margin_use_ratio}; give more than 0 and at most 1")
-    machine = MACHINES[args.gpu]
-    setting = Setting(
-        device_bytes=args.device_memory or int(0.8 * machine.gpu_bytes),
-        host_bytes=args.host_memory or host_memory.default_budget_bytes(),
-        margin_use_ratio=args.margin_use_ratio,
-        speculation=Speculation(args.speculation),
-    )
-    chunk_numel = _chunk_numel(args.chunk_numel)
-    clusters = _clusters(args)
-    if args.measure:
-        machine = measured(machine)
-    model = build_model(args.model, args.batch_size, args.seq_len, checkpointing=args.checkpointing)
-    return answer(
-        model,
-        compute_dtype=_DTYPES[args.precision],
-        machine=machine,
-        setting=setting,
-        clusters=clusters,
-        chunk_numel=chunk_numel,
-        clipping=args.clip,
-    )
+# From answers to what is printed
 
 
-def _comparison(answers: Sequence[Answer | _C.MemoryBudgetError], clusters: Sequence[Cluster]) -> list[str]:
+def _tell(args: argparse.Namespace) -> int:
+    question = _question(args)
+    others = _others(args, question)
+    planner = Planner()
+    found = _ask(planner, question)
+    also = [_ask(planner, other) for other in others]
+    advice: list[Advice] = []
+    if args.advice:
+        is_refused = isinstance(found, DoesNotFitError)
+        advice = rescue(planner, question, found) if is_refused else advise(planner, found)
+    if args.save and isinstance(found, Answer):
+        found.chosen.plan.save(args.save)
+    if args.json:
+        said = _as_dict(found) | {"advice": [item.as_dict() for item in advice]}
+        print(json.dumps(said | ({"also": [_as_dict(other) for other in also]} if also else {})))
+    else:
+        lines = _lines(found) if isinstance(found, Answer) else _refusal_lines(question, found)
+        lines += _advice_lines(advice, found) if args.advice else []
+        lines += _comparison([found, *also], [question, *others]) if also else []
+        if isinstance(found, Answer):
+            lines += ["configuration (the learning rate is yours):", json.dumps(found.config(), indent=2)]
+        print("\n".join(lines))
+    return 0 if isinstance(found, Answer) else 1
+
+
+def _ask(planner: Planner, question: Question) -> Answer | DoesNotFitError:
+    try:
+        return planner.answer(question)
+    except DoesNotFitError as refusal:
+        return refusal
+
+
+def _lines(answer: Answer) -> list[str]:
+    question, case, step = answer.question, answer.chosen, answer.chosen.step
+    setting, num_chunks = question.setting, len(case.plan.chunks)
+    stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
+    early = f"{case.num_speculated_chunks} are updated during backward"
+    if case.num_parameters_first:
+        early += f", of {case.num_parameters_first} of them the parameters, and the states behind the step"
+    lines = [
+        f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
+        f"({question.machine.source})",
+        _work(question),
+        *_cluster_lines(answer),
+        f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
+        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} of "
+        f"{show_size(setting.host_bytes)}",
+        f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
+        f"host_memory {enough_size(case.least_host_bytes)} "
+        f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
+        f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
+        f"{early}",
+    ]
+    if case.setting.host_bytes < setting.host_bytes:
+        lines.append(
+            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with more "
+            "of it an engine leaves to the host what is sooner done on the GPU, or makes whole updates where the next "
+            "forward needs parameters first"
+        )
+    if case.setting.margin_use_ratio < setting.margin_use_ratio:
+        lines.append(
+            f"margin_use_ratio {case.setting.margin_use_ratio:g} is best: with more an engine updates on the GPU, "
+            "between two steps, what the host updates beside it"
+        )
+    lines.append("chunk size   at most held for nothing   least device_memory   up per step   step")
+    lines += [
+        f"{c.chunk_numel / 2**20:7.1f} Mi   {show_size(c.waste_bytes):>19}       {show_size(c.least_device_bytes):>19}"
+        f"   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
+        + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
+        for c in answer.cases
+    ]
+    lines += [
+        f"step {step.seconds:.3f} s, {answer.tokens_per_second:,.0f} tokens/s, "
+        f"{answer.model_flops / step.seconds / 1e12:.0f} model TFLOPS; {show_size(step.uploaded_bytes)} up, "
+        f"{show_size(step.downloaded_bytes)} down",
+        step.roofline_line(),
+        f"the GPU waits for: {stalls}",
+    ]
+    if question.clipping > 0:
+        lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
+    return lines
+
+
+def _trained(answer: Answer) -> str:
+    return "" if answer.num_trained == answer.num_params else f", {answer.num_trained / 1e6:.1f} M of them trained,"
+
+
+def _work(question: Question) -> str:
+    work, accumulation = question.workload, question.setting.accumulation
+    parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
+    parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
+    parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
+    parts.append("activations are computed again" if work.checkpointing else "activations are kept")
+    return ", ".join(parts)
+
+
+def _cluster_lines(answer: Answer) -> list[str]:
+    cluster, machine, step = answer.question.cluster, answer.question.machine, answer.chosen.step
+    if cluster.num_ranks == 1:
+        return []
+    link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
+    return [
+        f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures but tokens/s are one GPU's",
+        f"between GPUs {show_size(step.gathered_bytes)} gathered at {cluster.gather_gbps(machine):.0f} GB/s, "
+        f"{show_size(step.scattered_bytes)} scattered at {cluster.scatter_gbps(machine):.0f} GB/s, "
+        f"{cluster.latency_seconds * 1e6:.0f} us for each",
+    ]
+
+
+def _refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
+    return [f"does not fit: {refusal}", _work(question)]
+
+
+def _advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> list[str]:
+    fits = isinstance(found, Answer)
+    if not advice:
+        return ["nothing that was tried makes it faster by 1 %"] if fits else ["nothing that was tried makes it fit"]
+    head = "what would help, each planned again:" if fits else "what would fit, each planned:"
+    return [head, *(f"  {item}" for item in advice)]
+
+
+def _comparison(answers: Sequence[Answer | DoesNotFitError], questions: Sequence[Question]) -> list[str]:
     """A line per number of GPUs."""
     lines = ["GPUs   nodes   step      model TFLOPS per GPU   what bounds it"]
-    for found, cluster in zip(answers, clusters, strict=True):
-        head = f"{cluster.num_ranks:4}   {cluster.nodes:5}   "
-        if not isinstance(found, Answer):
+    for found, question in zip(answers, questions, strict=True):
+        head = f"{question.cluster.num_ranks:4}   {question.cluster.nodes:5}   "
+        if isinstance(found, DoesNotFitError):
             lines.append(f"{head}does not fit: {found}")
             continue
         step = found.chosen.step
@@ -310,33 +317,54 @@ def _comparison(answers: Sequence[Answer | _C.MemoryBudgetError], clusters: Sequ
     return lines
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
-    """The command. Returns 0, 1 when the model does not fit, 2 when an argument is wrong."""
-    args = _parser(prog).parse_args(arguments)
-    return run_reporting(prog, functools.partial(_tell, args))
-
-
-def _tell(args: argparse.Namespace) -> int:
-    answers = _run(args)
-    found = answers[0]
-    fits = isinstance(found, Answer)
-    if args.save and isinstance(found, Answer):
-        found.chosen.plan.save(args.save)
-    if args.json:
-        print(
-            json.dumps(
-                {**_as_dict(found), **({"also": [_as_dict(other) for other in answers[1:]]} if args.also else {})}
-            )
-        )
-    else:
-        print(found if fits else f"does not fit: {found}")
-        if args.also:
-            print("\n".join(_comparison(answers, _clusters(args))))
-    return 0 if fits else 1
-
-
-def _as_dict(found: Answer | _C.MemoryBudgetError) -> dict[str, Any]:
-    return found.as_dict() if isinstance(found, Answer) else {"fits": False, "why": str(found)}
+def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
+    """In JSON's types, as ``--json`` prints it."""
+    if isinstance(found, DoesNotFitError):
+        least = {"least_device_bytes": found.least_device_bytes, "least_host_bytes": found.least_host_bytes}
+        return {"fits": False, "why": str(found), **least}
+    question, case, step = found.question, found.chosen, found.chosen.step
+    return {
+        "num_parameters": found.num_params,
+        "num_trained_parameters": found.num_trained,
+        "machine": question.machine.name,
+        "nodes": question.cluster.nodes,
+        "gpus_per_node": question.cluster.gpus_per_node,
+        "link": question.cluster.link.name,
+        "batch_size": question.workload.batch,
+        "seq_len": question.workload.length,
+        "gradient_accumulation": question.setting.accumulation,
+        "fits": True,
+        "device_budget_bytes": question.setting.device_bytes,
+        "host_budget_bytes": question.setting.host_bytes,
+        "chosen_host_budget_bytes": case.setting.host_bytes,
+        "chosen_margin_use_ratio": case.setting.margin_use_ratio,
+        "least_device_bytes": case.least_device_bytes,
+        "least_host_bytes": case.least_host_bytes,
+        "chunk_numel": case.chunk_numel,
+        "num_chunks": len(case.plan.chunks),
+        "num_device_state_chunks": case.num_device_state_chunks,
+        "num_speculated_chunks": case.num_speculated_chunks,
+        "num_parameters_first": case.num_parameters_first,
+        "tide_peak_bytes": case.plan.tide_peak_bytes,
+        "device_peak_bytes": step.peak_bytes,
+        "host_bytes": case.host_bytes,
+        "step_seconds": step.seconds,
+        "clipped_step_seconds": case.clipped_step.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "model_tflops": found.model_flops / step.seconds / 1e12,
+        "uploaded_bytes": step.uploaded_bytes,
+        "downloaded_bytes": step.downloaded_bytes,
+        "gathered_bytes": step.gathered_bytes,
+        "scattered_bytes": step.scattered_bytes,
+        "roofline_seconds": step.roofline,
+        "stall_seconds": step.stall_seconds,
+        "bound": step.bound,
+        "config": found.config(),
+        "chunk_sizes": [
+            {"chunk_numel": c.chunk_numel, "waste_bytes": c.waste_bytes, "step_seconds": c.step.seconds}
+            for c in found.cases
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ void register_simulator(py::module_& module) {
   py::enum_<UpdateAt>(module, "UpdateAt", "Where and when a chunk is updated (plan/simulator.h).")
       .value("NEVER", UpdateAt::kNever)
       .value("HOST_AT_RETIRE", UpdateAt::kHostAtRetire)
+      .value("HOST_PARAM_FIRST", UpdateAt::kHostParamFirst)
       .value("HOST_AFTER_NORM", UpdateAt::kHostAfterNorm)
       .value("DEVICE_AFTER_NORM", UpdateAt::kDeviceAfterNorm);
   py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")

@@ -13,6 +13,9 @@ namespace {
 
 // Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is averaged.
 constexpr int kSteps = 16;
+// Of an update in one pass, what the two passes of [Note: parameters first] take, by the bytes that each moves.
+constexpr double kParamPass = 16.0 / 28;
+constexpr double kStatesPass = 26.0 / 28;
 
 // A point in time, and what the compute queue would be waiting for if it waited until then.
 struct When {
@@ -69,7 +72,8 @@ class Player {
   void play_moment(size_t t);
   void finish_step();
   void update(ChunkId chunk);
-  void update_on_host(ChunkId chunk, double begin);
+  void update_on_host(ChunkId chunk, double begin, double share = 1);
+  void run_host_adam(ChunkId chunk, double begin, double share);
   void prefetch(const std::vector<ArrayId>& arrays);
   void bring_postponed(int last);
   void bring(int array);
@@ -201,16 +205,24 @@ void Player::retire(ArrayId id, size_t moment) {
   } else {
     release(grad, download(grad, cost(grad).retire_bytes));
   }
-  if (shape_.updates[static_cast<size_t>(id.chunk)] == UpdateAt::kHostAtRetire) {
-    update_on_host(id.chunk, times(grad).on_host_at.at);
-  }
+  const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
+  const double ready = times(grad).on_host_at.at;
+  if (where == UpdateAt::kHostAtRetire) update_on_host(id.chunk, ready);
+  if (where == UpdateAt::kHostParamFirst) update_on_host(id.chunk, ready, kParamPass);
 }
 
 // The norm, then OptimizerStep::apply: values that were updated on the host are not on the device any more.
 void Player::finish_step() {
   wait({scatter_end_, kOnCollective});
   launch_ = {std::max(launch_.at, compute_end_) + rates_.synchronize_seconds, kOnLaunch};
-  for (ChunkId chunk = 0; chunk < static_cast<ChunkId>(shape_.updates.size()); ++chunk) update(chunk);
+  const auto num_chunks = static_cast<ChunkId>(shape_.updates.size());
+  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) update(chunk);
+  // States behind parameters, in the order in which the next backward needs them.
+  for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
+    if (shape_.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostParamFirst) {
+      run_host_adam(chunk, launch_.at, kStatesPass);
+    }
+  }
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
     if (times(array).on_device && !cost(array).survives_step) release(array, compute_end_);
   }
@@ -237,10 +249,14 @@ void Player::update(ChunkId chunk) {
   }
 }
 
-void Player::update_on_host(ChunkId chunk, double begin) {
-  const double seconds = static_cast<double>(numel(chunk)) / rates_.host_adam_params_per_second;
+void Player::run_host_adam(ChunkId chunk, double begin, double share) {
+  const double seconds = share * static_cast<double>(numel(chunk)) / rates_.host_adam_params_per_second;
   host_adam_end_ = std::max(host_adam_end_, begin) + seconds;
   step_.host_adam_seconds += seconds;
+}
+
+void Player::update_on_host(ChunkId chunk, double begin, double share) {
+  run_host_adam(chunk, begin, share);
   times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {host_adam_end_, kOnHostUpdate};
 }
 

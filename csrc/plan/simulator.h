@@ -43,6 +43,7 @@ struct Rates {
 enum class UpdateAt : uint8_t {
   kNever,           // frozen
   kHostAtRetire,    // on the host as soon as its gradient is there (speculation)
+  kHostParamFirst,  // then its compute value alone, and its states behind the step ([Note: parameters first])
   kHostAfterNorm,   // on the host when the norm is known
   kDeviceAfterNorm  // on the device
 };

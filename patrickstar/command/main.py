@@ -54,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SUBCOMMANDS)}"
         print(f"{PROG}: there is no subcommand {words[0]!r}; {hint}", file=sys.stderr)
         return WRONG_USAGE
-    return importlib.import_module(found.module).main(words[1:], prog=f"{PROG} {words[0]}")
+    try:
+        module = importlib.import_module(found.module)
+    except ImportError as error:
+        print(f"{PROG} {words[0]}: {error}; {PROG} env says what is missing and what mends it", file=sys.stderr)
+        return WRONG_USAGE
+    return module.main(words[1:], prog=f"{PROG} {words[0]}")
 
 
 def overview() -> str:

@@ -12,6 +12,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.planning.measuring import measure_host_adam_gparams, measure_link_gbps
+from patrickstar.sizes import show_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Machine:
     gpu: Gpu
     gpu_bytes: int
     """Size of the GPU's memory in bytes."""
+    compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    """The dtypes whose matrix products it has at these rates."""
     upload_gbps: float
     """Host to device, both directions busy, 1e9 bytes per second."""
     download_gbps: float
@@ -125,37 +128,139 @@ H200 = Machine(
     launch_ahead_seconds=0.1,
 )
 
-# Same host as the H200's; the GPU's rates scaled by its data sheet (memory 3.35 against 4.8 TB/s; same arithmetic).
-H100 = dataclasses.replace(
-    H200,
-    name="h100",
-    source="an H200's measured rates with the memory bandwidth of the H100's data sheet; not measured",
-    gpu=dataclasses.replace(H200.gpu, memory_gbps=H200.gpu.memory_gbps * 3.35 / 4.8),
-    gpu_bytes=79 * 2**30,
-    device_adam_gparams=H200.device_adam_gparams * 3.35 / 4.8,
-)
-# PCIe 4 and NVLink 3 instead of 5 and 4: half and two thirds of the links; arithmetic 312 against 989 TFLOPS, memory
-# 2.0 against 4.8 TB/s.
-A100 = dataclasses.replace(
-    H200,
-    name="a100",
-    source="an H200's measured rates scaled by data sheets (arithmetic, memory, PCIe 4, NVLink 3); not measured",
-    gpu=Gpu(
-        matmul_tflops=H200.gpu.matmul_tflops * 312 / 989,
-        matmul_float32_tflops=19.5 * 0.9,
-        attention_tflops=H200.gpu.attention_tflops * 312 / 989,
-        memory_gbps=H200.gpu.memory_gbps * 2.0 / 4.8,
-        launch_seconds=H200.gpu.launch_seconds,
-    ),
-    gpu_bytes=79 * 2**30,
-    upload_gbps=H200.upload_gbps / 2,
-    download_gbps=H200.download_gbps / 2,
-    device_adam_gparams=H200.device_adam_gparams * 2.0 / 4.8,
-    nvlink_gather_gbps=H200.nvlink_gather_gbps * 2 / 3,
-    nvlink_scatter_gbps=H200.nvlink_scatter_gbps * 2 / 3,
-)
+# Of the H200's data sheet: what others' are compared with.
+_SHEET_TFLOPS, _SHEET_GBPS, _SHEET_NVLINK_GBPS = 989.0, 4800.0, 900.0
+_OF_PCIE_5 = {3: 0.25, 4: 0.5, 5: 1.0}
+_OF_FLOAT32 = 0.75  # of the data sheet's rate without tensor cores, as of the H200's 67 TFLOPS
 
-MACHINES = {machine.name: machine for machine in (H200, H100, A100)}
+
+def _of_data_sheet(
+    name: str,
+    *,
+    tflops: float,
+    float32_tflops: float,
+    gbps: float,
+    gib: float,
+    pcie: int,
+    nvlink_gbps: float = 0.0,
+    compute_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
+) -> Machine:
+    """An H200's host with another GPU, whose rates are the H200's times what data sheets say: dense 16-bit matrix
+    products that are summed in float32, memory, NVLink (both directions; 0: collectives go over PCIe), PCIe.
+    """
+    arithmetic, memory, pcie_share = tflops / _SHEET_TFLOPS, gbps / _SHEET_GBPS, _OF_PCIE_5[pcie]
+    link = H200.upload_gbps * pcie_share
+    nvlink = nvlink_gbps / _SHEET_NVLINK_GBPS
+    return dataclasses.replace(
+        H200,
+        name=name,
+        source=f"an H200's measured rates scaled by data sheets ({tflops:g} TFLOPS, {gbps:g} GB/s, PCIe {pcie}, "
+        f"{f'NVLink {nvlink_gbps:g} GB/s' if nvlink_gbps else 'no NVLink'}); not measured",
+        gpu=Gpu(
+            matmul_tflops=H200.gpu.matmul_tflops * arithmetic,
+            matmul_float32_tflops=float32_tflops * _OF_FLOAT32,
+            attention_tflops=H200.gpu.attention_tflops * arithmetic,
+            memory_gbps=H200.gpu.memory_gbps * memory,
+            launch_seconds=H200.gpu.launch_seconds,
+        ),
+        compute_dtypes=compute_dtypes,
+        gpu_bytes=int(gib * 2**30),
+        upload_gbps=link,
+        download_gbps=link,
+        device_adam_gparams=H200.device_adam_gparams * memory,
+        nvlink_gather_gbps=H200.nvlink_gather_gbps * nvlink if nvlink else link,
+        nvlink_scatter_gbps=H200.nvlink_scatter_gbps * nvlink if nvlink else link,
+    )
+
+
+_NO_BF16 = (torch.float16, torch.float32)
+# From the makers' data sheets, none measured: TFLOPS of dense bf16 (V100: fp16) on tensor cores with float32 sums (of a
+# GeForce half of what is advertised with 16-bit sums), float32 without tensor cores, memory GB/s; GiB that a process
+# finds there, ECC taken off.
+_DATA_SHEETS = (
+    _of_data_sheet("b200", tflops=2250, float32_tflops=75, gbps=8000, gib=178, pcie=5, nvlink_gbps=1800),
+    _of_data_sheet("h100", tflops=989, float32_tflops=67, gbps=3350, gib=79, pcie=5, nvlink_gbps=900),
+    _of_data_sheet("a100", tflops=312, float32_tflops=19.5, gbps=2000, gib=79, pcie=4, nvlink_gbps=600),
+    _of_data_sheet("a100-40", tflops=312, float32_tflops=19.5, gbps=1555, gib=39.4, pcie=4, nvlink_gbps=600),
+    _of_data_sheet("l40s", tflops=362, float32_tflops=91.6, gbps=864, gib=44.4, pcie=4),
+    _of_data_sheet("a10", tflops=125, float32_tflops=31.2, gbps=600, gib=22, pcie=4),
+    _of_data_sheet("v100", tflops=125, float32_tflops=15.7, gbps=900, gib=31.7, pcie=3, nvlink_gbps=300,
+                   compute_dtypes=_NO_BF16),
+    _of_data_sheet("rtx3090", tflops=71, float32_tflops=35.6, gbps=936, gib=23.5, pcie=4),
+    _of_data_sheet("rtx4090", tflops=165, float32_tflops=82.6, gbps=1008, gib=23.5, pcie=4),
+    _of_data_sheet("rtx5090", tflops=209.5, float32_tflops=104.8, gbps=1792, gib=31.3, pcie=5),
+)  # fmt: skip
+
+MACHINES = {machine.name: machine for machine in (H200, *_DATA_SHEETS)}
+
+
+def given_gpu(
+    machine: Machine,
+    *,
+    tflops: float | None = None,
+    gbps: float | None = None,
+    num_bytes: int | None = None,
+    link_gbps: float | None = None,
+) -> Machine:
+    """``machine`` with a GPU that is told by numbers, of which None are left as they are.
+
+    Args:
+        machine: what the numbers replace parts of.
+        tflops: dense 16-bit matrix products, as a data sheet says it; sustained are as many of them as on an H200.
+        gbps: the GPU's memory, as a data sheet says it, 1e9 bytes per second.
+        num_bytes: size of its memory.
+        link_gbps: to the host, each way, as it is sustained.
+    """
+    gpu, told = machine.gpu, []
+    values: dict[str, object] = {}
+    if tflops is not None:
+        share = tflops / _SHEET_TFLOPS
+        gpu = dataclasses.replace(
+            gpu,
+            matmul_tflops=H200.gpu.matmul_tflops * share,
+            attention_tflops=H200.gpu.attention_tflops * share,
+            matmul_float32_tflops=min(gpu.matmul_float32_tflops, H200.gpu.matmul_tflops * share / 2),
+        )
+        told.append(f"{tflops:g} TFLOPS")
+    if gbps is not None:
+        gpu = dataclasses.replace(gpu, memory_gbps=H200.gpu.memory_gbps * gbps / _SHEET_GBPS)
+        values["device_adam_gparams"] = H200.device_adam_gparams * gbps / _SHEET_GBPS
+        told.append(f"{gbps:g} GB/s")
+    if num_bytes is not None:
+        values["gpu_bytes"] = num_bytes
+        told.append(show_size(num_bytes))
+    if link_gbps is not None:
+        values |= {"upload_gbps": link_gbps, "download_gbps": link_gbps}
+        told.append(f"a link of {link_gbps:g} GB/s")
+    if not told:
+        return machine
+    source = f"{', '.join(told)} as given; the rest: {machine.source}"
+    return dataclasses.replace(machine, name=f"a GPU like {machine.name}", source=source, gpu=gpu, **values)
+
+
+_HOST_CORES = 16  # of the machine whose updates were measured, of which one launches kernels
+_ADAM_GPARAMS_PER_THREAD = 1.0  # 0.47 ns per parameter on two cores (docs/design.md)
+
+
+def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None = None) -> Machine:
+    """``machine`` with another host, None being as it is: cores for each GPU, and memory bandwidth of a socket, 1e9
+    bytes per second. Updates take what the cores can do, or the share of the bandwidth that they were measured to take.
+    """
+    if cores is None and gbps is None:
+        return machine
+    told = [f"{cores} cores"] if cores is not None else []
+    told += [f"{gbps:g} GB/s of host memory"] if gbps is not None else []
+    bandwidth = machine.socket_memory_gbps if gbps is None else gbps
+    threads = max((_HOST_CORES if cores is None else cores) - 1, 1)
+    adam = min(threads * _ADAM_GPARAMS_PER_THREAD, H200.host_adam_gparams * bandwidth / H200.socket_memory_gbps)
+    return dataclasses.replace(
+        machine,
+        source=f"{', '.join(told)} as given; the rest: {machine.source}",
+        socket_memory_gbps=bandwidth,
+        host_adam_gparams=adam,
+        upload_gbps=min(machine.upload_gbps, bandwidth / 2),
+        download_gbps=min(machine.download_gbps, bandwidth / 2),
+    )
 
 
 def measured(machine: Machine) -> Machine:

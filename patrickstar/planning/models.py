@@ -1,14 +1,17 @@
-"""Which model a plan is for: a GPT by its shape or size, or any Hugging Face configuration."""
+"""Which model a plan is for: a GPT by its shape or size, a known one by its name, or any Hugging Face configuration."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
 
 _VOCAB = 50304
 # hidden size x layers of the GPTs that the benchmarks train; untied output layer
@@ -39,23 +42,59 @@ class PlannedModel:
     hidden: int
     """Hidden size, for the same."""
 
-    def model_flops(self, num_params: int, batch: int, length: int) -> float:
-        """Operations of forward and backward: 6 per parameter and token, and 6 per layer, hidden unit, position and
-        token for attention (causal masks counted by half, recomputation not counted).
+    num_params: int
+    """Elements in all parameters."""
+    num_trained: int
+    """Of these, elements of those that are trained."""
+
+    def model_flops(self, batch: int, length: int) -> float:
+        """Operations of forward and backward: 6 per parameter and token, 4 where it is frozen, and 6 per layer, hidden
+        unit, position and token for attention (causal masks counted by half, recomputation not counted).
         """
         tokens = batch * length
-        return 6.0 * num_params * tokens + 6.0 * self.num_layers * self.hidden * length * tokens
+        of_params = (4.0 * self.num_params + 2.0 * self.num_trained) * tokens
+        return of_params + 6.0 * self.num_layers * self.hidden * length * tokens
 
 
-def build_model(name: str, batch: int, length: int, *, checkpointing: bool) -> PlannedModel:
+class _Adapted(nn.Module):
+    """A frozen linear layer and what LoRA adds to it: two matrices of low rank, beside the layer's own product."""
+
+    def __init__(self, base: nn.Module, num_inputs: int, num_outputs: int, rank: int):
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(num_inputs, rank, bias=False)
+        self.lora_b = nn.Linear(rank, num_outputs, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """The layer's output and the adapter's."""
+        return self.base(values) + self.lora_b(self.lora_a(values))
+
+
+def _adapt(module: nn.Module, rank: int) -> None:
+    """Freezes all parameters and gives each linear layer an adapter, but the output layer: PEFT's ``all-linear``."""
+    from transformers.pytorch_utils import Conv1D
+
+    module.requires_grad_(False)
+    output = module.get_output_embeddings()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if child is output or not isinstance(child, (nn.Linear, Conv1D)):
+                continue
+            rows, columns = child.weight.shape
+            inputs, outputs = (rows, columns) if isinstance(child, Conv1D) else (columns, rows)
+            setattr(parent, name, _Adapted(child, inputs, outputs, rank))
+
+
+def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora_rank: int = 0) -> PlannedModel:
     """The model that ``--model`` names.
 
     Args:
-        name: ``gpt:HIDDENxLAYERS``, a size such as ``4.3b``, or the path of a Hugging Face ``config.json`` or of its
-            folder.
+        name: ``gpt:HIDDENxLAYERS``, a size such as ``4.3b``, a usual name such as ``llama-3.1-8b``, or the path of a
+            Hugging Face ``config.json`` or of its folder.
         batch: sequences per step.
         length: tokens per sequence.
         checkpointing: recompute activations in backward, block by block.
+        lora_rank: of the adapters that are trained while everything else is frozen; 0: all is trained.
 
     Raises:
         ValueError: there is no such model, or it cannot be built or called with tokens.
@@ -64,22 +103,24 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool) -> P
         import transformers
     except ImportError as error:
         raise ValueError(f"--model needs transformers: pip install transformers ({error})") from error
-    config = _gpt_config(name, length)
+    config = _gpt_config(name, length) or _known_config(transformers, name)
     if config is None:
         path = Path(name)
         if not path.exists():
             raise ValueError(
-                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, or the path "
-                "of a Hugging Face config.json or of its folder"
+                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, a name"
+                f"{_similar(name)}, or the path of a Hugging Face config.json or of its folder"
             )
         try:
             config = transformers.AutoConfig.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
-        _check_length(name, config, length)
+    _check_length(name, config, length)
     config.use_cache = False
     with torch.device("meta"):
-        module = _auto_class(transformers, config).from_config(config, attn_implementation="sdpa")
+        module = _from_config(_auto_class(transformers, config), config)
+        if lora_rank > 0:
+            _adapt(module, lora_rank)
     if checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
@@ -88,7 +129,27 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool) -> P
         inputs={"input_ids": tokens, "labels": tokens},
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
+        num_params=sum(param.numel() for param in module.parameters()),
+        num_trained=sum(param.numel() for param in module.parameters() if param.requires_grad),
     )
+
+
+def _from_config(auto_class: Any, config: Any) -> nn.Module:
+    """With fused attention where the model has it."""
+    try:
+        return auto_class.from_config(config, attn_implementation="sdpa")
+    except ValueError:
+        return auto_class.from_config(config, attn_implementation="eager")
+
+
+def _known_config(transformers: Any, name: str) -> Any:
+    found = KNOWN_MODELS.get(OTHER_NAMES.get(name.lower(), name.lower()))
+    return None if found is None else getattr(transformers, found[0])(**found[1])
+
+
+def _similar(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), [*KNOWN_MODELS, *OTHER_NAMES], n=3)
+    return f" ({', '.join(near or ('llama-3.1-8b', 'qwen2.5-7b', 'mistral-7b'))})"
 
 
 def _gpt_config(name: str, length: int) -> Any:

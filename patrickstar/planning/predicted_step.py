@@ -20,19 +20,6 @@ _RATES = (
     "synchronize_seconds",
     "launch_ahead_seconds",
 )
-_WHAT_HELPS = {
-    "compute": "a faster GPU; transfers and updates are hidden",
-    "upload": "more device memory or a larger batch (more work per uploaded byte)",
-    "download": "more device memory or a larger batch (more work per downloaded byte)",
-    "host_adam": "more device memory (states on the GPU), more or faster cores, or a larger batch",
-    "gather": "a faster link between GPUs, larger chunks where its latency counts, or a larger batch",
-    "scatter": "a faster link between GPUs, larger chunks where its latency counts, or a larger batch",
-    "collective": "a faster link between GPUs, more device memory for prefetches, or a larger batch",
-    "host_memory": "fewer GPUs per node, more device memory (states on the GPU), or a larger batch",
-    "memory": "more device memory, or smaller chunks: fetches wait for memory that is still in use",
-    "host_update": "more host memory (updates start in backward) or more device memory",
-    "launch": "a larger batch: the step is too short for its synchronisation",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +79,6 @@ class Prediction:
         if self.roofline[name] >= 0.9 * self.seconds:
             return name
         return max(self.stall_seconds, key=lambda key: self.stall_seconds[key])
-
-    @property
-    def what_helps(self) -> str:
-        """What would make the step shorter."""
-        return _WHAT_HELPS[self.bound]
 
     def roofline_line(self) -> str:
         """The roofline in one line; of collectives and the host's memory where there are several ranks."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
@@ -20,6 +21,15 @@ from patrickstar.sizes import enough_size, show_shortage, show_size
 # Of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
 _ONE_GPU = Cluster()
+# Steps that differ by less are as short as each other (csrc/plan/plan_choice.h, kPredictionTolerance).
+_SAME = 0.005
+# Numbers of chunks with states on the device that are tried: the same whatever the budgets are, so that more memory has
+# all that less has. After so many that made the step no shorter no further ones are. And, of the other chunks, shares
+# that are updated as a whole in backward, the rest parameters first.
+_COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
+_PATIENCE = 2
+_SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
+_HALVINGS = 12
 
 
 def predict(
@@ -41,6 +51,14 @@ def predict(
     Raises:
         ValueError: sizes do not agree or a rate is not positive.
     """
+    count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
+    ahead = [_C.UpdateAt.HOST_AT_RETIRE if index < count else None for index in range(len(plan.chunks))]
+    return _simulated(plan, compute_seconds, rates, _updates(plan.chunks, ahead))
+
+
+def _simulated(
+    plan: Plan, compute_seconds: Sequence[float], rates: _C.Rates, updates: Sequence[_C.UpdateAt]
+) -> Prediction:
     problem = plan.problem
     step = _C.simulate(
         plan.timeline,
@@ -48,7 +66,7 @@ def predict(
         plan.as_core(),
         rates,
         compute_seconds=list(compute_seconds),
-        updates=_updates(plan.chunks, num_speculated_chunks),
+        updates=list(updates),
         numels=[chunk.shard_numel for chunk in plan.chunks],
         num_ranks=plan.num_ranks,
         **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes")},
@@ -72,6 +90,19 @@ class Setting:
     """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    accumulation: int = 1
+    """Forwards and backwards of each step, whose gradients are added up."""
+
+
+class DoesNotFitError(_C.MemoryBudgetError):
+    """A model does not fit the budgets; the message says by how much."""
+
+    def __init__(self, message: str, *, least_device_bytes: int | None = None, least_host_bytes: int | None = None):
+        super().__init__(message)
+        self.least_device_bytes = least_device_bytes
+        """The ``device_memory`` that would do, where that is what is short."""
+        self.least_host_bytes = least_host_bytes
+        """The ``host_memory`` that would do, where that is what is short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +111,16 @@ class Case:
 
     chunk_numel: int
     """Elements in a chunk of this size."""
+    setting: Setting
+    """What it was planned with: :meth:`Predictor.choose` may take less than it was given."""
     plan: Plan
     """What an engine with such chunks would move when."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
+    num_parameters_first: int
+    """Of these, chunks whose states are updated behind the step, since memory suffices for their parameters alone."""
     host_bytes: int
     """Parameters and optimizer states on the host, of one rank."""
     least_device_bytes: int
@@ -96,8 +131,13 @@ class Case:
     """The most that the chunks which a moment needs hold beside the parameters that it needs."""
     step: Prediction
     """While clipping does not act."""
-    clipped_step: Prediction
-    """While clipping acts in every step: updates on the host start when the norm is known."""
+    play_clipped: Callable[[], Prediction] = dataclasses.field(repr=False, compare=False)
+    """Makes :attr:`clipped_step`."""
+
+    @functools.cached_property
+    def clipped_step(self) -> Prediction:
+        """While clipping acts in every step: updates on the host start when the norm is known."""
+        return self.play_clipped()
 
 
 def predict_case(
@@ -107,63 +147,203 @@ def predict_case(
     ``cluster``; budgets, steps and bytes are one rank's.
 
     Raises:
-        MemoryBudgetError: it does not fit; the message says by how much.
+        DoesNotFitError: it does not fit; the message says by how much.
         ValueError: the layout is for another number of ranks.
     """
-    if layout.num_ranks != cluster.num_ranks:
-        raise ValueError(f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs")
-    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    homes = [_home_bytes(chunk) for chunk in chunks]
-    largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
-    budget = _C.DeviceBudget()
-    budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
-    budget.margin_use_ratio = setting.margin_use_ratio
-    budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
-    if setting.speculation is Speculation.AUTO:
-        budget.host_limit_bytes = setting.host_bytes
-    nowhere = [False] * len(chunks)
-    all_on_host = make_timeline(uses, layout, nowhere).moments
-    least_limit = _C.make_plan(all_on_host, **_C.pose_problem(layout, all_on_host, nowhere, budget))[
-        "least_limit_bytes"
-    ]
-    least = int(least_limit / (1 - _C.CUDA_SLACK_RATIO)) + 1
-    if least > setting.device_bytes:
-        raise _C.MemoryBudgetError(
-            f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest moment's "
-            f"chunks; give at least {enough_size(least)}, or a smaller batch, a shorter length or checkpointing"
+    return Predictor(uses, layout, machine, cluster).predict(setting)
+
+
+class Predictor:
+    """Predicts what an engine on CUDA does with one layout, with any budgets. It keeps what does not depend on them."""
+
+    def __init__(self, uses: StepUses, layout: _C.Layout, machine: Machine, cluster: Cluster = _ONE_GPU):
+        if layout.num_ranks != cluster.num_ranks:
+            raise ValueError(
+                f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs; give one rank "
+                "for each GPU"
+            )
+        self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
+        self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+        self._timelines: dict[tuple[bool, ...], TimedTimeline] = {}
+
+    def predict(self, setting: Setting) -> Case:
+        """With these budgets. Raises DoesNotFitError."""
+        layout, chunks = self._layout, self._chunks
+        homes = [_home_bytes(chunk) for chunk in chunks]
+        largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
+        sums = sum(map(_sum_bytes, chunks)) if setting.accumulation > 1 else 0
+        least_host = sum(homes) + largest_grad + sums
+        budget = self._budget(setting)
+        least = self._least_device_bytes(setting)
+        if least > setting.device_bytes:
+            raise DoesNotFitError(
+                f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
+                f"moment's chunks; give at least {enough_size(least)}",
+                least_device_bytes=least,
+            )
+        on_device = self._place(setting, budget, sums)
+        timed = _slowed(self._timeline(on_device), self._cluster.slowdown(self._machine))
+        host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at) + sums
+        room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
+        planned = planned_chunks(layout, on_device)
+        ahead = _ahead(setting.speculation, chunks, on_device, room)
+
+        def play(updates: Sequence[_C.UpdateAt]) -> Plan:
+            choose = functools.partial(_choose_plan, layout, timed, on_device, budget, updates)
+            return _shared_host_plan(choose, self._machine, self._cluster, planned)
+
+        def step_of(plan: Plan) -> Prediction:
+            return _accumulated(plan, setting.accumulation)
+
+        plan = play(_updates(planned, ahead))
+        if plan.least_limit_bytes > budget.limit_bytes:
+            raise DoesNotFitError(
+                f"host_memory is {show_size(setting.host_bytes)}, which leaves so many optimizer states to the GPU "
+                f"that a step needs {show_size(plan.least_limit_bytes)} there; raise host_memory to "
+                f"{enough_size(least_host)}, or device_memory",
+                least_host_bytes=least_host,
+            )
+        return Case(
+            chunk_numel=layout.chunk_numel,
+            setting=setting,
+            plan=plan,
+            num_device_state_chunks=sum(on_device),
+            num_speculated_chunks=sum(at is not None for at in ahead),
+            num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
+            host_bytes=host_bytes,
+            least_device_bytes=least,
+            least_host_bytes=least_host,
+            waste_bytes=timed.waste_bytes,
+            step=step_of(plan),
+            play_clipped=lambda: step_of(play(_updates(planned, [None] * len(planned)))),
         )
-    on_device = _place(layout, all_on_host, budget, setting)
-    timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
-    host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
-    room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
-    planned = planned_chunks(layout, on_device)
-    first_late = {Speculation.COMMIT: len(chunks), Speculation.NEVER: 0}.get(
-        setting.speculation, _first_without_room(planned, [_grad_bytes(chunk) for chunk in chunks], room)
-    )
-    plan, clipped_plan = (
-        _shared_host_plan(
-            functools.partial(_choose_plan, layout, timed, on_device, budget, num_early), machine, cluster, planned
-        )
-        for num_early in (first_late, 0)
-    )
-    if plan.least_limit_bytes > budget.limit_bytes:
-        raise _C.MemoryBudgetError(
-            f"host_memory is {show_size(setting.host_bytes)}, which leaves so many optimizer states to the GPU that a "
-            f"step needs {show_size(plan.least_limit_bytes)} there; raise host_memory to "
-            f"{enough_size(sum(homes) + largest_grad)}, or device_memory"
-        )
-    return Case(
-        chunk_numel=layout.chunk_numel,
-        plan=plan,
-        num_device_state_chunks=sum(on_device),
-        num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in planned[:first_late]),
-        host_bytes=host_bytes,
-        least_device_bytes=least,
-        least_host_bytes=sum(homes) + largest_grad,
-        waste_bytes=timed.waste_bytes,
-        step=plan.prediction,
-        clipped_step=clipped_plan.prediction,
-    )
+
+    def choose(self, setting: Setting) -> Case:
+        """The shortest step with at most these budgets, so that more memory makes no step longer.
+
+        How many chunks have their states on the device follows from memory alone (csrc/plan/placement.h,
+        num_margin_chunks), and more or fewer of them may take less time: an engine with ample ``host_memory`` leaves
+        states on the host that the next forward waits for; one with an ample device updates there, between two steps,
+        what the host would update beside it. And with ample ``host_memory`` the next forward waits for whole updates,
+        where with less it waits for parameters alone. So less ``host_memory`` and a lower ``margin_use_ratio`` are
+        tried too.
+
+        Raises:
+            DoesNotFitError: it does not fit.
+        """
+        cases = [self.predict(setting)]
+        step = cases[0].step
+        if setting.hybrid_adam and step.seconds > (1 + _SAME) * step.compute_seconds:  # else all is hidden already
+            usual, most = self._state_counts(setting)
+            fewer = (self._with_fewer(setting, count) for count in reversed(_COUNTS) if count < usual)
+            more = (self._with_less_host(setting, count, 0) for count in (*_COUNTS, most) if usual < count <= most)
+            num_others = len(self._chunks) - usual
+            whole = [self._with_less_host(setting, usual, int(share * num_others)) for share in _SHARES_WHOLE]
+            cases += self._descend(fewer, cases[0], _PATIENCE)
+            cases += self._descend(more, cases[0], _PATIENCE)
+            cases += self._descend(whole, cases[0], len(whole))
+        shortest = min(case.step.seconds for case in cases)
+        return next(case for case in cases if case.step.seconds <= shortest * (1 + _SAME))
+
+    def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
+        """Cases of settings in their order, None passed over, until so many in a row made the step no shorter."""
+        cases, shortest, worse = [], begin.step.seconds, 0
+        for setting in settings:
+            if setting is None:
+                continue
+            with contextlib.suppress(DoesNotFitError):
+                cases.append(self.predict(setting))
+                worse = worse + 1 if cases[-1].step.seconds >= shortest else 0
+                shortest = min(shortest, cases[-1].step.seconds)
+            if worse == patience:
+                break
+        return cases
+
+    def _state_counts(self, setting: Setting) -> tuple[int, int]:
+        """How many chunks, from the first on, an engine has on the device with their states: with these budgets, and
+        with so little host memory that no update could begin in backward otherwise.
+        """
+        budget = self._budget(setting)
+        usual = self._num_states(budget)
+        if setting.speculation is not Speculation.AUTO:
+            return usual, usual
+        budget.host_limit_bytes = 0
+        return usual, self._num_states(budget)
+
+    def _num_states(self, budget: _C.DeviceBudget) -> int:
+        return _C.num_device_state_chunks(self._layout, self._timeline(self._nowhere).moments, budget)
+
+    def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
+        """The largest ``margin_use_ratio`` that leaves so many chunks' states to the device, or None."""
+        budget = self._budget(setting)
+        budget.host_limit_bytes = 2**62
+        low, high = 0.0, setting.margin_use_ratio
+        for _ in range(_HALVINGS):
+            budget.margin_use_ratio = (low + high) / 2
+            low, high = (low, budget.margin_use_ratio) if self._num_states(budget) > count else ((low + high) / 2, high)
+        budget.margin_use_ratio = low
+        if low == 0.0 or self._num_states(budget) != count:
+            return None
+        return dataclasses.replace(setting, margin_use_ratio=low)
+
+    def _with_less_host(self, setting: Setting, count: int, num_whole: int) -> Setting | None:
+        """The ``host_memory`` that makes an engine have so many chunks' states on the device, and of the others update
+        so many as a whole in backward and the rest parameters first; None where that is not less.
+        """
+        if setting.speculation is not Speculation.AUTO:
+            return None
+        sums = sum(map(_sum_bytes, self._chunks)) if setting.accumulation > 1 else 0
+        on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
+        num_bytes = self._bytes_ahead(count) + sums + sum(map(_state_bytes, on_host[:num_whole]))
+        return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
+
+    def _bytes_ahead(self, first: int) -> int:
+        """What the chunks from ``first`` on take on the host with new compute values beside the old ones."""
+        rest = self._chunks[first:]
+        new_values = sum(_grad_bytes(chunk) for chunk in rest if chunk["trainable"])
+        return _C.reserved_gradient_bytes(self._layout) + sum(map(_home_bytes, rest)) + new_values
+
+    @property
+    def _nowhere(self) -> list[bool]:
+        return [False] * len(self._chunks)
+
+    def _timeline(self, on_device: Sequence[bool]) -> TimedTimeline:
+        key = tuple(on_device)
+        if key not in self._timelines:
+            self._timelines[key] = make_timeline(self._uses, self._layout, on_device)
+        return self._timelines[key]
+
+    def _budget(self, setting: Setting) -> _C.DeviceBudget:
+        budget = _C.DeviceBudget()
+        budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
+        budget.margin_use_ratio = setting.margin_use_ratio
+        budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
+        if setting.speculation is Speculation.AUTO:
+            budget.host_limit_bytes = setting.host_bytes
+        return budget
+
+    def _least_device_bytes(self, setting: Setting) -> int:
+        moments = self._timeline(self._nowhere).moments
+        problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
+        return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
+
+    def _place(self, setting: Setting, budget: _C.DeviceBudget, sums: int) -> list[bool]:
+        """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
+        chunks = self._chunks
+        room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
+        on_device, host_bytes = _C.initial_placement(self._layout, max(setting.host_bytes - sums, 0), room)
+        host_bytes += sums
+        if host_bytes > setting.host_bytes:
+            raise DoesNotFitError(
+                f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; parameters and optimizer states take "
+                f"{show_size(sum(map(_home_bytes, chunks)) + sums)}, of which the GPU has room for "
+                f"{show_size(max(room, 0))} before activations; raise host_memory to at least "
+                f"{enough_size(host_bytes)}, or device_memory",
+                least_host_bytes=host_bytes,
+            )
+        moments = self._timeline(self._nowhere).moments
+        count = _C.num_device_state_chunks(self._layout, moments, budget) if setting.hybrid_adam else 0
+        return [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(on_device)]
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
@@ -201,21 +381,17 @@ def _choose_plan(
     timed: TimedTimeline,
     on_device: Sequence[bool],
     budget: _C.DeviceBudget,
-    num_early: int,
+    updates: Sequence[_C.UpdateAt],
     rates: _C.Rates,
 ) -> Plan:
-    """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h), with ``num_early``
-    chunks, from the first on, updated during backward.
-    """
+    """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
     problem = _C.pose_problem(layout, timed.moments, on_device, budget)
-    chunks = planned_chunks(layout, on_device)
-    updates = _updates(chunks, num_early)
     choice = _C.choose_plan(
         timed.moments,
         rates=rates,
         compute_seconds=timed.seconds,
-        updates=updates,
-        numels=[chunk.shard_numel for chunk in chunks],
+        updates=list(updates),
+        numels=[chunk.shard_numel for chunk in planned_chunks(layout, on_device)],
         num_ranks=layout.num_ranks,
         **problem,
     )
@@ -230,54 +406,81 @@ def _choose_plan(
     )
 
 
-def _updates(chunks: Sequence[PlannedChunk], num_early: int | None) -> list[_C.UpdateAt]:
-    """By chunk; those from the first on whose states are on the host are updated during backward. None: all."""
-    limit = len(chunks) if num_early is None else num_early
+def _ahead(
+    speculation: Speculation, chunks: Sequence[Mapping[str, Any]], on_device: Sequence[bool], room: int
+) -> list[_C.UpdateAt | None]:
+    """By chunk, how much of its update on the host is made during backward, None for nothing: as
+    csrc/engine/speculation.cpp chooses with ``room`` bytes of host memory. In place needs none.
+    """
+    updated = [i for i, chunk in enumerate(chunks) if chunk["trainable"] and not on_device[i]]
+    ahead: list[_C.UpdateAt | None] = [None] * len(chunks)
+    if speculation is Speculation.NEVER:
+        return ahead
+    if speculation is Speculation.COMMIT:
+        return [_C.UpdateAt.HOST_AT_RETIRE if i in updated else None for i in range(len(chunks))]
+    for index in updated:
+        if _grad_bytes(chunks[index]) <= room:
+            room -= _grad_bytes(chunks[index])
+            ahead[index] = _C.UpdateAt.HOST_PARAM_FIRST
+    for index in updated:
+        if ahead[index] is None:
+            continue
+        if _state_bytes(chunks[index]) > room:
+            break
+        room -= _state_bytes(chunks[index])
+        ahead[index] = _C.UpdateAt.HOST_AT_RETIRE
+    return ahead
+
+
+def _updates(chunks: Sequence[PlannedChunk], ahead: Sequence[_C.UpdateAt | None]) -> list[_C.UpdateAt]:
+    """By chunk, where and when it is updated; ``ahead`` is what begins during backward."""
     updates = []
-    for index, chunk in enumerate(chunks):
+    for chunk, early in zip(chunks, ahead, strict=True):
         if not chunk.trainable:
             updates.append(_C.UpdateAt.NEVER)
         elif chunk.states_on_device:
             updates.append(_C.UpdateAt.DEVICE_AFTER_NORM)
         else:
-            updates.append(_C.UpdateAt.HOST_AT_RETIRE if index < limit else _C.UpdateAt.HOST_AFTER_NORM)
+            updates.append(_C.UpdateAt.HOST_AFTER_NORM if early is None else early)
     return updates
 
 
-def _place(
-    layout: _C.Layout,
-    moments: list[dict[str, Any]],
-    budget: _C.DeviceBudget,
-    setting: Setting,
-) -> list[bool]:
-    """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
-    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
-    on_device, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
-    if host_bytes > setting.host_bytes:
-        raise _C.MemoryBudgetError(
-            f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; parameters and optimizer states take "
-            f"{show_size(sum(map(_home_bytes, chunks)))}, of which the GPU has room for {show_size(max(room, 0))} "
-            f"before activations; raise host_memory to at least {enough_size(host_bytes)}, or device_memory"
-        )
-    count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
-    return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
-
-
-def _first_without_room(chunks: Sequence[PlannedChunk], values: Sequence[int], room: int) -> int:
-    """The first chunk whose new parameters (``values``: bytes of each) find no host memory: those before it are updated
-    during backward (csrc/engine/speculation.cpp). That states may follow in a pass of their own is not modelled.
+def _accumulated(plan: Plan, accumulation: int) -> Prediction:
+    """The step of ``plan`` after so many backwards less one that only add to the gradients: their transfers and
+    operations are as the last one's, and nothing is updated. What adding up takes of the host's time is not counted.
     """
-    for index, (chunk, num_bytes) in enumerate(zip(chunks, values, strict=True)):
-        room -= num_bytes if chunk.trainable and not chunk.states_on_device else 0
-        if room < 0:
-            return index
-    return len(chunks)
+    last, times = plan.prediction, plan.times
+    assert last is not None and times is not None
+    if accumulation == 1:
+        return last
+    core = times.as_core()
+    core["rates"].synchronize_seconds = 0.0
+    never = [_C.UpdateAt.NEVER] * len(plan.chunks)
+    other = _simulated(plan, core["compute_seconds"], core["rates"], never)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Prediction):
+        one, more = getattr(last, field.name), getattr(other, field.name)
+        if field.name == "stall_seconds":
+            values[field.name] = {cause: seconds + (accumulation - 1) * more[cause] for cause, seconds in one.items()}
+        elif field.name == "peak_bytes":
+            values[field.name] = max(one, more)
+        else:
+            values[field.name] = one + (accumulation - 1) * more
+    return Prediction(**values)
 
 
 def _grad_bytes(chunk: Mapping) -> int:
     return chunk["shard_numel"] * itemsize(chunk)
 
 
+def _state_bytes(chunk: Mapping) -> int:
+    return 12 * chunk["shard_numel"]
+
+
+def _sum_bytes(chunk: Mapping) -> int:
+    """What a chunk's gradients take while they are added up, in float32."""
+    return 4 * chunk["shard_numel"] if chunk["trainable"] else 0
+
+
 def _home_bytes(chunk: Mapping) -> int:
-    return chunk["shard_numel"] * (itemsize(chunk) + (12 if chunk["trainable"] else 0))
+    return _grad_bytes(chunk) + (_state_bytes(chunk) if chunk["trainable"] else 0)

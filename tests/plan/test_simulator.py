@@ -14,6 +14,7 @@ PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
 READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
 FORWARD, BACKWARD = _C.Phase.FORWARD, _C.Phase.BACKWARD
 AT_RETIRE, AFTER_NORM = _C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_AFTER_NORM
+PARAM_FIRST = _C.UpdateAt.HOST_PARAM_FIRST
 NEVER, ON_DEVICE = _C.UpdateAt.NEVER, _C.UpdateAt.DEVICE_AFTER_NORM
 GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
 FAST = 1e9
@@ -307,8 +308,25 @@ def draw_rates(data):
     return rates
 
 
+def test_an_update_in_two_passes_counts_both():
+    """16 and 26 bytes where one pass moves 28: the next forward waits for the first, which is made in backward, and the
+    second is made beside it, before the next backward's updates.
+    """
+    rates = rates_of(adam=1)
+    whole = simulate(one_pass(1), rates, seconds=3.0, update=AT_RETIRE)
+    two = simulate(one_pass(1), rates, seconds=3.0, update=PARAM_FIRST)
+    assert whole["host_adam_seconds"] == pytest.approx(1)
+    assert two["host_adam_seconds"] == pytest.approx((16 + 26) / 28)
+    # The gradient is down at the end of the moment; what then lies between two steps is the update that they wait for.
+    assert whole["seconds"] == pytest.approx(3 + 1)
+    assert two["seconds"] == pytest.approx(3 + 16 / 28)
+    # With little else to do the host's work bounds the step.
+    busy = simulate(one_pass(1), rates, seconds=0.25, update=PARAM_FIRST)
+    assert busy["seconds"] == pytest.approx((16 + 26) / 28)
+
+
 @settings(max_examples=150, deadline=None)
-@given(steps(), st.data(), st.sampled_from([AT_RETIRE, AFTER_NORM]), RANKS)
+@given(steps(), st.data(), st.sampled_from([AT_RETIRE, PARAM_FIRST, AFTER_NORM]), RANKS)
 def test_between_the_roofline_and_the_sum(problem, data, update, ranks):
     rates = draw_rates(data)
     step = simulate(**problem, rates=rates_of(**rates), update=update, ranks=ranks)

@@ -1,0 +1,291 @@
+"""What to change: proposals that are planned like the question itself, so that each has the step that it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from patrickstar.config import Speculation
+from patrickstar.planning.planner import Answer, Planner, Question
+from patrickstar.planning.prediction import DoesNotFitError
+from patrickstar.sizes import enough_size, parse_size, show_size
+
+LEAST_GAIN = 0.01
+"""Of tokens per second: what helps by less is not worth a line."""
+
+_MORE_DEVICE_MEMORY = (1.25, 1.5, 2.0, 4.0)
+_OF_THE_GPU = 0.98  # what an engine takes at most where nobody says (docs/guides/budgets.md)
+_MORE_GPUS = (2, 4, 8)
+_LENGTH_UNIT = 128
+_TRIES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A question that differs in one part."""
+
+    kind: str
+    """Of several of a kind the cheapest good one is kept."""
+    text: str
+    """What is done, in words."""
+    flags: tuple[str, ...]
+    """What to add to the command line that asked."""
+    question: Question
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A proposal, and what it was planned to give."""
+
+    proposal: Proposal
+    answer: Answer
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "text": self.proposal.text,
+            "flags": list(self.proposal.flags),
+            "step_seconds": self.answer.chosen.step.seconds,
+            "tokens_per_second": self.answer.tokens_per_second,
+            "config": self.answer.config(),
+        }
+
+    def __str__(self) -> str:
+        step = self.answer.chosen.step.seconds
+        flags = " ".join(self.proposal.flags)
+        return f"{self.answer.tokens_per_second:,.0f} tokens/s, step {step:.3f} s: {self.proposal.text} ({flags})"
+
+
+def advise(planner: Planner, answer: Answer) -> list[Advice]:
+    """What makes more tokens per second of it, by at least :data:`LEAST_GAIN`, best first."""
+    least = answer.tokens_per_second * (1 + LEAST_GAIN)
+    found = [advice for advice in _planned(planner, _proposals(answer)) if advice.answer.tokens_per_second >= least]
+    return _best_of_each_kind(found)
+
+
+def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
+    """What makes a question fit that did not, best first."""
+    found = list(_planned(planner, _remedies(question, refusal)))
+    if refusal.least_host_bytes is not None:
+        found += _host_memory_that_fits(planner, question, refusal)
+    if refusal.least_device_bytes is not None:
+        found += _largest_that_fits(planner, question, refusal)
+    return _best_of_each_kind(found)
+
+
+def _planned(planner: Planner, proposals: Iterator[Proposal]) -> Iterator[Advice]:
+    for proposal in proposals:
+        try:
+            yield Advice(proposal=proposal, answer=planner.answer(proposal.question))
+        except DoesNotFitError:
+            continue
+
+
+def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
+    """The first of each kind that is within :data:`LEAST_GAIN` of its best, best first. Proposals of a kind come with
+    the cheapest first.
+    """
+    kept = []
+    for kind in dict.fromkeys(advice.proposal.kind for advice in found):
+        same = [advice for advice in found if advice.proposal.kind == kind]
+        best = max(advice.answer.tokens_per_second for advice in same)
+        kept.append(next(a for a in same if a.answer.tokens_per_second * (1 + LEAST_GAIN) >= best))
+    return sorted(kept, key=lambda advice: -advice.answer.tokens_per_second)
+
+
+# Of a model that fits
+
+
+def _proposals(answer: Answer) -> Iterator[Proposal]:
+    question, step = answer.question, answer.chosen.step
+    waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else all is hidden behind the GPU's work
+    yield from _device_memory(question)
+    if question.workload.checkpointing:
+        text = "keep activations instead of computing them again"
+        yield _other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
+    if not waits:
+        return
+    yield from _host_memory(answer)
+    yield from _options(question)
+    if not question.workload.checkpointing:
+        yield _checkpointing(question)
+    batch = 2 * question.workload.batch
+    text = f"{batch} sequences at a time: twice the work for each byte that is moved"
+    yield _other_work("batch", text, ("--batch-size", str(batch)), question, batch=batch)
+    count = 2 * question.setting.accumulation
+    text = f"add up the gradients of {count} backwards for each step, which then has twice the tokens"
+    yield _other_setting("accumulation", text, ("--gradient-accumulation", str(count)), question, accumulation=count)
+
+
+def _device_memory(question: Question) -> Iterator[Proposal]:
+    given, most = question.setting.device_bytes, int(_OF_THE_GPU * question.machine.gpu_bytes)
+    wanted = {min(int(given * share), most) for share in _MORE_DEVICE_MEMORY}
+    for num_bytes in sorted(_rounded(wish) for wish in wanted if wish > given):
+        yield _more_device_memory(question, num_bytes)
+
+
+def _more_device_memory(question: Question, num_bytes: int) -> Proposal:
+    text = f"{show_size(num_bytes)} of the GPU's {show_size(question.machine.gpu_bytes)}"
+    flags = ("--device-memory", enough_size(num_bytes))
+    return _other_setting("device memory", text, flags, question, device_bytes=num_bytes)
+
+
+def _host_memory(answer: Answer) -> Iterator[Proposal]:
+    """Enough for all updates to begin in backward: the parameters' alone, then the states' too."""
+    question, case = answer.question, answer.chosen
+    if question.setting.speculation is not Speculation.AUTO:
+        return
+    trained = sum(chunk.shard_numel for chunk in case.plan.chunks if chunk.trainable)
+    is_all_ahead = case.num_speculated_chunks + case.num_device_state_chunks >= _num_trainable(answer)
+    wanted = [] if is_all_ahead else [(2, "for all updates to begin in backward")]
+    if not is_all_ahead or case.num_parameters_first:
+        wanted.append((14, "for updates to be whole in backward"))
+    for bytes_each, what in wanted:
+        num_bytes = _rounded(case.least_host_bytes + bytes_each * trained + 2**30)
+        if num_bytes > question.setting.host_bytes:
+            text = f"{show_size(num_bytes)} of host memory, {what}"
+            flags = ("--host-memory", enough_size(num_bytes))
+            yield _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+
+
+def _num_trainable(answer: Answer) -> int:
+    return sum(chunk.trainable for chunk in answer.chosen.plan.chunks)
+
+
+def _options(question: Question) -> Iterator[Proposal]:
+    setting = question.setting
+    if setting.speculation is Speculation.NEVER:
+        text = "begin updates in backward"
+        yield _other_setting("speculation", text, ("--speculation", "auto"), question, speculation=Speculation.AUTO)
+    may_commit = setting.accumulation == 1 and question.clipping == 0
+    if may_commit and setting.speculation is not Speculation.COMMIT:
+        text = "update in backward for good, which promises one step for each backward and no clipping"
+        flags = ("--speculation", "commit")
+        yield _other_setting("commit", text, flags, question, speculation=Speculation.COMMIT)
+    if question.chunk_numel is not None:
+        other = dataclasses.replace(question, chunk_numel=None)
+        yield Proposal(kind="chunks", text="the best chunk size", flags=("--chunk-numel", "auto"), question=other)
+    if setting.margin_use_ratio < 0.95:
+        text = "more states on the GPU"
+        yield _other_setting("margin", text, ("--margin-use-ratio", "0.95"), question, margin_use_ratio=0.95)
+
+
+# Of a model that does not fit
+
+
+def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal]:
+    least_device = refusal.least_device_bytes
+    if least_device is not None and not question.workload.checkpointing:
+        yield _checkpointing(question)
+    if least_device is not None and least_device <= question.machine.gpu_bytes:
+        for share in (1.0, 1.1, 1.25):
+            yield _more_device_memory(question, _rounded(int(least_device * share)))
+    if refusal.least_host_bytes is not None:
+        yield from _device_memory(question)
+    for factor in _MORE_GPUS:
+        count = question.cluster.gpus_per_node * factor
+        if count <= 2 * question.machine.gpus_per_socket:
+            cluster = dataclasses.replace(question.cluster, gpus_per_node=count)
+            text = f"{count} GPUs in each machine, with a batch and budgets of their own"
+            flags = ("--gpus-per-node", str(count))
+            other = dataclasses.replace(question, cluster=cluster)
+            yield Proposal(kind="GPUs", text=text, flags=flags, question=other)
+
+
+def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
+    """What a refusal asks for, or if that is refused for another reason what the next one asks for."""
+    for _ in range(_TRIES):
+        if refusal.least_host_bytes is None:
+            break
+        num_bytes = _rounded(refusal.least_host_bytes)
+        text, flags = f"{show_size(num_bytes)} of host memory", ("--host-memory", enough_size(num_bytes))
+        proposal = _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+        try:
+            return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
+        except DoesNotFitError as error:
+            refusal = error
+    return []
+
+
+def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
+    """The largest batch, or where one sequence is too much the greatest length."""
+    work = question.workload
+
+    def batch_of(count: int) -> Proposal:
+        text, flags = f"{count} sequences at a time is the largest batch that fits", ("--batch-size", str(count))
+        return _other_work("batch", text, flags, question, batch=count)
+
+    found = _largest(planner, batch_of, work.batch, refusal) if work.batch > 1 else None
+    if found is not None:
+        return [found]
+    unit = _LENGTH_UNIT if work.length > _LENGTH_UNIT else 1
+    batch = ("--batch-size", "1") if work.batch > 1 else ()
+
+    def length_of(count: int) -> Proposal:
+        text = f"one sequence of {count * unit} tokens is the longest that fits"
+        flags = (*batch, "--seq-len", str(count * unit))
+        return _other_work("length", text, flags, question, batch=1, length=count * unit)
+
+    found = _largest(planner, length_of, -(-work.length // unit), None)
+    return [found] if found is not None else []
+
+
+def _largest(
+    planner: Planner, proposal_of: Callable[[int], Proposal], too_many: int, refusal: DoesNotFitError | None
+) -> Advice | None:
+    """The proposal with the largest count below ``too_many`` that fits. What activations take grows by about as much
+    with each, so that two counts tell where to look.
+    """
+
+    def plan(count: int) -> Advice | DoesNotFitError:
+        proposal = proposal_of(count)
+        try:
+            return Advice(proposal=proposal, answer=planner.answer(proposal.question))
+        except DoesNotFitError as error:
+            return error
+
+    fits = plan(1)
+    if isinstance(fits, DoesNotFitError):
+        return None
+    top = refusal if refusal is not None else plan(too_many)
+    if isinstance(top, Advice) or top.least_device_bytes is None:
+        return fits
+    first = fits.answer.chosen.least_device_bytes
+    there = fits.proposal.question.setting.device_bytes
+    each = max(top.least_device_bytes - first, 1) / max(too_many - 1, 1)
+    best, low, high = fits, 1, too_many  # low fits, high does not
+    guess = 1 + int((there - first) / each)
+    for _ in range(_TRIES):
+        guess = min(max(guess, low + 1), high - 1)
+        if guess <= low:
+            break
+        tried = plan(guess)
+        if isinstance(tried, Advice):
+            best, low, guess = tried, guess, guess + 1
+        else:
+            high, guess = guess, guess - 1
+    return best
+
+
+# Questions that differ in one part
+
+
+def _checkpointing(question: Question) -> Proposal:
+    text = "compute activations again in backward, which leaves more of the GPU to the model"
+    return _other_work("checkpointing", text, ("--checkpointing",), question, checkpointing=True)
+
+
+def _other_work(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
+    workload = dataclasses.replace(question.workload, **changes)
+    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, workload=workload))
+
+
+def _other_setting(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
+    setting = dataclasses.replace(question.setting, **changes)
+    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, setting=setting))
+
+
+def _rounded(num_bytes: int) -> int:
+    """The size that a flag says, which is not less."""
+    return parse_size(enough_size(num_bytes)) or num_bytes

@@ -1,0 +1,219 @@
+"""Answers: what a training run is planned to be, for questions that differ in a part, such as more memory or a batch of
+another size. What answers have in common (the model's trace, its layouts) is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from patrickstar.config import Speculation
+from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
+from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.machines import Machine
+from patrickstar.planning.models import PlannedModel, build_model
+from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
+from patrickstar.planning.uses import StepUses, trace_uses
+from patrickstar.sizes import enough_size, parse_size
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NUM_CHOSEN = 3  # chunk sizes for which other placements are tried too, those with the shortest steps
+CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one GPU computes in a forward and its backward."""
+
+    model: str
+    """As ``--model`` takes it."""
+    batch: int
+    """Sequences."""
+    length: int
+    """Tokens of each."""
+    checkpointing: bool = False
+    """Whether activations are computed again in backward."""
+    lora_rank: int = 0
+    """Of the adapters that alone are trained; 0: everything is."""
+    precision: str = "bf16"
+    """Of compute, a key of :data:`DTYPES`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """All that an answer depends on."""
+
+    workload: Workload
+    machine: Machine
+    setting: Setting
+    """Budgets of one GPU."""
+    cluster: Cluster = dataclasses.field(default_factory=Cluster)
+    chunk_numel: int | None = None
+    """Elements per chunk; None: the best."""
+    clipping: float = 0.0
+    """The largest global norm of gradients; 0: they are not clipped."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, on all GPUs."""
+        workload = self.workload
+        return workload.batch * workload.length * self.setting.accumulation * self.cluster.num_ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What becomes of a question whose model fits."""
+
+    question: Question
+    num_params: int
+    """Elements of all parameters."""
+    num_trained: int
+    """Elements of those that are trained."""
+    chosen: Case
+    """With the chunk size that was asked for, or the best."""
+    cases: list[Case]
+    """All chunk sizes that were tried and fit."""
+    model_flops: float
+    """Of one GPU's step, recomputation not counted."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.question.tokens / self.chosen.step.seconds
+
+    def config(self) -> dict[str, Any]:
+        """What ``initialize_engine`` takes to train so; the learning rate and its like are the user's."""
+        question, setting, case = self.question, self.question.setting, self.chosen
+        optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
+        if setting.speculation is not Speculation.AUTO:
+            optimizer["speculation"] = setting.speculation.value
+        config: dict[str, Any] = {
+            "optimizer": optimizer,
+            "device_memory": _as_written(setting.device_bytes),
+            "host_memory": _as_written(case.setting.host_bytes),
+            "default_chunk_size": case.chunk_numel,
+        }
+        precision = question.workload.precision
+        if precision != "fp32":
+            config[precision] = {"enabled": True}
+        if question.clipping > 0:
+            config["gradient_clipping"] = question.clipping
+        if case.setting.margin_use_ratio != Setting.margin_use_ratio:
+            config["client"] = {"mem_tracer": {"margin_use_ratio": case.setting.margin_use_ratio}}
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """A model's step, and the chunk sizes that an engine makes of those that are asked for."""
+
+    model: PlannedModel
+    params: SortedParams
+    uses: StepUses
+    ample_bytes: int
+    scarce_numels: dict[int, int]
+
+
+class Planner:
+    """Answers questions, and keeps what the next ones may need."""
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[Workload, Any, tuple[int, ...]], _Trace] = {}
+        self._predictors: dict[tuple[Any, ...], Predictor] = {}
+        self._answers: dict[Question, Answer] = {}
+
+    def answer(self, question: Question) -> Answer:
+        """The plan with the shortest step.
+
+        Raises:
+            DoesNotFitError: with no chunk size does it fit.
+            ValueError: there is no such model, or the GPU has no such dtype.
+        """
+        if question not in self._answers:
+            self._answers[question] = self._answer(question)
+        return self._answers[question]
+
+    def _answer(self, question: Question) -> Answer:
+        workload = question.workload
+        check_precision(workload.precision, question.machine)
+        trace = self._trace(question)
+        cases, refusals = [], []
+        predictors = {size: self._predictor(question, trace, size) for size in self._sizes(question, trace)}
+        for predictor in predictors.values():
+            try:
+                cases.append(predictor.predict(question.setting))
+            except DoesNotFitError as refusal:
+                refusals.append(refusal)
+        if not cases:
+            raise refusals[0]
+        shortest = sorted(cases, key=lambda case: case.step.seconds)[:_NUM_CHOSEN]
+        cases = [predictors[c.chunk_numel].choose(question.setting) if c in shortest else c for c in cases]
+        flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
+        return Answer(
+            question=question,
+            num_params=trace.model.num_params,
+            num_trained=trace.model.num_trained,
+            chosen=_best(cases),
+            cases=cases,
+            model_flops=flops,
+        )
+
+    def _trace(self, question: Question) -> _Trace:
+        workload, gpu = question.workload, question.machine.gpu
+        asked = CHUNK_SIZES if question.chunk_numel is None else (question.chunk_numel,)
+        key = (workload, gpu, asked)
+        if key not in self._traces:
+            model = build_model(
+                workload.model,
+                workload.batch,
+                workload.length,
+                checkpointing=workload.checkpointing,
+                lora_rank=workload.lora_rank,
+            )
+            dtype = DTYPES[workload.precision]
+            params = plan_params(model.module, dtype, use_cpu_embedding=False)
+            # Before the trace, which changes the module.
+            scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
+            self._traces[key] = _Trace(
+                model,
+                params,
+                trace_uses(model.module, params, dtype, model.inputs, gpu),
+                next(iter(scarce.values())).ample_bytes,
+                {size: chosen.numel for size, chosen in scarce.items()},
+            )
+        return self._traces[key]
+
+    def _sizes(self, question: Question, trace: _Trace) -> list[int]:
+        """The chunk sizes to try: an engine itself makes the one that it is given smaller on a scarce device."""
+        ample = question.setting.device_bytes >= trace.ample_bytes
+        return sorted({asked if ample else scarce for asked, scarce in trace.scarce_numels.items()})
+
+    def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
+        key = (question.workload, question.machine, question.cluster, size)
+        if key not in self._predictors:
+            layout = make_layout(trace.params, size, question.cluster.num_ranks)
+            self._predictors[key] = Predictor(trace.uses, layout, question.machine, question.cluster)
+        return self._predictors[key]
+
+
+def check_precision(precision: str, machine: Machine) -> None:
+    """Raises ValueError where the GPU does not compute in it."""
+    if DTYPES[precision] not in machine.compute_dtypes:
+        there = [name for name, dtype in DTYPES.items() if dtype in machine.compute_dtypes]
+        raise ValueError(
+            f"--precision is {precision}, which {machine.name} does not compute in; give one of {', '.join(there)}"
+        )
+
+
+def _as_written(num_bytes: int) -> int | str:
+    """As a text where that is exact."""
+    text = enough_size(num_bytes)
+    return text if parse_size(text) == num_bytes else num_bytes
+
+
+def _best(cases: list[Case]) -> Case:
+    """The least waste among those whose steps are as short as any, as far as the simulator can tell (0.5 %)."""
+    shortest = min(case.step.seconds for case in cases)
+    return min((c for c in cases if c.step.seconds <= 1.005 * shortest), key=lambda case: case.waste_bytes)

@@ -1,0 +1,224 @@
+"""What ``patrickstar plan`` advises is planned again, and keeps what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from patrickstar import initialize_engine
+from patrickstar.config import Speculation, parse_bytes, parse_config
+from patrickstar.plan import main
+from patrickstar.planning.advice import LEAST_GAIN, advise, rescue
+from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.known_models import KNOWN_MODELS
+from patrickstar.planning.machines import MACHINES, given_gpu, given_host
+from patrickstar.planning.models import build_model
+from patrickstar.planning.planner import Planner, Question, Workload
+from patrickstar.planning.prediction import DoesNotFitError, Setting
+
+MIB = 2**20
+# A small model on a small GPU behaves as a large one on a large one: slow host and link, few operations at a time.
+SMALL_GPU = given_host(
+    given_gpu(MACHINES["a10"], tflops=2.0, gbps=60.0, num_bytes=1024 * MIB, link_gbps=1.0), cores=2, gbps=10.0
+)
+FAST_LINK = given_gpu(SMALL_GPU, link_gbps=20.0)
+WORK = Workload(model="gpt:512x8", batch=4, length=128)
+CHECKPOINTED = dataclasses.replace(WORK, checkpointing=True)
+
+
+def ask(device_mib, host_mib, workload=WORK, machine=SMALL_GPU, **changes):
+    """A question about the small model."""
+    settings = {key: changes.pop(key) for key in ("speculation", "accumulation", "margin_use_ratio") if key in changes}
+    setting = Setting(device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **settings)
+    return Question(workload=workload, machine=machine, setting=setting, **changes)
+
+
+CASES = {
+    "ample": ask(1000, 4096),
+    "scarce device": ask(600, 4096),
+    "scarce device, recomputing": ask(450, 4096, CHECKPOINTED),
+    "host just enough": ask(600, 1100),
+    "host just enough, recomputing": ask(450, 1100, CHECKPOINTED),
+    "fast link": ask(600, 1200, machine=FAST_LINK),
+    "updates after the norm": ask(600, 2048, speculation=Speculation.NEVER),
+    "commit": ask(600, 2048, speculation=Speculation.COMMIT),
+    "accumulation": ask(600, 2048, accumulation=2),
+    "two GPUs": ask(700, 800, cluster=Cluster(gpus_per_node=2)),
+    "a chunk size": ask(600, 2048, chunk_numel=8 * MIB),
+    "LoRA": ask(520, 2048, dataclasses.replace(WORK, lora_rank=8)),
+}
+
+
+@pytest.fixture(scope="module")
+def planner():
+    """One for all cases: their traces are the same few."""
+    return Planner()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_advice_keeps_what_it_promises(planner, case):
+    answer = planner.answer(CASES[case])
+    found = advise(planner, answer)
+    print(answer.chosen.step.seconds, *found, sep="\n")
+    rates = [advice.answer.tokens_per_second for advice in found]
+    assert rates == sorted(rates, reverse=True)
+    for advice in found:
+        assert advice.answer.tokens_per_second >= (1 + LEAST_GAIN) * answer.tokens_per_second
+        fresh = Planner()  # shares the traces alone, which cost seconds
+        fresh._traces = planner._traces
+        again = fresh.answer(advice.proposal.question)
+        assert again.chosen.step.seconds <= advice.answer.chosen.step.seconds
+    if answer.chosen.num_speculated_chunks + answer.chosen.num_device_state_chunks == len(answer.chosen.plan.chunks):
+        whole = answer.chosen.num_parameters_first == 0
+        assert not (whole and "host memory" in {advice.proposal.kind for advice in found})
+    if answer.question.workload.checkpointing:
+        assert not [advice for advice in found if "--checkpointing" in advice.proposal.flags]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_configuration_that_is_printed_gives_that_step(planner, case):
+    answer = planner.answer(CASES[case])
+    config = answer.config()
+    parsed = parse_config(config)
+    ratio = parsed.client.mem_tracer.margin_use_ratio
+    setting = dataclasses.replace(
+        answer.question.setting,
+        device_bytes=parsed.device_memory,
+        host_bytes=parsed.host_memory,
+        margin_use_ratio=Setting.margin_use_ratio if ratio is None else ratio,
+        speculation=parsed.optimizer.speculation,
+    )
+    again = planner.answer(
+        dataclasses.replace(answer.question, setting=setting, chunk_numel=config["default_chunk_size"])
+    )
+    assert again.chosen.step.seconds <= answer.chosen.step.seconds * 1.0001
+    assert parse_bytes(config["device_memory"], "device_memory") == answer.question.setting.device_bytes
+
+
+def test_the_configuration_trains(planner):
+    config = planner.answer(CASES["scarce device"]).config()
+    engine, optimizer = initialize_engine(lambda: torch.nn.Linear(8, 8), config=config)
+    with engine:
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("workload", [WORK, CHECKPOINTED], ids=["kept", "recomputed"])
+def test_more_memory_never_makes_a_step_longer(planner, workload):
+    """As far as the simulator can tell steps from each other: 0.5 % (kPredictionTolerance)."""
+    for device_sizes, host_sizes in (([600], [1100, 1200, 1500, 4096]), ([550, 600, 700, 850, 1000], [4096])):
+        steps = []
+        for device_mib in device_sizes:
+            for host_mib in host_sizes:
+                steps.append(planner.answer(ask(device_mib, host_mib, workload)).chosen.step.seconds)
+        print(steps)
+        for shorter, longer in zip(steps[1:], steps[:-1], strict=True):
+            assert shorter <= longer * 1.005
+
+
+def test_a_batch_that_is_too_large_is_answered_with_the_largest_that_fits(planner):
+    question = ask(600, 4096, dataclasses.replace(WORK, batch=8))
+    with pytest.raises(DoesNotFitError, match="for activations") as refused:
+        planner.answer(question)
+    found = {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+    assert {"batch", "device memory"} <= set(found)
+    batch = int(found["batch"].proposal.flags[1])
+    assert 1 <= batch < 8
+    with pytest.raises(DoesNotFitError):
+        planner.answer(dataclasses.replace(question, workload=dataclasses.replace(WORK, batch=batch + 1)))
+    if "checkpointing" in found:
+        assert found["checkpointing"].answer.question.workload.checkpointing
+
+
+def test_one_sequence_that_is_too_long_is_answered_with_the_longest_that_fits(planner):
+    question = ask(500, 4096, dataclasses.replace(WORK, batch=1, length=1024))
+    with pytest.raises(DoesNotFitError) as refused:
+        planner.answer(question)
+    found = {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+    assert 128 <= int(found["length"].proposal.flags[-1]) < 1024
+
+
+def test_too_little_host_memory_is_answered_with_what_would_do(planner):
+    question = ask(450, 64, CHECKPOINTED)
+    with pytest.raises(DoesNotFitError, match="host_memory: needs") as refused:
+        planner.answer(question)
+    found = {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+    assert {"host memory", "GPUs"} & set(found)
+    assert not {"batch", "length"} & set(found)
+
+
+# The command
+
+
+def run(capsys, *words, expect=0):
+    assert main([*words, "--json"]) == expect
+    return json.loads(capsys.readouterr().out)
+
+
+SMALL = ["--model", "gpt:128x4", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB"]
+
+
+def test_flags_that_are_advised_give_the_step_that_is_promised(capsys):
+    words = [*SMALL, "--gpu-memory", "1GiB", "--device-memory", "256MiB", "--host-link", "2"]
+    for advice in run(capsys, *words)["advice"]:
+        followed = run(capsys, *words, *advice["flags"], "--no-advice")
+        assert followed["step_seconds"] == pytest.approx(advice["step_seconds"], rel=1e-9)
+        assert followed["config"] == advice["config"]
+
+
+def test_bf16_on_a_gpu_without_it_is_refused_with_what_it_has(capsys):
+    assert main([*SMALL, "--gpu", "v100"]) == 2
+    assert "--precision is bf16, which v100 does not compute in; give one of fp16, fp32" in capsys.readouterr().err
+    found = run(capsys, *SMALL, "--gpu", "v100", "--precision", "fp16", "--no-advice")
+    assert found["fits"] and found["config"]["fp16"] == {"enabled": True}
+
+
+def test_accumulation_makes_steps_longer_and_tokens_no_slower(capsys):
+    once = run(capsys, *SMALL, "--device-memory", "256MiB", "--no-advice")
+    four = run(capsys, *SMALL, "--device-memory", "256MiB", "--no-advice", "--gradient-accumulation", "4")
+    assert four["step_seconds"] > once["step_seconds"]
+    assert four["tokens_per_second"] >= once["tokens_per_second"]
+    assert four["least_host_bytes"] > once["least_host_bytes"]
+
+
+def test_lora_trains_adapters_alone(capsys):
+    found = run(capsys, *SMALL, "--device-memory", "256MiB", "--no-advice", "--lora-rank", "4")
+    # In each of 4 blocks: attention 128 -> 384 and 128 -> 128, MLP 128 -> 512 and 512 -> 128.
+    assert found["num_trained_parameters"] == 4 * 4 * (512 + 256 + 640 + 640)
+    whole = run(capsys, *SMALL, "--device-memory", "256MiB", "--no-advice")
+    assert found["num_parameters"] == whole["num_parameters"] + found["num_trained_parameters"]
+    assert found["least_host_bytes"] < whole["least_host_bytes"] / 3
+
+
+# By the configurations that their makers have published.
+NUM_PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "mistral-7b": 7_248_023_552,
+    "gemma-2-9b": 9_241_705_984,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_known_models_have_as_many_parameters_as_their_makers_say(name):
+    assert name in KNOWN_MODELS
+    model = build_model(name, 1, 16, checkpointing=False)
+    assert model.num_params == model.num_trained == NUM_PARAMETERS[name]
+
+
+def test_a_gpu_and_a_host_told_by_numbers():
+    h200 = MACHINES["h200"]
+    assert given_gpu(h200) is h200 and given_host(h200) is h200
+    same = given_host(given_gpu(h200, tflops=989, gbps=4800, link_gbps=50.8), cores=16, gbps=213)
+    assert same.gpu.matmul_tflops == pytest.approx(h200.gpu.matmul_tflops)
+    assert same.device_adam_gparams == pytest.approx(h200.device_adam_gparams)
+    assert same.host_adam_gparams == pytest.approx(h200.host_adam_gparams)
+    small = given_host(h200, cores=3)
+    assert small.host_adam_gparams < h200.host_adam_gparams / 2
+    assert "3 cores as given" in small.source
