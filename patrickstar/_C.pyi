@@ -104,7 +104,8 @@ class Tracking(_Enum):
 class Attempt(_Enum):
     """Whether a forward that runs out of device memory is made again."""
 
-    REPEATABLE: ClassVar[Attempt]
+    FIRST: ClassVar[Attempt]
+    AGAIN: ClassVar[Attempt]
     LAST: ClassVar[Attempt]
 
 @final
@@ -680,6 +681,8 @@ class Runtime(UseListener):
     @property
     def num_committed(self) -> int: ...
     @property
+    def can_repeat_forward(self) -> bool: ...
+    @property
     def replays(self) -> bool:
         """The running step goes as planned so far."""
 
@@ -697,7 +700,7 @@ class Runtime(UseListener):
 
     def abort_forward(self) -> None: ...
     def abort_backward(self) -> None: ...
-    def vacate_device(self, what: Vacate, /) -> None: ...
+    def undo_forward(self, what: Vacate, /) -> None: ...
     def prepare_step(self) -> float:
         """Sum of squares of all gradients."""
 

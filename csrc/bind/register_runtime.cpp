@@ -59,7 +59,10 @@ void register_options(py::module_& module) {
   py::enum_<Tracking>(module, "Tracking")
       .value("TRAINING", Tracking::kTraining)
       .value("UNTRACKED", Tracking::kUntracked);
-  py::enum_<Attempt>(module, "Attempt").value("REPEATABLE", Attempt::kRepeatable).value("LAST", Attempt::kLast);
+  py::enum_<Attempt>(module, "Attempt")
+      .value("FIRST", Attempt::kFirst)
+      .value("AGAIN", Attempt::kAgain)
+      .value("LAST", Attempt::kLast);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
@@ -286,7 +289,7 @@ void register_runtime(py::module_& module) {
       .def("keep_joint_backward", &Runtime::keep_joint_backward, ReleaseGil())
       .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
-      .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
+      .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
@@ -306,6 +309,8 @@ void register_runtime(py::module_& module) {
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
       .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
       .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
+      .def_property_readonly("can_repeat_forward",
+                             [](Runtime& self) { return without_gil(self, &Runtime::can_repeat_forward); })
       .def_property_readonly(
           "replays", [](Runtime& self) { return without_gil(self, &Runtime::replays); },
           "The running step goes as planned so far.")

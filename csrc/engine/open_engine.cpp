@@ -55,7 +55,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       gradients(memory.store()),
       updates(pager, gradients, host_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),
-      turns(pager, flow, *collectives),
+      turns(pager, recorder, flow, *collectives),
       tracker(pager, flow, turns),
       values(pager, *collectives),
       residency(pager, residency_options(options)),

@@ -93,6 +93,23 @@ void Pager::restart_replay() {
   }
 }
 
+void Pager::replay_until(int64_t end) {
+  while (replaying_ && recorder_.position() + 1 < end) {
+    const Moment& next = recorder_.last().moments[static_cast<size_t>(recorder_.position() + 1)];
+    begin_moment(next.phase, next.acquired);
+    for (ArrayId id : next.acquired) bring(id);
+    settle_moment();
+  }
+}
+
+void Pager::leave_plan() {
+  for (ArrayId id : std::exchange(postponed_, {})) {
+    const ArrayRecord& array = memory_.array(id);
+    if (memory_.is_whole(id) && !array.on_device && !array.on_host) gather(id.chunk);
+  }
+  replaying_ = false;
+}
+
 // To the device.
 
 bool Pager::prefetch(ArrayId id) {

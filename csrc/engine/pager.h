@@ -90,6 +90,11 @@ class Pager final : public Tenant {
   void set_plan(Plan plan, NextUse next_use);
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
+  // Does what is left to do of the planned moments up to the `end`-th, as if somebody used what they use.
+  void replay_until(int64_t end);
+  // What comes until the step is over is fetched on demand. With several ranks all must; what one has put off of the plan
+  // is gathered first.
+  void leave_plan();
   const Plan& plan() const { return plan_; }
   // The next moment is taken for the planned one.
   bool is_replaying() const { return replaying_; }

@@ -145,7 +145,6 @@ class Session:
         self._params: AdoptedParams | None = None
         self._is_inside = False  # a forward or a backward
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
-        self._replayed_with_others = False  # in the forward that failed
         self._num_pressure_evictions = 0
         note_open_session(self)
 
@@ -249,9 +248,8 @@ class Session:
 
     @outside_of_graphs
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
-
-        Not on several ranks that replay their plan: the others would not gather once more what this one needs.
+        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out, for which ranks
+        that replay a plan leave it until the step is over.
         """
         self.check_whole()
         training = self._is_training()
@@ -279,20 +277,26 @@ class Session:
         with deferred_signals():
             self._trained.follow(lambda: self.guard("unfreezing"))
 
-    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, attempt: ForwardAttempt) -> Any:
-        for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
-            try:
-                return self._forward(call, signals, _C.Attempt.REPEATABLE)
-            except torch.OutOfMemoryError as error:
-                if not attempt.can_repeat() or self._replayed_with_others:
-                    raise
-                # The error itself is let go of: its traceback keeps the activations alive.
-                logger.warning(
-                    "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
-                )
-            attempt.rewind()
-            self.runtime.vacate_device(what)
-        return self._forward(call, signals, _C.Attempt.LAST)
+    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, start: ForwardAttempt) -> Any:
+        attempt = _C.Attempt.FIRST
+        try:
+            for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
+                try:
+                    return self._forward(call, signals, attempt)
+                except torch.OutOfMemoryError as error:
+                    if not start.can_repeat() or not self.runtime.can_repeat_forward:
+                        raise
+                    # The error itself is let go of: its traceback keeps the activations alive.
+                    logger.warning(
+                        "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
+                    )
+                start.rewind()
+                self.runtime.undo_forward(what)
+                attempt = _C.Attempt.AGAIN
+            return self._forward(call, signals, _C.Attempt.LAST)
+        except BaseException:
+            self.runtime.abort_forward()
+            raise
 
     def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:
         training = self._is_training()
@@ -305,9 +309,7 @@ class Session:
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) and attempt == _C.Attempt.LAST:
                 explain_lack_of_memory(error, self.module, self.runtime.report())
-            self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
             self.observer.uses.forget_scopes()
-            self.runtime.abort_forward()
             raise
         finally:
             self._is_inside = False
