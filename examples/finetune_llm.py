@@ -50,10 +50,10 @@ from ranks import Ranks, joined_ranks
 from torch import nn
 from transformers import LlamaForCausalLM
 
-SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 640, "lr": 2e-3}
+SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 960, "lr": 2e-3}
 CPU_DEMO = SMALL | {"device_memory": "40MiB"}
 RANKS_DEMO = CPU_DEMO | {"device_memory": "24MiB", "batch_size": 1, "hidden": 128, "steps": 60}
-GPU_DEMO = {"seq_len": 512, "batch_size": 8, "packing": True, "steps": 300, "lr": 4e-4}
+GPU_DEMO = {"seq_len": 256, "batch_size": 8, "packing": True, "steps": 240, "lr": 4e-4, "checkpointing": True}
 GPU_DEMO |= {"hidden": 1024, "layers": 24, "vocab_size": 2048, "device_memory": "2GiB"}
 
 LONGEST_ROW = 512
@@ -258,7 +258,8 @@ def print_next_commands(args: argparse.Namespace, chat: Path) -> None:
         'said = answer([asked], max_new_tokens=40, do_sample=False)[0]; print(said["generated_text"][-1]["content"])'
     )
     own = ["--model", model, "--data", chat, "--output-dir", args.output_dir / "next", "--overwrite"]
-    plan = ["--model", model, "--gpu-mem", "1GiB", "--cpu-mem", "4GiB"]
+    plan = ["--model", model, "--length", args.seq_len, "--batch", args.batch_size, "--precision", args.precision]
+    plan += ["--gpu-mem", "1GiB", "--cpu-mem", "8GiB"]
     print("\nNext:")
     print(f"# ask the model\n{python_command('-c', asked)}")
     print("# tune any folder of Hugging Face's on your own conversations; here the demo's model on the demo's data")

@@ -369,6 +369,24 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folders, chat, tmp_path):
     assert "100/100" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["full", "lora"])
+def test_two_ranks_train_as_one_with_their_batches_together(lora, example, folders, chat, monkeypatch, tmp_path):
+    """Each label weighs the same, although the ranks' rows have different numbers of them; answers are printed once."""
+    flags = ["--model", folders("llama"), "--data", chat, "--steps", 4, "--clip", 0, "--lr", "1e-3", *lora]
+    one = run(example, monkeypatch, *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
+    rest = ["--lr", "1e-3", "--precision", "fp32", "--samples", 1, "--sample-tokens", 4, "--batch-size", 2]
+    two = run_example("finetune_llm.py", *flags, *rest, "--output-dir", tmp_path / "two", ranks=2, timeout_seconds=200)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("answers after the training") == two.stdout.count("saved to") == 1
+    assert figure(two.stdout, r"held-out loss +([0-9.]+)") == pytest.approx(one.run.final.loss, rel=1e-4)
+    assert figure(two.stdout, r"training loss +([0-9.]+)") == pytest.approx(one.run.scores[-1].loss, rel=1e-4)
+    name = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    weights = [load_file(tmp_path / folder / name) for folder in ("one", "two")]
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-2, atol=1e-3)
+
+
 # What is refused.
 
 
@@ -469,20 +487,50 @@ def test_a_mistake_is_one_line(flags, message, example, folders, chat, tmp_path,
 # The demo.
 
 
-def test_demo_learns_keeps_its_budget_and_prints_commands_that_work(tmp_path):
-    """A small one; the command that tunes the demo's model runs as it stands, with one step."""
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the output of a small demo."""
+    folder = tmp_path_factory.mktemp("demo") / "output"
     small = ("--hidden", 128, "--vocab-size", 400, "--seq-len", 96, "--batch-size", 1, "--lr", "5e-3")
-    flags = (*small, "--device-memory", "8MiB", "--steps", 50, "--precision", "fp32", "--output-dir", tmp_path / "demo")
+    flags = (*small, "--device-memory", "8MiB", "--steps", 50, "--precision", "fp32", "--output-dir", folder)
     result = run_example("finetune_llm.py", "--demo", *flags)
     assert result.returncode == 0, result.stderr
-    check_report(result.stdout.split("\nThe same run")[0], "unigram baseline")
-    summary, following = result.stdout.split("\nDemo\n")[1].split("\nNext:\n")
+    return folder, result.stdout
+
+
+def commands_after(output: str) -> list[str]:
+    """What the demo says to go on with."""
+    lines = output.split("\nNext:\n")[1].splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def run_in_shell(command: str) -> str:
+    """What a command prints that is pasted as it stands."""
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_demo_learns_and_keeps_its_budget(demo):
+    _, output = demo
+    check_report(output.split("\nThe same run")[0], "unigram baseline")
+    summary = output.split("\nDemo\n")[1]
     assert "50 losses, 6 held-out scores: bitwise the same without the budget" in summary
     assert "final state_dict: bitwise the same without the budget" in summary
     budget = figure(summary, r"device budget +([0-9.]+) MiB")
     assert figure(summary, r"device peak +([0-9.]+) MiB") <= budget < figure(summary, r"model data +([0-9.]+) MiB")
-    commands = [line for line in following.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_demos_model_is_tuned_by_the_command_that_it_prints(demo):
+    folder, output = demo
+    commands = commands_after(output)
     assert len(commands) == 4 and all(sys.executable in command for command in commands)
-    done = subprocess.run(f"{commands[1]} --steps 1", shell=True, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert f"saved to {tmp_path}/demo/next/adapter" in done.stdout
+    assert f"saved to {folder}/next/adapter" in run_in_shell(f"{commands[1]} --steps 1 --samples 0")
+
+
+@pytest.mark.slow
+def test_the_demos_other_commands_work(demo):
+    ask, _, plan, flags = commands_after(demo[1])
+    assert run_in_shell(ask)
+    assert "\nfits: " in run_in_shell(plan)
+    assert "(default: demo-output" not in run_in_shell(flags)
