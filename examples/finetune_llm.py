@@ -50,7 +50,7 @@ from ranks import Ranks, joined_ranks
 from torch import nn
 from transformers import LlamaForCausalLM
 
-SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 960, "lr": 2e-3}
+SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 800, "lr": 2e-3}
 CPU_DEMO = SMALL | {"device_memory": "40MiB"}
 RANKS_DEMO = CPU_DEMO | {"device_memory": "24MiB", "batch_size": 1, "hidden": 128, "steps": 60}
 GPU_DEMO = {"seq_len": 256, "batch_size": 8, "packing": True, "steps": 240, "lr": 4e-4, "checkpointing": True}
@@ -268,9 +268,8 @@ def print_next_commands(args: argparse.Namespace, chat: Path) -> None:
     print(f"# all flags\n{python_command(script, '--help')}")
 
 
-def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Trains, reports and, with ``--demo``, trains again; returns the exit code."""
-    sets = read_data(args)
+def run_example(args: argparse.Namespace, sets: tuple[list[Conversation], list[Conversation]], ranks: Ranks) -> int:
+    """Trains on the first of ``sets``, reports and, with ``--demo``, trains again; returns the exit code."""
     if args.model is None:
         tokenizer = train_tokenizer(sets[0], args.vocab_size)
         config = small_llama(tokenizer, hidden=args.hidden, layers=args.layers, seq_len=args.seq_len)
@@ -306,13 +305,12 @@ def main(argv: list[str]) -> int:
 
     def body() -> int:
         args = parse_arguments(argv)
-        if args.data is not None:  # a broken line is found before anything is made
-            read_data(args)
+        sets = read_data(args)  # a broken line is found before anything is made
         flags.check_arguments(args)
         if args.demo:
             be_deterministic()
         with joined_ranks() as ranks:
-            return run_example(args, ranks)
+            return run_example(args, sets, ranks)
 
     return command.run_command(body, __file__, argv)
 

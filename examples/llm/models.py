@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import patrickstar
-from patrickstar.module.pretrained import weight_files
+from patrickstar.module.pretrained import SafetensorsFolder
 
 from .conversations import Conversation
 from .encoding import ChatEncoder
@@ -41,14 +41,9 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UsageError(f"--model {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the model's into it")
     try:
-        found = weight_files(folder)
+        SafetensorsFolder(folder)  # looks at names and headers
     except ValueError as error:
         raise UsageError(f"--model {error}") from error
-    if not all(path.is_file() for path in found) or not found:
-        raise UsageError(
-            f"--model {folder} has no weights in safetensors; load it with transformers and write it with "
-            "save_pretrained"
-        )
 
 
 def load_config(folder: Path) -> Any:

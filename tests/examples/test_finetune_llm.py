@@ -16,7 +16,7 @@ import torch
 import transformers
 from example_runs import EXAMPLES, check_report, figure, imported_example, run_example, stop_after
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.bits import assert_same_bits
@@ -437,7 +437,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, examp
         ("--model nowhere", "--model nowhere is no folder"),
         ("--model {tmp}", "has no config.json"),
         ("--model {tmp}/no-tokenizer", "has no tokenizer"),
-        ("--model {tmp}/no-weights", "has no weights in safetensors"),
+        ("--model {tmp}/no-weights", "has neither model.safetensors nor"),
         ("--model {tmp}/t5", "is of type t5, which is no causal language model"),
         ("--model {tmp}/broken", "its tokenizer cannot be loaded"),
         ("--model {llama} --seq-len 300", "the model takes rows of 256 tokens"),
@@ -474,7 +474,7 @@ def test_a_mistake_is_one_line(flags, message, example, folders, chat, tmp_path,
         if name != "no-tokenizer":
             (below / name / "tokenizer.json").write_text("{}")
         if name in ("t5", "broken"):
-            (below / name / "model.safetensors").write_bytes(b"")
+            save_file({"weight": torch.zeros(1)}, below / name / "model.safetensors")
     if "{tmp}/config.json" in flags:
         (below / "config.json").write_text("")
     given = shlex.split(flags.format(**names))
