@@ -19,10 +19,11 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def model_data_bytes(run: Run, args: argparse.Namespace) -> int:
-    """Bytes of parameters, gradients and Adam states, if all are trained: 14 a parameter in 16-bit training, 16 in
-    float32.
+    """Bytes of parameters, gradients and Adam states: 14 a parameter in 16-bit training, 16 in float32; of a frozen one
+    2 or 4.
     """
-    return run.report["num_parameters"] * (16 if args.precision == "fp32" else 14)
+    trained, frozen = (16, 4) if args.precision == "fp32" else (14, 2)
+    return sum(param.numel() * (trained if param.requires_grad else frozen) for param in run.module.parameters())
 
 
 def print_start(name: str, model: Any, args: argparse.Namespace, num_steps: int, ranks: Ranks) -> None:
