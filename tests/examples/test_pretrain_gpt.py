@@ -2,14 +2,13 @@
 
 import importlib
 import json
-import os
 import shutil
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from example_runs import EXAMPLES, run_example
+from example_runs import imported_example, run_example
 from safetensors.torch import load_file
 
 from benchmark.common import SHAPES, model_flops
@@ -24,15 +23,8 @@ TINY = [*MODEL, "--precision", "fp32", "--json"]
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module; neither it, its parts nor its environment variables stay behind."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        patch.setattr(os, "environ", os.environ.copy())
-        yield importlib.import_module("pretrain_gpt")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("pretrain_gpt", "pretraining", "ranks"):
-            del sys.modules[name]
+    with imported_example("pretrain_gpt") as module:
+        yield module
 
 
 @pytest.fixture
@@ -82,6 +74,26 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(model, script, tex
     ).read_text()
     expected, resumed = weights(tmp_path / "straight"), weights(tmp_path / "resumed")
     assert_same_bits(resumed, expected)
+
+
+def test_ctrl_c_ends_after_the_step_and_is_gone_on_with(script, tmp_path, capsys, monkeypatch):
+    flags = [*TINY, "--dropout", "0.1", "--steps", "4"]
+    assert script.main(flags) == 0
+    straight = steps_of(capsys.readouterr().out)
+    add = script.Progress.add
+
+    def interrupted(progress, step, *rest):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        add(progress, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Progress, "add", interrupted)
+        assert script.main([*flags, "--save-folder", str(tmp_path)]) == 130
+    printed = capsys.readouterr().out
+    assert f"ended after step 2; saved to {tmp_path}; go on with" in printed and printed.endswith(" --resume\n")
+    assert script.main([*flags, "--save-folder", str(tmp_path), "--resume"]) == 0
+    assert steps_of(printed) + steps_of(capsys.readouterr().out) == straight
 
 
 def test_two_ranks_go_on_bit_for_bit(tmp_path):
@@ -162,7 +174,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
     [
         ("--heads 3", "--hidden is 128, no multiple of --heads 3"),
         ("--size 5b", "invalid choice: '5b'"),
-        ("--batch 0", "--batch is 0; give 1 or more"),
+        ("--batch 0", "--batch-size is 0; give 1 or more"),
         ("--gpu-mem much", "device_memory is 'much'"),
         ("--speculation commit --clipping 0 --accumulate 2", "leave out one"),
         ("--speculation commit", "gradient_clipping"),
