@@ -159,7 +159,9 @@ int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chu
 
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
-  return spec.trainable ? spec.num_bytes(ArrayKind::kGradSum) + spec.num_bytes(layout.grad_home()) : 0;
+  if (!spec.trainable) return 0;
+  const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
+  return spec.num_bytes(ArrayKind::kGradSum) + spec.num_bytes(layout.grad_home()) + rounding;
 }
 
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {

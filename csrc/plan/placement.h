@@ -23,7 +23,7 @@ enum class Backwards : uint8_t {
 };
 
 // What accumulation takes beside a chunk's home, where that is: sums of gradients in float32, and a gradient beside the
-// parameters, whose place it cannot take while another forward is to come. None for a frozen chunk.
+// parameters, whose place it cannot take while another forward is to come, in whole pages. None for a frozen chunk.
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk);
 // Both: all that a chunk takes where it is at home.
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards);

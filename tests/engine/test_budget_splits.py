@@ -114,7 +114,7 @@ def test_accumulation_is_known_before_the_first_step():
         layout = engine._session.layout
         once, several = (_C.initial_placement(layout, 2**60, 0, known)[1] for known in (_C.Backwards.ONE, SEVERAL))
     elements = unlimited.report["num_chunk_elements"]
-    assert several - once == 6 * elements
+    assert 0 <= several - once - 6 * elements <= 8192 * unlimited.report["num_chunks"]  # whole pages
     count = 0
     for device_share, share in itertools.product(DEVICES[::2], SUMS[:2]):
         device_bytes = int(least_device * device_share)
