@@ -323,6 +323,15 @@ def make_plan(
     ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
     """
 
+@final
+class Backwards(_Enum):
+    """How many backwards a step is known to have (csrc/plan/placement.h)."""
+
+    ONE: ClassVar[Backwards]
+    """Or not known."""
+    SEVERAL: ClassVar[Backwards]
+    """Whose gradients accumulate."""
+
 class DeviceBudget:
     """How much of a device there is to plan with (csrc/plan/placement.h)."""
 
@@ -331,14 +340,27 @@ class DeviceBudget:
     prefetches_far: bool
     margin_use_ratio: float
     keeps_gradients: bool
+    backwards: Backwards
     host_limit_bytes: int
     def __init__(self) -> None: ...
 
 def reserved_gradient_bytes(layout: Layout) -> int:
     """Of host memory, what updates ahead of the step leave to gradients that come down."""
 
-def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> tuple[list[bool], int]:
+def initial_placement(
+    layout: Layout, host_limit_bytes: int, device_room_bytes: int, backwards: Backwards = Backwards.ONE
+) -> tuple[list[bool], int]:
     """By chunk, whether its states are on the device before the tide is known."""
+
+def host_peak_bytes(
+    layout: Layout,
+    first_on_device: Sequence[bool],
+    states_on_device: Sequence[bool],
+    host_limit_bytes: int,
+    updates_ahead: bool,
+    backwards: Backwards = Backwards.ONE,
+) -> int:
+    """The most that a rank will have mapped of the host (csrc/plan/host_demand.h)."""
 
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """How many chunks, from the first on, have their states on the device once the tide is known."""
@@ -526,6 +548,7 @@ class ResidencyOptions:
     payload_limit_bytes: int
     """Of what is fetched on demand; for tests that make memory scarce on a GPU."""
     state_placement: StatePlacement
+    backwards: Backwards
     def __init__(self) -> None: ...
 
 @final

@@ -83,6 +83,7 @@ class Answer:
             "tide_peak_bytes": case.plan.tide_peak_bytes,
             "device_peak_bytes": step.peak_bytes,
             "host_bytes": case.host_bytes,
+            "host_peak_bytes": case.host_peak_bytes,
             "step_seconds": step.seconds,
             "clipped_step_seconds": case.clipped_step.seconds,
             "model_tflops": self.model_flops / step.seconds / 1e12,
@@ -106,7 +107,8 @@ class Answer:
             f"{self.num_params / 1e9:.2f} B parameters on {self.machine.name} ({self.machine.source})",
             *self._cluster_lines(),
             f"fits: device {_gib(step.peak_bytes)} of {_gib(self.setting.device_bytes)} (activations "
-            f"{_gib(case.plan.tide_peak_bytes)}), host {_gib(case.host_bytes)} of {_gib(self.setting.host_bytes)}",
+            f"{_gib(case.plan.tide_peak_bytes)}), host {_gib(case.host_bytes)} and at its peak "
+            f"{_gib(case.host_peak_bytes)} of {_gib(self.setting.host_bytes)}",
             f"least that works, all optimizer states on the host: gpu-mem {_gib(case.least_device_bytes)}, cpu-mem "
             f"{_gib(case.least_host_bytes)} "
             f"({case.least_host_bytes * self.cluster.num_ranks / self.num_params:.1f} bytes per parameter)",

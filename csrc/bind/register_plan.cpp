@@ -2,6 +2,7 @@
 
 #include "bind/bind.h"
 #include "chunk/layout.h"
+#include "plan/host_demand.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
 
@@ -39,6 +40,9 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 
 void register_placement(py::module_& module) {
   module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
+  py::enum_<Backwards>(module, "Backwards", "How many backwards a step is known to have (plan/placement.h).")
+      .value("ONE", Backwards::kOne)
+      .value("SEVERAL", Backwards::kSeveral);
   py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
@@ -46,20 +50,35 @@ void register_placement(py::module_& module) {
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
       .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
+      .def_readwrite("backwards", &DeviceBudget::backwards)
       .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes);
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
              "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(
       "initial_placement",
-      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
-        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes);
+      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes, Backwards backwards) {
+        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes, backwards);
         std::vector<bool> on_device;
         for (Tier home : placement.homes) on_device.push_back(home == Tier::kDevice);
         return py::make_tuple(on_device, placement.host_bytes);
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
+      py::arg("backwards") = Backwards::kOne,
       "By chunk, whether its states are on the device before the tide is known, and the bytes that this takes on the "
       "host: more than its limit where both together are too small (plan/placement.h).");
+  module.def(
+      "host_peak_bytes",
+      [](const Layout& layout, const std::vector<bool>& first_on_device, const std::vector<bool>& states_on_device,
+         int64_t host_limit_bytes, bool updates_ahead, Backwards backwards) {
+        std::vector<Tier> homes;
+        for (const bool on_device : first_on_device) homes.push_back(on_device ? Tier::kDevice : Tier::kHost);
+        return host_peak_bytes(layout, homes, {states_on_device.begin(), states_on_device.end()}, host_limit_bytes,
+                               updates_ahead ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever, backwards);
+      },
+      py::arg("layout"), py::arg("first_on_device"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("updates_ahead"), py::arg("backwards") = Backwards::kOne,
+      "The most that a rank will have mapped of the host (plan/host_demand.h), with states on the device, by chunk, "
+      "before the tide was known and now.");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {

@@ -92,7 +92,8 @@ void register_options(py::module_& module) {
       .def_readwrite("warmup_payload_ratio", &ResidencyOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &ResidencyOptions::margin_use_ratio)
       .def_readwrite("payload_limit_bytes", &ResidencyOptions::payload_limit_bytes)
-      .def_readwrite("state_placement", &ResidencyOptions::state_placement);
+      .def_readwrite("state_placement", &ResidencyOptions::state_placement)
+      .def_readwrite("backwards", &ResidencyOptions::backwards);
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("device", &EngineOptions::device)
@@ -119,6 +120,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["host_budget_bytes"] = report.host_budget_bytes;
   result["host_bytes"] = report.host_bytes;
   result["host_peak_bytes"] = report.host_peak_bytes;
+  result["predicted_host_peak_bytes"] = report.predicted_host_peak_bytes;
   result["uploaded_bytes"] = counters.uploaded_bytes;
   result["downloaded_bytes"] = counters.downloaded_bytes;
   result["host_interleaved_nodes"] = format_cpu_list(report.interleaved_nodes);

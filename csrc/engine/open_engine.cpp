@@ -11,10 +11,16 @@ namespace patrickstar {
 
 namespace {
 
+// Gradients that accumulate are complete after the last backward of a step, which nobody knows before.
+SpeculationMode speculation_mode(const EngineOptions& options) {
+  const bool accumulates = options.residency.backwards == Backwards::kSeveral;
+  return accumulates && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
+}
+
 ResidencyOptions residency_options(const EngineOptions& options) {
   ResidencyOptions residency = options.residency;
   residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
-  residency.updates_take_memory = options.speculation == SpeculationMode::kOn;
+  residency.updates_take_memory = speculation_mode(options) == SpeculationMode::kOn;
   return residency;
 }
 
@@ -49,8 +55,8 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       memory(*device, std::move(layout), std::move(param_names)),
       traces(memory.tracer()),
       host_updates(device->backend(), device->host_compute(), memory.tracer()),
-      speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(), options.speculation,
-                  reserved_gradient_bytes(memory.layout())),
+      speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
+                  speculation_mode(options), reserved_gradient_bytes(memory.layout())),
       pager(memory, speculation, recorder, *collectives),
       gradients(memory.store()),
       updates(pager, gradients, host_updates, speculation),

@@ -494,6 +494,7 @@ RuntimeReport Runtime::report() {
   report.host_budget_bytes = open->memory.arena().limit_bytes();
   report.host_bytes = open->memory.arena().mapped_bytes();
   report.host_peak_bytes = open->memory.arena().peak_mapped_bytes();
+  report.predicted_host_peak_bytes = open->residency.predicted_host_peak_bytes();
   report.counters = open->memory.counters();
   report.interleaved_nodes = open->device->interleaved_nodes();
   report.pinned_cpus = open->device->pool().pinned_cpus();

@@ -33,6 +33,7 @@ struct RuntimeReport {
   int64_t host_budget_bytes = 0;
   int64_t host_bytes = 0;
   int64_t host_peak_bytes = 0;
+  int64_t predicted_host_peak_bytes = 0;
   Counters counters;
   std::vector<int> interleaved_nodes;
   std::vector<int> pinned_cpus;

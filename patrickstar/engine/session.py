@@ -23,6 +23,7 @@ from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.step_gradients import StepGradients
@@ -146,6 +147,7 @@ class Session:
         self._is_inside = False  # a forward or a backward
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
+        self._kept_plan = NoKeptPlan()
         note_open_session(self)
 
     def check_plan(self, saved: Plan | None) -> None:
@@ -165,7 +167,8 @@ class Session:
         """When all parameters are in chunks: from now on the module is used in place.
 
         Args:
-            saved_plan: the one to begin with, the same on all ranks; None: none.
+            saved_plan: the one to begin with, the same on all ranks; None: that of an earlier run like this one, if it
+                was kept.
         """
         module, plan = self.module, self.plan_of_params
         rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
@@ -200,9 +203,9 @@ class Session:
         )
         if self._profiler is not None:
             self._teardown.callback(self._profiler.close)
+        self._kept_plan = make_kept_plan(module, plan, self.config, self.ranks, self.runtime, self.layout)
         if saved_plan is not None:
-            times = saved_plan.times
-            self.runtime.adopt_timeline(saved_plan.timeline, times.as_core() if times is not None else None)
+            adopt_plan(self.runtime, saved_plan)
 
     def has_param(self, param: nn.Parameter) -> bool:
         """Whether it is one of the module's parameters that this engine has."""
@@ -232,7 +235,7 @@ class Session:
             inputs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
             return run(*inputs[0], **inputs[1])
 
-        return self.forward(forward)
+        return self.forward(forward, (args, kwargs))
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.compute_dtype
@@ -247,9 +250,10 @@ class Session:
         self.compiled.compile(module, compiler)
 
     @outside_of_graphs
-    def forward(self, call: Callable[[], Any]) -> Any:
+    def forward(self, call: Callable[[], Any], inputs: Inputs | None = None) -> Any:
         """Runs ``call``, one forward of the module; again with an emptier device where memory ran out, for which ranks
-        that replay a plan leave it until the step is over.
+        that replay a plan leave it until the step is over. ``inputs``: what the module is called with, where that is
+        known.
         """
         self.check_whole()
         training = self._is_training()
@@ -260,6 +264,7 @@ class Session:
             with self.guard(kind):
                 if training:
                     self._buffer_sync.run()
+                    self._kept_plan.begin_forward(inputs)
                 attempt = self._forwards.begin()
                 result = self._repeat(call, signals, attempt)
                 self._forwards.end(attempt)
@@ -467,6 +472,7 @@ class Session:
             self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
         self.stage = Stage.IDLE
         self._log_pressure()
+        self._kept_plan.end_step()
         if self._profiler is not None:
             self._profiler.end_step()
 
@@ -517,6 +523,7 @@ class Session:
         self._check_process()
         with deferred_signals():
             try:
+                self._kept_plan.close()
                 with self.guard("close"):
                     self.ranks.meet()
             except BaseException as error:

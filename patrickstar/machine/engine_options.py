@@ -45,6 +45,8 @@ def make_engine_options(
     if tracer.margin_use_ratio is not None:
         options.residency.margin_use_ratio = tracer.margin_use_ratio
     hybrid = config.optimizer.params.use_hybrid_adam
+    several = (config.gradient_accumulation_steps or 1) > 1
+    options.residency.backwards = _C.Backwards.SEVERAL if several else _C.Backwards.ONE
     options.residency.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
     return options

@@ -87,6 +87,10 @@ class Case:
     """Chunks whose updates start during backward."""
     host_bytes: int
     """Parameters and optimizer states on the host, of one rank."""
+    host_peak_bytes: int
+    """The most that one rank's engine maps of the host: also new values of updates ahead of the step, gradients on
+    their way, and places of states that move to the device after the first step.
+    """
     least_device_bytes: int
     """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
@@ -131,7 +135,7 @@ def predict_case(
             f"gpu-mem is {setting.device_bytes} bytes, but activations and the largest moment's chunks take {least}; "
             "give at least that, or a smaller batch, a shorter length or --checkpointing"
         )
-    on_device = _place(layout, all_on_host, budget, setting)
+    first_on_device, on_device = _place(layout, all_on_host, budget, setting)
     timed = _slowed(make_timeline(uses, layout, on_device), cluster.slowdown(machine))
     host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at)
     room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
@@ -156,6 +160,13 @@ def predict_case(
         num_device_state_chunks=sum(on_device),
         num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in planned[:first_late]),
         host_bytes=host_bytes,
+        host_peak_bytes=_C.host_peak_bytes(
+            layout,
+            first_on_device,
+            on_device,
+            setting.host_bytes,
+            updates_ahead=setting.speculation in (Speculation.AUTO, Speculation.ALWAYS),
+        ),
         least_device_bytes=least,
         least_host_bytes=sum(homes) + largest_grad,
         waste_bytes=timed.waste_bytes,
@@ -247,11 +258,13 @@ def _place(
     moments: list[dict[str, Any]],
     budget: _C.DeviceBudget,
     setting: Setting,
-) -> list[bool]:
-    """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
+) -> tuple[list[bool], list[bool]]:
+    """By chunk, whether its states are on the device: at first those that the host cannot hold, then those of the
+    margin as well.
+    """
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
-    on_device, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
+    first, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
     if host_bytes > setting.host_bytes:
         raise _C.MemoryBudgetError(
             f"parameters and optimizer states need {sum(map(_home_bytes, chunks))} bytes, of which the GPU has room "
@@ -259,7 +272,7 @@ def _place(
             f"{setting.host_bytes}; raise cpu-mem to at least {host_bytes}, or gpu-mem"
         )
     count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
-    return [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(on_device)]
+    return first, [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(first)]
 
 
 def _first_without_room(chunks: Sequence[PlannedChunk], values: Sequence[int], room: int) -> int:
