@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bind/bind.h"
 #include "chunk/layout.h"
 #include "plan/host_demand.h"
@@ -100,7 +102,8 @@ void register_placement(py::module_& module) {
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]
+// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_forwards"
+// where that many forwards are over after the moment.
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
   for (const py::handle& item : moments) {
@@ -116,6 +119,9 @@ Timeline parse_timeline(const py::list& moments) {
       if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
+    const int64_t num_ended = fields.contains("ends_forwards") ? fields["ends_forwards"].cast<int64_t>() : 0;
+    timeline.forward_ends.insert(timeline.forward_ends.end(), static_cast<size_t>(std::max<int64_t>(num_ended, 0)),
+                                 static_cast<int64_t>(timeline.moments.size()));
   }
   return timeline;
 }
@@ -164,6 +170,9 @@ py::list describe_timeline(const Timeline& timeline) {
     fields["phase"] = moment.phase;
     fields["accesses"] = accesses;
     fields["tide_peak_bytes"] = moment.tide_peak_bytes;
+    const auto& ends = timeline.forward_ends;
+    const auto num_ended = std::count(ends.begin(), ends.end(), static_cast<int64_t>(moments.size()) + 1);
+    if (num_ended > 0) fields["ends_forwards"] = num_ended;
     moments.append(fields);
   }
   return moments;

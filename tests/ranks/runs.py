@@ -342,12 +342,12 @@ class RunsOut(nn.Module):
         return self.layers[3](torch.relu(self.layers[2](x))).square().mean()
 
 
-def run_out(failures_of_last: set[int], limit: int | None) -> dict[str, Any]:
+def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = False) -> dict[str, Any]:
     """Four steps, and an evaluation after the third; of the last rank's forwards those fail."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
     failures = failures_of_last if rank == size - 1 else set()
-    config = make_config("fp32", default_chunk_size=4096, device_memory=limit)
+    config = make_config("fp32", default_chunk_size=4096, device_memory=limit, plan_cache=plans)
     engine, optimizer = initialize_engine(lambda: RunsOut(failures), 0, config)
     losses = []
     with engine:

@@ -269,3 +269,14 @@ def test_a_forward_that_ran_out_of_memory_is_repeated(failures, limit, undisturb
         assert_same_state(one["state"], other["state"])
         print(one["replayed"], other["replayed"])
         assert other["replayed"] > one["replayed"] / 2
+
+
+def test_a_forward_is_repeated_in_a_first_step_that_replays_a_kept_plan(tmp_path, undisturbed):
+    """The plan of an earlier run says where its forwards ended."""
+    run_ranks(2, run_out, set(), 170_000, str(tmp_path), timeout_seconds=100)
+    repeated = run_ranks(2, run_out, {1}, 170_000, str(tmp_path), timeout_seconds=100)
+    assert [result["calls"] for result in repeated] == [5, 6]
+    for one, other in zip(undisturbed[170_000], repeated, strict=True):
+        assert one["losses"] == other["losses"]
+        assert_same_state(one["state"], other["state"])
+        assert other["replayed"] > one["replayed"]  # three steps, then part of the first one too
