@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from patrickstar import runtime
+from patrickstar.config import parse_config
 from patrickstar.engine import start as session_start
+from patrickstar.ranks.distributed import DistributedContext, RankGroups
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.runs import (
@@ -169,12 +170,25 @@ def test_batches_of_uneven_size_count_as_in_ddp():
     assert error < 2e-6
 
 
-def test_several_ranks_on_one_gpu_are_refused(monkeypatch):
-    """Before they wait for each other."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(session_start, "_device", lambda local_rank: torch.device("cuda", local_rank))
-    with pytest.raises(ValueError, match="use_fake_dist puts the ranks of this run on one GPU"):
-        runtime.initialize_engine(torch.nn.Module, 0, {"client": {"mem_tracer": {"use_fake_dist": True}}})
+SHARED = parse_config({"client": {"mem_tracer": {"use_fake_dist": True}}})
+
+
+def test_ranks_share_gpus_where_they_are_told_to(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [session_start._device(local_rank, SHARED).index for local_rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match=r"local_rank is 2, but this process sees 2 GPUs.*use_fake_dist"):
+        session_start._device(2, parse_config({}))
+
+
+def test_ranks_that_find_themselves_on_one_gpu_are_refused():
+    """Where each of them sees the same one, by CUDA_VISIBLE_DEVICES."""
+    context = DistributedContext(world_size=2, local_world_size=2, device=torch.device("cuda", 0), num_device_ranks=2)
+    ranks = RankGroups(context, (0, 1), 1.0)
+    session_start._check_sharing(ranks, SHARED)
+    with pytest.raises(ValueError, match=r"2 ranks of this run compute on one GPU \(cuda:0 of rank 0\).*use_fake_dist"):
+        session_start._check_sharing(ranks, parse_config({}))
 
 
 def test_parameters_that_stay_with_pytorch():
