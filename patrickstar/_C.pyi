@@ -483,7 +483,9 @@ class Layout:
         """The chunk and its parameters are trainable from now on."""
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``."""
+        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``home_bytes``: of one rank's share of the
+        compute value and the optimizer states.
+        """
 
 class DelayOptions:
     """A simulated link, and random delays."""

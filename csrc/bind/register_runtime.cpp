@@ -47,6 +47,7 @@ void register_layout(py::module_& module) {
         result["shard_numel"] = chunk.shard_numel;
         result["dtype"] = chunk.dtype;
         result["trainable"] = chunk.trainable;
+        result["home_bytes"] = home_bytes(chunk);
         result["params"] = chunk.params;
         return result;
       });

@@ -38,7 +38,7 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}});
+      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, {}});
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }

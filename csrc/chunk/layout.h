@@ -52,12 +52,21 @@ struct ParamShard {
   int64_t offset = 0;  // in the shard
 };
 
+// [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient: the
+// kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+struct StateFormat {
+  StateType master = StateType::kFloat32;
+  StateType momentum = StateType::kFloat32;
+  StateType variance = StateType::kFloat32;
+};
+
 struct ChunkSpec {
   int64_t numel = 0;        // elements in use, alignment gaps included; what transfers move
   int64_t shard_numel = 0;  // of these, what one rank keeps
   DType dtype = DType::kFloat32;
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
+  StateFormat states;           // when it is trainable
 
   int64_t num_bytes(ArrayKind kind) const {
     switch (kind) {
@@ -67,10 +76,19 @@ struct ChunkSpec {
       case ArrayKind::kParamShard:
       case ArrayKind::kGradShard:
         return shard_numel * element_size(dtype);
-      default:
-        return shard_numel * int64_t{sizeof(float)};
+      case ArrayKind::kGradSum:
+        return shard_numel * element_size(DType::kFloat32);
+      case ArrayKind::kMaster:
+        return shard_numel * element_size(states.master);
+      case ArrayKind::kMomentum:
+        return shard_numel * element_size(states.momentum);
+      case ArrayKind::kVariance:
+        return shard_numel * element_size(states.variance);
     }
+    return 0;
   }
+  // The compute value of a trained chunk is round(master), so it may be dropped at any time.
+  bool derives_param() const { return trainable && states.master == StateType::kFloat32; }
 };
 
 class Layout {

@@ -83,10 +83,9 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();
   PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
-           " bytes of host memory for optimizer states (12 per element of their chunks), but of host_memory (",
-           memory_.arena().limit_bytes(), " bytes) ", std::max<int64_t>(free, 0),
-           " are free; raise host_memory to at least ", memory_.arena().limit_bytes() + needed - free,
-           " bytes, or freeze them again with requires_grad_(False)");
+           " bytes of host memory for optimizer states, but of host_memory (", memory_.arena().limit_bytes(),
+           " bytes) ", std::max<int64_t>(free, 0), " are free; raise host_memory to at least ",
+           memory_.arena().limit_bytes() + needed - free, " bytes, or freeze them again with requires_grad_(False)");
 }
 
 void Unfreezing::make_states_of(ChunkId chunk) {
