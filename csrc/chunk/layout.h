@@ -54,6 +54,11 @@ struct ParamShard {
 
 // [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient: the
 // kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+//
+// With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its place
+// until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h): it stays
+// where the states are, and a gradient has memory of its own until its update, which should therefore be early. So this
+// is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;
@@ -87,14 +92,16 @@ struct ChunkSpec {
     }
     return 0;
   }
-  // The compute value of a trained chunk is round(master), so it may be dropped at any time.
-  bool derives_param() const { return trainable && states.master == StateType::kFloat32; }
+  bool splits_master() const { return states.master == StateType::kLowerHalf; }
+  bool derives_param() const { return trainable && !splits_master(); }
 };
 
 class Layout {
  public:
-  // Throws ArgumentError when chunk_numel < kAlignment or a parameter has no elements.
-  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
+  // `bf16_master` is for chunks that compute in bfloat16. Throws ArgumentError when chunk_numel < kAlignment, a parameter
+  // has no elements, or masters are to be split between several ranks.
+  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {},
+                     StateType bf16_master = StateType::kFloat32);
 
   // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
   void train(ChunkId id);

@@ -93,10 +93,12 @@ void Unfreezing::make_states_of(ChunkId chunk) {
   const ArrayId param{chunk, layout().param_home()};
   const ArrayId master{chunk, ArrayKind::kMaster};
   const Tier home = residency_.home_of_new_states(chunk);
-  pager_.bring_to_host(param);
-  pager_.ensure_state(master, Tier::kHost);
-  memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
-                                       static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
+  if (!spec.splits_master()) {
+    pager_.bring_to_host(param);
+    pager_.ensure_state(master, Tier::kHost);
+    memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
+                                         static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
+  }
   for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, home);
   if (home == Tier::kDevice) residency_.move_states_to_device(chunk);
 }

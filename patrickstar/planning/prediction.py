@@ -113,7 +113,7 @@ def predict_case(
         raise ValueError(f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs")
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     homes = [chunk["home_bytes"] for chunk in chunks]
-    largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
+    _, least_host_bytes = _C.initial_placement(layout, _C.UNLIMITED, 0)
     budget = _C.DeviceBudget()
     budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
     budget.margin_use_ratio = setting.margin_use_ratio
@@ -148,7 +148,7 @@ def predict_case(
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
             f"cpu-mem is {setting.host_bytes} bytes, which leaves so many optimizer states to the GPU that a step "
-            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest_grad}, or gpu-mem"
+            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {least_host_bytes}, or gpu-mem"
         )
     return Case(
         chunk_numel=layout.chunk_numel,
@@ -157,7 +157,7 @@ def predict_case(
         num_speculated_chunks=sum(c.trainable and not c.states_on_device for c in planned[:first_late]),
         host_bytes=host_bytes,
         least_device_bytes=least,
-        least_host_bytes=sum(homes) + largest_grad,
+        least_host_bytes=least_host_bytes,
         waste_bytes=timed.waste_bytes,
         step=plan.prediction,
         clipped_step=clipped_plan.prediction,
