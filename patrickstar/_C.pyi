@@ -45,6 +45,13 @@ class DType(_Enum):
     FLOAT16: ClassVar[DType]
 
 @final
+class StateType(_Enum):
+    """Element type of an optimizer state."""
+
+    FLOAT32: ClassVar[StateType]
+    LOWER_HALF: ClassVar[StateType]
+
+@final
 class ArrayKind(_Enum):
     """The arrays of a chunk."""
 
@@ -489,6 +496,7 @@ class Layout:
         chunk_numel: int,
         num_ranks: int = 1,
         rank: int = 0,
+        bf16_master: StateType = ...,
     ) -> Layout: ...
     @property
     def num_chunks(self) -> int: ...
@@ -506,7 +514,9 @@ class Layout:
         """The chunk and its parameters are trainable from now on."""
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``."""
+        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``master``: its :class:`StateType`;
+        ``home_bytes``: of one rank's share of the compute value and the optimizer states.
+        """
 
 class DelayOptions:
     """A simulated link, and random delays."""
@@ -899,6 +909,45 @@ class optim:
         """partials[b] = sum of squares of block b of SQUARES_BLOCK elements; float64, one for each block begun."""
 
     # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
+    @staticmethod
+    def adam_split(
+        isa: str,
+        lower: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        numel: int,
+        num_threads: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam``, of masters that are split into a bfloat16 ``param``, 16-bit ``lower`` halves and signs of the
+        variance.
+        """
+
+    @staticmethod
+    def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
+        """Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance."""
+
+    @staticmethod
+    def join_master(isa: str, param: int, lower: int, variance: int, master: int, numel: int) -> None:
+        """What ``split_master`` split."""
+
+    @staticmethod
+    def cuda_adam_split(
+        lower: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        numel: int,
+        stream: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam_split``."""
+
     @staticmethod
     def cuda_adam(
         master: int,

@@ -26,6 +26,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Speculation, parse_bytes
+from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.machines import MACHINES, Machine, measured
@@ -190,10 +191,11 @@ def _cases(
     uses: StepUses, params: SortedParams, sizes: Sequence[int], machine: Machine, setting: Setting, cluster: Cluster
 ) -> tuple[list[Case], list[_C.MemoryBudgetError]]:
     """What becomes of the chunk sizes that fit, and why the others do not."""
+    master = bf16_master(setting.speculation, cluster.num_ranks)
     cases, refusals = [], []
     for size in sizes:
         try:
-            layout = make_layout(params, size, cluster.num_ranks)
+            layout = make_layout(params, size, cluster.num_ranks, bf16_master=master)
             cases.append(predict_case(uses, layout, machine, setting, cluster))
         except _C.MemoryBudgetError as refusal:
             refusals.append(refusal)

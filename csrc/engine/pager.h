@@ -131,6 +131,8 @@ class Pager final : public Tenant {
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
   bool is_promised(ArrayId id) const;
+  // Lives on the device by placement just now: an optimizer state, or a compute value that is a part of one.
+  bool is_placed_on_device(ArrayId id) const;
 
   // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }

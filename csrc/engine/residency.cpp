@@ -107,12 +107,12 @@ void Residency::fill_margin(const Timeline& step) {
   const int count = num_device_state_chunks(layout(), step, budget_for_states());
   int64_t room = 0;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    const int64_t bytes = placed_bytes(layout().chunk(chunk));
     room += chunk < count ? bytes : 0;
     room -= memory_.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
   }
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
-    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    const int64_t bytes = placed_bytes(layout().chunk(chunk));
     if (bytes == 0 || bytes > room || memory_.array({chunk, ArrayKind::kMaster}).on_device) continue;
     move_states_to_device(chunk);
     room -= bytes;
@@ -147,6 +147,7 @@ void Residency::move_states_to_device(ChunkId chunk) {
     }
     memory_.drop_block(id);  // also the place of a state that is not made yet
   }
+  if (layout().chunk(chunk).splits_master()) pager_.bring({chunk, layout().param_home()});
   memory_.drop_block({chunk, layout().param_home()});
   store().set_home(chunk, Tier::kDevice);
 }

@@ -27,7 +27,7 @@ Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates,
 Speculation::~Speculation() { release_memory(); }
 
 void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
-  if (backwards_to_wait_ > 0) {
+  if (is_on() && backwards_to_wait_ > 0) {
     --backwards_to_wait_;
     active_ = false;
     return;
@@ -118,7 +118,15 @@ void Speculation::cancel_all() {
 }
 
 void Speculation::free_after(HostBlock block, Event after) {
+  free_completed();
   if (block) leaving_.emplace_back(std::move(after), std::move(block));
+}
+
+bool Speculation::await_free() {
+  if (leaving_.empty()) return false;
+  backend_.settle(leaving_.front().first);
+  leaving_.erase(leaving_.begin());
+  return true;
 }
 
 void Speculation::free_completed() {

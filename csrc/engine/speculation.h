@@ -79,6 +79,8 @@ class Speculation {
   void cancel_all();
   // Frees `block` once `after` is complete.
   void free_after(HostBlock block, Event after);
+  // Waits until the next of those blocks is free. False: there is none.
+  bool await_free();
   // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some backwards
   // later.
   void release_memory();

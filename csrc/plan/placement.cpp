@@ -131,10 +131,12 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, on_device ? 0 : shard_bytes, false};
-    if (!layout.is_sharded()) problem.arrays[static_cast<size_t>(grad.index())].retire_bytes = bytes;
-    if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
+    const bool split = layout.chunk(chunk).splits_master();
+    const int64_t param_bytes = on_device && split ? 0 : bytes;  // those of placed_bytes() are fixed
+    const bool retires = !on_device || (!layout.is_sharded() && !split);
+    problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
+    if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
     if (on_device && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
     if (on_device && budget.backwards == Backwards::kSeveral) {
       problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
@@ -169,12 +171,17 @@ int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
   return backwards == Backwards::kSeveral ? home + accumulation_bytes(layout, chunk) : home;
 }
 
+int64_t placed_bytes(const ChunkSpec& chunk) {
+  return chunk.derives_param() || !chunk.trainable ? optimizer_bytes(chunk) : home_bytes(chunk);
+}
+
 int64_t spare_bytes(const Layout& layout) {
   int64_t total = 0;
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     total += home_bytes(chunk);
-    largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
+    const int count = chunk.trainable && !chunk.derives_param() ? 2 : 1;
+    largest = std::max(largest, count * chunk.num_bytes(layout.grad_home()));
   }
   return largest + HostArena::most_rounding_bytes(total);
 }

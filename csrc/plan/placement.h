@@ -15,6 +15,9 @@ namespace patrickstar {
 // copy or the gradient in its place).
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
+// What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a part
+// of the master.
+int64_t placed_bytes(const ChunkSpec& chunk);
 
 // How many backwards a step is known to have.
 enum class Backwards : uint8_t {
@@ -35,7 +38,7 @@ constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
 // What the host keeps free beside its chunks: for a gradient whose parameters are still of use, and pages that are not
-// full.
+// full. Where gradients never take their parameters' place, for two: one that comes down while another is applied.
 int64_t spare_bytes(const Layout& layout);
 
 // Where each chunk belongs before the tide is known, and what that takes on the host, spare included.

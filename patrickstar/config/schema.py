@@ -148,7 +148,7 @@ class OptimizerConfig(Section):
     options it began with (no accumulation, no values read or written in between; what would break the promise is
     refused), there is neither clipping nor loss scaling, and gradients that are not finite are applied as
     ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
-    checkpoint.
+    checkpoint. On one GPU with ``bf16`` parameters and states then take 12 bytes per parameter instead of 14.
     """
     streaming: Annotated[
         Text,

@@ -96,6 +96,15 @@ def _local_rank() -> int:
     return int(value)
 
 
+def bf16_master(speculation: Speculation, num_ranks: int) -> _C.StateType:
+    """What a parameter that computes in bfloat16 has as its float32 master: where updates are committed in backward, so
+    that gradients need not wait, the lower half of it beside the parameter (12 bytes per parameter instead of 14). Not
+    yet with several ranks.
+    """
+    splits = speculation is Speculation.COMMIT and num_ranks == 1
+    return _C.StateType.LOWER_HALF if splits else _C.StateType.FLOAT32
+
+
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:
     return {
         Speculation.AUTO: _C.SpeculationMode.ON if device.type == "cuda" else _C.SpeculationMode.OFF,

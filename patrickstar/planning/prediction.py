@@ -116,8 +116,8 @@ def predict_case(
     if layout.num_ranks != cluster.num_ranks:
         raise ValueError(f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs")
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-    homes = [_home_bytes(chunk) for chunk in chunks]
-    largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
+    homes = [chunk["home_bytes"] for chunk in chunks]
+    _, least_host_bytes = _C.initial_placement(layout, _C.UNLIMITED, 0)
     budget = _C.DeviceBudget()
     budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
     budget.margin_use_ratio = setting.margin_use_ratio
@@ -152,7 +152,7 @@ def predict_case(
     if plan.least_limit_bytes > budget.limit_bytes:
         raise _C.MemoryBudgetError(
             f"cpu-mem is {setting.host_bytes} bytes, which leaves so many optimizer states to the GPU that a step "
-            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {sum(homes) + largest_grad}, or gpu-mem"
+            f"needs {plan.least_limit_bytes} bytes there; raise cpu-mem to {least_host_bytes}, or gpu-mem"
         )
     return Case(
         chunk_numel=layout.chunk_numel,
@@ -168,7 +168,7 @@ def predict_case(
             updates_ahead=setting.speculation in (Speculation.AUTO, Speculation.ALWAYS),
         ),
         least_device_bytes=least,
-        least_host_bytes=sum(homes) + largest_grad,
+        least_host_bytes=least_host_bytes,
         waste_bytes=timed.waste_bytes,
         step=plan.prediction,
         clipped_step=clipped_plan.prediction,
@@ -266,10 +266,11 @@ def _place(
     room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
     first, host_bytes = _C.initial_placement(layout, setting.host_bytes, room)
     if host_bytes > setting.host_bytes:
+        need = sum(chunk["home_bytes"] for chunk in chunks)
         raise _C.MemoryBudgetError(
-            f"parameters and optimizer states need {sum(map(_home_bytes, chunks))} bytes, of which the GPU has room "
-            f"for {room} before activations; the others take {host_bytes} on the host, and cpu-mem is "
-            f"{setting.host_bytes}; raise cpu-mem to at least {host_bytes}, or gpu-mem"
+            f"parameters and optimizer states need {need} bytes, of which the GPU has room for {room} before "
+            f"activations; the others take {host_bytes} on the host, and cpu-mem is {setting.host_bytes}; raise "
+            f"cpu-mem to at least {host_bytes}, or gpu-mem"
         )
     count = _C.num_device_state_chunks(layout, moments, budget) if setting.hybrid_adam else 0
     return first, [at or (i < count and layout.chunk(i)["trainable"]) for i, at in enumerate(first)]
@@ -288,7 +289,3 @@ def _first_without_room(chunks: Sequence[PlannedChunk], values: Sequence[int], r
 
 def _grad_bytes(chunk: Mapping) -> int:
     return chunk["shard_numel"] * itemsize(chunk)
-
-
-def _home_bytes(chunk: Mapping) -> int:
-    return chunk["shard_numel"] * (itemsize(chunk) + (12 if chunk["trainable"] else 0))
