@@ -15,8 +15,8 @@ help:  ## this list
 build:  ## compile the extension in place; recompiles what changed
 	$(RUN) --extras build -- setup.py --quiet build_ext --inplace
 
-demo: build  ## fine-tune GPT-2 within less memory than its states take (examples/finetune_gpt2.py)
-	$(RUN) --extras build,examples -- examples/finetune_gpt2.py --demo $(ARGS)
+demo: build  ## teach a Llama to answer within less memory than its states take (examples/finetune_llm.py)
+	$(RUN) --extras build,examples -- examples/finetune_llm.py --demo $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal
 
@@ -60,7 +60,7 @@ env:  ## what this machine offers, what is missing, what mends it
 	$(RUN) -- -m patrickstar.env
 
 clean:  ## what was built
-	rm -rf build dist demo-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist demo-output gpt2-output clue-output llm-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## that, the virtual environment and the downloads

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmark.common import SHAPES, command_line
 from benchmark.compare_report import Comparison, format_table, plot
-from benchmark.systems import SYSTEMS, Job
+from benchmark.systems import COMPILED, SYSTEMS, Job
 from benchmark.systems.launcher import run_system
 from patrickstar.command.flags import CommandParser, memory_size
 from patrickstar.config import Speculation
@@ -83,6 +83,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
     )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
+    parser.add_argument(
+        "--compile",
+        choices=COMPILED,
+        default=COMPILED[0],
+        help="what torch.compile compiles, with its defaults, in every system: each block, or the whole model",
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per run of a system")
@@ -113,6 +119,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             host_bytes=args.host_memory,
             warmup=args.warmup,
             steps=args.steps,
+            compiled=args.compile,
         )
         for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)

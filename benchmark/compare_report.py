@@ -82,7 +82,10 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Everything, for a file."""
         job = dataclasses.asdict(self.runs[0].job)
-        common = {key: job[key] for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps")}
+        common = {
+            key: job[key]
+            for key in ("model", "length", "batch", "clipping", "host_bytes", "warmup", "steps", "compiled")
+        }
         provenance = next((run.provenance for run in self.runs if run.provenance), {})
         shape = self.runs[0].job.shape
         return {
@@ -132,10 +135,11 @@ def format_table(comparison: Comparison) -> str:
     """A line per run, then the losses of each."""
     job = comparison.runs[0].job
     provenance = next((run.provenance for run in comparison.runs if run.provenance), {})
+    compiled = {"no": "", "blocks": ", blocks compiled", "whole": ", compiled as a whole"}[job.compiled]
     clipping = f"clipping at {job.clipping:g}" if job.clipping > 0 else "no clipping"
     lines = [
         f"{job.model}: {job.shape.num_parameters() / 1e9:.3g} B parameters, "
-        f"batch {job.batch} x {job.length} per rank, bf16, AdamW, {clipping}",
+        f"batch {job.batch} x {job.length} per rank, bf16, AdamW, {clipping}{compiled}",
         f"GPU {provenance.get('gpu', 'unknown')}, PyTorch {provenance.get('torch_version', 'unknown')}",
         "TFLOPS, tokens/s and device memory are per GPU, host memory is of all ranks",
         "",

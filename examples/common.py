@@ -1,56 +1,68 @@
-"""What the fine-tuning examples share: their command line, the training loop around an engine, curves and report.
+"""What the fine-tuning examples share: the training loop around an engine; a run can go on as if it never ended.
 
-Usage: ``import common`` before torch and transformers; it sets the environment variables that they read when they load.
+Usage: ``import command`` before torch and transformers; flags.py has the command line, batches.py the data,
+reporting.py what is printed and drawn, proof.py the comparison of two runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
-import os
-import sys
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets cuBLAS be deterministic
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
-
-import matplotlib
 import torch
+from batches import (
+    IGNORED,
+    Batch,
+    Order,
+    Score,
+    count_correct,
+    count_labels,
+    count_tokens,
+    endless_batches,
+    fingerprint,
+    num_rows,
+    share_of,
+    unigram_score,
+)
+from command import StoppedError, StopRequest, UsageError, stop_requests
+from flags import engine_config
 from pretraining.recipe import decay_groups, warmup_then_cosine
 from ranks import Ranks
+from reporting import format_bytes, model_data_bytes, print_run, print_start, save_curves
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
-from patrickstar.command.flags import memory_size
+from patrickstar.checkpoint import latest_tag
 from patrickstar.runtime import initialize_engine
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Output",
+    "Run",
+    "Score",
+    "Task",
+    "evaluate",
+    "exporter",
+    "format_bytes",
+    "model_data_bytes",
+    "num_rows",
+    "print_run",
+    "save_curves",
+    "train",
+    "unigram_score",
+    "with_checkpointing",
+]
 
 NUM_EVALUATIONS = 5
-"""On the held-out data, in one training run."""
-
-IGNORED = -100
-"""The label that transformers leaves out of a loss."""
-
-Batch = dict[str, torch.Tensor]
-"""Tensors whose first dimension is the example, by the model's argument names."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """A loss (nats) and an accuracy (0 to 1), each the mean over the labels that count."""
-
-    loss: float
-    accuracy: float
+"""On the held-out data, in one training run, beside the one before it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +79,32 @@ class Task:
     """Whether the logits at position t are for the label at t + 1 (causal language models)."""
     prepare: Callable[[Batch, torch.Generator], Batch] | None = None
     """Makes a training batch of rows of ``train``, for example by masking tokens."""
+    collate: Callable[[Batch], Batch] | None = None
+    """Makes what the model is given of a batch, in training and evaluation, for example without common padding."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arguments of each forward."""
+    before: Callable[[nn.Module], None] | None = None
+    """Called with the model, on all ranks, before the first step of a run."""
+    after: Callable[[nn.Module], None] | None = None
+    """The same after the last step."""
     test: Batch | None = None
     """Scored once, after the training."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The arguments of the forward of ``batch``."""
+        return {**(self.collate(batch) if self.collate else batch), **self.options}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a training run writes."""
+
+    checkpoints: Path | None = None
+    """Where it is saved for ``--resume``; None: nowhere."""
+    resume: bool = False
+    """Whether it goes on with what is there."""
+    save_model: Callable[[nn.Module], Path] | None = None
+    """Writes the trained model, on all ranks, and returns where."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,50 +128,40 @@ class Run:
         return self.evaluations[max(self.evaluations)]
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that every example has."""
-    precision = "bf16" if torch.cuda.is_available() else "fp32"
-    memory = parser.add_argument_group("memory")
-    memory.add_argument(
-        "--device-memory", type=memory_size, metavar="SIZE", help="device budget, such as 2GiB (default: the device)"
-    )
-    memory.add_argument(
-        "--host-memory", type=memory_size, metavar="SIZE", help="host budget for model data (default: most of it)"
-    )
-    memory.add_argument("--chunk-size", type=int, metavar="N", help="elements per chunk (default: the library's)")
-    memory.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    memory.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default=precision)
-    training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=float, default=3.0)
-    training.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
-    training.add_argument("--batch-size", type=int, default=8, help="examples per forward and rank")
-    training.add_argument(
-        "--gradient-accumulation",
-        dest="accumulation",
-        type=int,
-        default=1,
-        help="forwards and backwards per optimizer step",
-    )
-    training.add_argument("--lr", type=float, default=5e-4, help="the highest learning rate, after the warm-up")
-    training.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")
-    training.add_argument("--weight-decay", type=float, default=0.01, help="not for biases and norms")
-    training.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    training.add_argument("--dropout", type=float, default=0.1)
-    training.add_argument("--seed", type=int, default=0)
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="where the curves (PNG) go")
-    output.add_argument("--save", action="store_true", help="also write OUTPUT_DIR/model, in Hugging Face's format")
+@dataclasses.dataclass(kw_only=True)
+class Progress:
+    """How far a run has come; a checkpoint keeps it."""
 
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    evaluations: dict[int, Score] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    """In steps."""
+    num_tokens: int = 0
+    """Of this rank."""
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Ends the program where the flags ask for what would fail after the training."""
-    if args.save and saved_model(args).exists() and any(saved_model(args).iterdir()):
-        sys.exit(f"--save: {saved_model(args)} exists and is not empty; remove it or give another --output-dir")
+    @property
+    def num_steps(self) -> int:
+        """That were made."""
+        return len(self.scores)
 
+    def as_state(self) -> dict[str, Any]:
+        """In a checkpoint's types."""
+        return {
+            "scores": [dataclasses.astuple(score) for score in self.scores],
+            "evaluations": [(step, *dataclasses.astuple(score)) for step, score in self.evaluations.items()],
+            "seconds": self.seconds,
+            "num_tokens": self.num_tokens,
+        }
 
-def saved_model(args: argparse.Namespace) -> Path:
-    """Where ``--save`` writes."""
-    return args.output_dir / "model"
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Progress:
+        """What :meth:`as_state` gave."""
+        return cls(
+            scores=[Score(*values) for values in state["scores"]],
+            evaluations={step: Score(*values) for step, *values in state["evaluations"]},
+            seconds=state["seconds"],
+            num_tokens=state["num_tokens"],
+        )
 
 
 def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
@@ -146,196 +172,234 @@ def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def engine_config(args: argparse.Namespace) -> dict:
-    """The PatrickStar configuration that the flags ask for."""
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": (0.9, 0.95)}},
-        "gradient_clipping": args.clip,
-        "device_memory": args.device_memory,
-        "host_memory": args.host_memory,
-    }
-    if args.chunk_size is not None:
-        config["default_chunk_size"] = args.chunk_size
-    if args.precision != "fp32":
-        config[args.precision] = {"enabled": True}
-    return config
-
-
-def num_rows(data: Batch) -> int:
-    """The number of examples."""
-    return len(data["input_ids"])
-
-
-def count_tokens(data: Batch) -> int:
-    """The number of tokens, padding left out."""
-    return int(data["attention_mask"].sum()) if "attention_mask" in data else data["input_ids"].numel()
-
-
-def endless_batches(task: Task, batch_size: int, seed: int, ranks: Ranks) -> Iterator[Batch]:
-    """This rank's training batches of one size, in a seeded order that is another one in each epoch.
-
-    The ranks' n-th batches together are the n-th batch of one rank with batches as large as all of theirs.
+def exporter(folder: Path, tokenizer: Any, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[[Any], Path]:
+    """Writes a model's weights, of ``dtype``, from all ranks, each what it holds, and the tokenizer, into ``folder``,
+    for ``from_pretrained``.
     """
-    rows = range(num_rows(task.train))
-    share = DistributedSampler(rows, num_replicas=ranks.size, rank=ranks.rank, seed=seed, drop_last=ranks.size > 1)
-    generator = torch.Generator().manual_seed(seed + ranks.rank)
-    for epoch in itertools.count():
-        share.set_epoch(epoch)
-        order = torch.tensor(list(share))
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            batch = {name: values[order[start : start + batch_size]] for name, values in task.train.items()}
-            yield task.prepare(batch, generator) if task.prepare else batch
+
+    def save(model: Any) -> Path:
+        model.export_weights(folder, dtype=dtype)
+        if ranks.is_first:
+            tokenizer.save_pretrained(folder)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(folder)
+        return folder
+
+    return save
 
 
-def unigram_score(train_labels: torch.Tensor, labels: torch.Tensor) -> Score:
-    """The score on ``labels`` of always predicting the frequencies in ``train_labels``, each counted once more."""
-    train_labels, labels = (values[values != IGNORED] for values in (train_labels, labels))
-    num_classes = int(max(train_labels.max(), labels.max())) + 1
-    counts = torch.bincount(train_labels, minlength=num_classes).double() + 1
-    loss = -(counts / counts.sum()).log()[labels].mean()
-    return Score(loss.item(), (labels == counts.argmax()).double().mean().item())
-
-
-def count_correct(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many labels the largest logits hit, and how many labels count."""
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    labels = labels.to(logits.device)
-    return (logits.argmax(-1) == labels).sum(), (labels != IGNORED).sum()
-
-
-def share_of(data: Batch, ranks: Ranks) -> Batch:
-    """Every ``ranks.size``-th row. All shares have as many rows; labels of those that fill up do not count."""
-    rows = torch.arange(ranks.rank, ranks.rank + -(-num_rows(data) // ranks.size) * ranks.size, ranks.size)
-    share = {name: values[rows.clamp(max=num_rows(data) - 1)] for name, values in data.items()}
-    share["labels"][rows >= num_rows(data)] = IGNORED
-    return share
-
-
-def evaluate(model: nn.Module, data: Batch, args: argparse.Namespace, shift: bool, ranks: Ranks) -> Score:
+def evaluate(model: nn.Module, data: Batch, task: Task, batch_size: int, ranks: Ranks) -> Score:
     """The model's score on ``data``, of which each rank takes a share."""
     loss, correct, total = 0.0, 0, 0
     share = share_of(data, ranks)
     model.eval()
     with torch.no_grad():
-        for start in range(0, num_rows(share), args.batch_size):
-            batch = {name: values[start : start + args.batch_size] for name, values in share.items()}
-            output = model(**batch)
-            hits, count = (number.item() for number in count_correct(output.logits, batch["labels"], shift))
+        for start in range(0, num_rows(share), batch_size):
+            batch = {name: values[start : start + batch_size] for name, values in share.items()}
+            inputs = task.inputs(batch)
+            output = model(**inputs)
+            count = count_labels(inputs["labels"], task.shift)
             if count > 0:  # else the loss is not a number
-                loss, correct, total = loss + output.loss.item() * count, correct + hits, total + count
+                correct += count_correct(output.logits, inputs["labels"], task.shift).item()
+                loss, total = loss + output.loss.item() * count, total + count
     model.train()
     loss, correct, total = ranks.sums(loss, correct, total)
     return Score(loss / total, correct / total)
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], shift: bool, ranks: Ranks
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Any]], task: Task, ranks: Ranks
 ) -> Score:
-    """One step of the optimizer on the mean gradient of all ranks' ``batches``."""
+    """One step of the optimizer on the gradient of the mean over all labels that count in all ranks' ``batches``."""
+    counts = [count_labels(batch["labels"], task.shift) for batch in batches]
+    (total,) = ranks.sums(sum(counts))
     scores = []
     optimizer.zero_grad()
-    for batch in batches:
+    for batch, count in zip(batches, counts, strict=True):
         output = model(**batch)
-        model.backward(output.loss / len(batches))
-        hits, count = count_correct(output.logits.detach(), batch["labels"], shift)
-        scores.append(torch.stack([output.loss.detach(), hits / count]))
+        weight = count * ranks.size / total  # the engine takes the mean over the ranks
+        model.backward(output.loss * weight)
+        scores.append(
+            torch.stack([output.loss.detach() * count, count_correct(output.logits, batch["labels"], task.shift)])
+        )
         del output  # else its logits would stay during the next forward
     optimizer.step()
-    return Score(*ranks.means(*torch.stack(scores).mean(0).tolist()))
+    loss, correct = ranks.sums(*torch.stack(scores).double().sum(0).tolist())
+    return Score(loss / total, correct / total)
 
 
 def train(
-    model_func: Callable[[], nn.Module], task: Task, args: argparse.Namespace, ranks: Ranks, save_to: Path | None = None
+    model_func: Callable[[], nn.Module],
+    task: Task,
+    args: argparse.Namespace,
+    ranks: Ranks,
+    output: Output = Output(),  # noqa: B008 (frozen)
 ) -> Run:
-    """Trains what ``model_func`` builds on ``task``; exports its weights to ``save_to``."""
+    """Trains what ``model_func`` builds on ``task``.
+
+    Raises:
+        UsageError: the data has fewer rows than there are ranks, or the run to go on with is another one.
+        StoppedError: the user ended it; it was saved where ``output`` says.
+    """
+    if num_rows(task.train) < ranks.size:
+        raise UsageError(f"there are {num_rows(task.train)} rows to train on for {ranks.size} ranks; give more")
     batch_size = min(args.batch_size, num_rows(task.train) // ranks.size)
-    examples_per_step = batch_size * args.accumulation * ranks.size
-    num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / examples_per_step))
-    evaluate_every = math.ceil(num_steps / NUM_EVALUATIONS)
-    batches = endless_batches(task, batch_size, args.seed, ranks)
-    scores, evaluations, seconds, num_tokens = [], {}, 0.0, 0
+    rows_per_step = batch_size * args.accumulation * ranks.size
+    num_steps = args.steps or max(1, round(args.epochs * num_rows(task.train) / rows_per_step))
     torch.manual_seed(args.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
-    model, optimizer = initialize_engine(
-        model_func, local_rank=0, config=engine_config(args), model_parameters=decay_groups(args.weight_decay)
-    )
-    progress = tqdm(total=num_steps, desc=task.name, unit="step", mininterval=1.0, disable=not ranks.is_first)
-    with model, progress:
-        scheduler = LambdaLR(optimizer, warmup_then_cosine(max(1, round(args.warmup * num_steps)), num_steps))
-        model.train()
-        for step in range(1, num_steps + 1):
-            started = time.perf_counter()
-            step_batches = [next(batches) for _ in range(args.accumulation)]
-            score = train_step(model, optimizer, step_batches, task.shift, ranks)
-            scheduler.step()
-            seconds += time.perf_counter() - started
-            num_tokens += sum(count_tokens(batch) for batch in step_batches)
-            scores.append(score)
-            progress.set_postfix(loss=f"{score.loss:.3f}", accuracy=f"{score.accuracy:.3f}", refresh=False)
-            progress.update()
-            if step % evaluate_every == 0 or step == num_steps:
-                evaluations[step] = held_out = evaluate(model, task.held_out, args, task.shift, ranks)
-                line = f"step {step}: held-out loss {held_out.loss:.4f}, accuracy {held_out.accuracy:.2%}"
-                if ranks.is_first:
-                    progress.write(line)
-        test = evaluate(model, task.test, args, task.shift, ranks) if task.test else None
-        if save_to is not None:
-            model.export_weights(save_to)  # by all ranks, each what it holds
+    try:
+        model, optimizer = initialize_engine(
+            model_func, local_rank=0, config=engine_config(args), model_parameters=decay_groups(args.weight_decay)
+        )
+    except ValueError as error:
+        raise UsageError(error) from error
+    with model, stop_requests() as stop:
+        loop = _Loop(
+            model=model,
+            optimizer=optimizer,
+            scheduler=LambdaLR(optimizer, warmup_then_cosine(max(1, round(args.warmup * num_steps)), num_steps)),
+            task=task,
+            args=args,
+            ranks=ranks,
+            output=output,
+            num_steps=num_steps,
+            batch_size=batch_size,
+        )
+        print_start(task.name, model, args, num_steps, ranks)
+        loop.run(stop)
+        test = evaluate(model, task.test, task, batch_size, ranks) if task.test else None
+        if task.after:
+            task.after(model)
+        if output.save_model is not None:
+            ranks.say(f"saved to {output.save_model(model)}")
         report = model.report()
+    progress = loop.progress
     return Run(
         module=model.module,
         report=report,
-        scores=scores,
-        evaluations=evaluations,
+        scores=progress.scores,
+        evaluations=progress.evaluations,
         test=test,
-        tokens_per_second=ranks.sums(num_tokens)[0] / seconds,
+        tokens_per_second=ranks.sums(progress.num_tokens)[0] / progress.seconds,
     )
 
 
-def format_bytes(num_bytes: int) -> str:
-    """MiB or, from 10 GiB on, GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+@dataclasses.dataclass(kw_only=True)
+class _Loop:
+    """The steps of one run."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    task: Task
+    args: argparse.Namespace
+    ranks: Ranks
+    output: Output
+    num_steps: int
+    batch_size: int
+    progress: Progress = dataclasses.field(default_factory=Progress)
+
+    def run(self, stop: StopRequest) -> None:
+        """From where the run is to its end."""
+        if self.output.resume:
+            self._resume()
+        else:
+            self._begin()
+        bar = tqdm(
+            total=self.num_steps,
+            initial=self.progress.num_steps,
+            desc=self.task.name,
+            unit="step",
+            mininterval=1.0,
+            disable=not self.ranks.is_first,
+        )
+        say = bar.write if self.ranks.is_first else _nothing
+        with bar:
+            self.model.train()
+            batches = self._batches_to_come()
+            for step in range(self.progress.num_steps + 1, self.num_steps + 1):
+                self._step(batches, bar)
+                if step % math.ceil(self.num_steps / NUM_EVALUATIONS) == 0 or step == self.num_steps:
+                    self._evaluate(step, say)
+                stopped = self.ranks.sums(stop.is_made)[0] > 0  # all ranks end after the same step
+                if stopped and step < self.num_steps:
+                    raise StoppedError(step, self._save())
+                if self.args.save_every and step % self.args.save_every == 0 and step < self.num_steps:
+                    say(f"saved to {self._save()}")
+
+    def _begin(self) -> None:
+        if self.task.before:
+            self.task.before(self.model)
+        self._evaluate(0, self.ranks.say)
+
+    def _batches_to_come(self) -> Iterator[Batch]:
+        order = Order(batch_size=self.batch_size, seed=self.args.seed)
+        batches = endless_batches(self.task.train, self.task.prepare, order, self.ranks)
+        for _ in range(self.progress.num_steps * self.args.accumulation):
+            next(batches)
+        return batches
+
+    def _step(self, batches: Iterator[Batch], bar: tqdm) -> None:
+        started = time.perf_counter()
+        rows = [next(batches) for _ in range(self.args.accumulation)]
+        lr = self.scheduler.get_last_lr()[0]
+        score = train_step(
+            self.model, self.optimizer, [self.task.inputs(batch) for batch in rows], self.task, self.ranks
+        )
+        self.scheduler.step()
+        seconds, num_tokens = time.perf_counter() - started, sum(count_tokens(batch) for batch in rows)
+        self.progress.seconds += seconds
+        self.progress.num_tokens += num_tokens
+        self.progress.scores.append(score)
+        bar.set_postfix(
+            {
+                "loss": f"{score.loss:.3f}",
+                "accuracy": f"{score.accuracy:.3f}",
+                "lr": f"{lr:.1e}",
+                "tokens/s": f"{num_tokens * self.ranks.size / seconds:.0f}",
+            },
+            refresh=False,
+        )
+        bar.update()
+
+    def _evaluate(self, step: int, say: Callable[[str], None]) -> None:
+        score = evaluate(self.model, self.task.held_out, self.task, self.args.batch_size, self.ranks)
+        self.progress.evaluations[step] = score
+        say(f"step {step}: held-out loss {score.loss:.4f}, accuracy {score.accuracy:.2%}")
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when the run goes on, by the words of the command line."""
+        names = ("seed", "lr", "warmup", "weight_decay", "clip", "precision", "lora", "lora_rank")
+        flags = {f"--{name.replace('_', '-')}": getattr(self.args, name, None) for name in names}
+        return flags | {
+            "--batch-size": self.batch_size,
+            "--gradient-accumulation": self.args.accumulation,
+            "--steps": self.num_steps,
+            "ranks": self.ranks.size,
+            "training data": fingerprint(self.task.train),
+        }
+
+    def _save(self) -> Path | None:
+        """Saves the run; the checkpoint before is removed when the new one is there."""
+        folder = self.output.checkpoints
+        if folder is None:
+            return None
+        before = latest_tag(folder)
+        state = {"identity": self._identity(), "progress": self.progress.as_state()}
+        path = self.model.save_checkpoint(folder, client_state=state, lr_scheduler=self.scheduler)
+        if before is not None and before != path.name and self.ranks.is_first:
+            shutil.rmtree(folder / before, ignore_errors=True)
+        return folder
+
+    def _resume(self) -> None:
+        path, state = self.model.load_checkpoint(self.output.checkpoints, lr_scheduler=self.scheduler)
+        for name, value in self._identity().items():
+            began_with = state["identity"].get(name)
+            if began_with != value:
+                raise UsageError(f"--resume: the run in {path.parent} has {name} {began_with}, not {value}; give that")
+        self.progress = Progress.of_state(state["progress"])
+        self.ranks.say(f"resumed from {path} after step {self.progress.num_steps} of {self.num_steps}")
 
 
-def model_data_bytes(run: Run, args: argparse.Namespace) -> int:
-    """Bytes of parameters, gradients and Adam states: 14 a parameter in 16-bit training, 16 in float32."""
-    return run.report["num_parameters"] * (16 if args.precision == "fp32" else 14)
-
-
-def print_run(run: Run, task: Task, args: argparse.Namespace, ranks: Ranks) -> None:
-    """Prints how well the run learned, how fast it was, and what memory it took (on rank 0)."""
-    if not ranks.is_first:
-        return
-    report = run.report
-    budget = f"of a budget of {format_bytes(report['device_budget_bytes'])}" if args.device_memory else "(no budget)"
-    together = f" on {ranks.size} ranks" if ranks.size > 1 else ""
-    each = " on each rank" if ranks.size > 1 else ""
-    parameters, data = f"{report['num_parameters'] / 1e6:.1f} M parameters", format_bytes(model_data_bytes(run, args))
-    print(f"{task.name}: {len(run.scores)} steps{together}, {parameters} in {args.precision}, {data} of model data")
-    print(f"  training loss      {run.scores[-1].loss:.4f}, accuracy {run.scores[-1].accuracy:.2%} (last batch)")
-    print(f"  held-out loss      {run.final.loss:.4f} ({task.baseline_name}: {task.baseline.loss:.4f})")
-    print(f"  held-out accuracy  {run.final.accuracy:.2%} ({task.baseline_name}: {task.baseline.accuracy:.2%})")
-    if run.test:
-        print(f"  test loss          {run.test.loss:.4f}, accuracy {run.test.accuracy:.2%}")
-    print(f"  speed              {run.tokens_per_second:.0f} tokens/s")
-    print(f"  device peak        {format_bytes(report['device_peak_bytes'])} {budget}{each}")
-    print(f"  host peak          {format_bytes(report['host_peak_bytes'])} of model data{each}")
-
-
-def save_curves(run: Run, task: Task, path: Path, ranks: Ranks) -> None:
-    """Draws loss and accuracy over the steps as a PNG (on rank 0)."""
-    if not ranks.is_first:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, plot in zip(("loss", "accuracy"), axes, strict=True):
-        training = [getattr(score, name) for score in run.scores]
-        held_out = [getattr(score, name) for score in run.evaluations.values()]
-        plot.plot(range(1, len(training) + 1), training, linewidth=0.8, alpha=0.6, label="training batch")
-        plot.plot(list(run.evaluations), held_out, marker="o", label="held out")
-        plot.axhline(getattr(task.baseline, name), color="grey", linestyle="--", label=task.baseline_name)
-        plot.set(xlabel="step", ylabel=name, title=f"{task.name}: {name}")
-        plot.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    print(f"curves: {path}")
+def _nothing(line: str) -> None:
+    """What ranks but the first say."""

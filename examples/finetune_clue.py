@@ -7,7 +7,7 @@ Usage:
     torchrun --nproc_per_node=2 examples/finetune_clue.py --data tnews                 # by two processes
 
 Without --pretrained the small model is first trained as a language model, on the training sentences and, if the folder
-has it, unlabeled.json.
+has it, unlabeled.json. Ctrl-C finishes the step, saves the run and prints the command that goes on with it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import json
 import sys
 from pathlib import Path
 
+import command
 import common
+import flags
 import torch
 import transformers
-from common import IGNORED, Batch, Task
+from command import UsageError
+from common import IGNORED, Batch, Output, Task
 from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from patrickstar.command.flags import CommandParser
+from patrickstar.checkpoint import latest_tag
 
 WHERE_CLUE_IS = """--data is missing: give a folder with the JSON lines of a CLUE classification task.
 CLUE is had from https://github.com/CLUEbenchmark: TNEWS, IFLYTEK, AFQMC and others from its repository CLUE
@@ -44,7 +47,7 @@ LM_HELD_OUT_SHARE = 0.05
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = CommandParser(description=__doc__)
+    parser = flags.Parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder with a CLUE task")
     parser.add_argument("--arch", choices=["bert", "gpt2"], default="bert")
     parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder: model and tokenizer")
@@ -56,10 +59,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     small.add_argument("--vocab-size", type=int, default=4000)
     small.add_argument("--lm-epochs", type=float, default=3.0, help="epochs as a language model; 0: none")
     small.add_argument("--lm-lr", type=float, default=1e-3)
-    common.add_training_arguments(parser)
+    small.add_argument("--dropout", type=float, default=0.1)
+    flags.add_training_arguments(parser, output="clue-output")
+    flags.add_export_argument(parser)
     parser.set_defaults(batch_size=32, epochs=8.0, lr=2e-4)
     args = parser.parse_args(argv)
-    common.check_arguments(args)
+    if args.data is None:
+        raise UsageError(WHERE_CLUE_IS)
+    for names in (TRAIN_FILES, HELD_OUT_FILES):
+        find_file(args.data, names)
+    if args.pretrained and not (args.pretrained / "config.json").is_file():
+        raise UsageError(f"--pretrained {args.pretrained} has no config.json; give a folder that save_pretrained wrote")
+    flags.check_arguments(args)
     return args
 
 
@@ -67,8 +78,20 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_examples(path: Path) -> list[dict]:
-    """The labelled examples of a file of JSON lines."""
-    examples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The labelled examples of a file of JSON lines.
+
+    Raises:
+        UsageError: a line is none.
+    """
+    examples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                examples.append(json.loads(line))
+                texts_of(examples[-1])
+            except (ValueError, KeyError, TypeError) as error:
+                what = f"has no {error}" if isinstance(error, KeyError) else f"is no JSON object ({error})"
+                raise UsageError(f"{path}:{number}: the line {what}; give the files of a CLUE task") from error
     return [example for example in examples if example.get("label") != "-"]  # "-": the annotators disagreed
 
 
@@ -77,7 +100,7 @@ def find_file(folder: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    sys.exit(f"{folder} has none of {', '.join(names)}; give the folder of one CLUE task")
+    raise UsageError(f"{folder} has none of {', '.join(names)}; give the folder of one CLUE task")
 
 
 def texts_of(example: dict) -> tuple[str, ...]:
@@ -262,7 +285,9 @@ def train_language_model(
     """The values of a language model of ``texts``, without its head."""
     task = language_model_task(encode(tokenizer, texts, args), args, len(tokenizer))
     lm_args = argparse.Namespace(**vars(args) | {"epochs": args.lm_epochs, "lr": args.lm_lr, "steps": None})
-    run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args, ranks)
+    folder = flags.checkpoints(args, "lm")
+    output = Output(checkpoints=folder, resume=args.resume and latest_tag(folder) is not None)
+    run = common.train(lambda: build_language_model(args, tokenizer), task, lm_args, ranks, output)
     common.print_run(run, task, lm_args, ranks)
     common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-lm-curves.png", ranks)
     return run.module.base_model.state_dict()
@@ -284,26 +309,30 @@ def run_example(args: argparse.Namespace, ranks: Ranks) -> None:
         tokenizer = train_tokenizer([sentence for text in texts + unlabeled for sentence in text], args.vocab_size)
     args.seq_len = args.seq_len or choose_seq_len(tokenizer, texts)
     body = None
-    if not args.pretrained and args.lm_epochs > 0:
+    resumes_classifier = args.resume and latest_tag(flags.checkpoints(args)) is not None
+    if not args.pretrained and args.lm_epochs > 0 and not resumes_classifier:
         body = train_language_model(args, tokenizer, texts + unlabeled, ranks)
     task = classification_task(files, args, tokenizer, labels)
-    save_to = common.saved_model(args) if args.save else None
-    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args, ranks, save_to)
+    output = Output(
+        checkpoints=flags.checkpoints(args),
+        resume=resumes_classifier,
+        save_model=common.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
+    )
+    run = common.train(lambda: build_classifier(args, tokenizer, labels, body), task, args, ranks, output)
     common.print_run(run, task, args, ranks)
     common.save_curves(run, task, args.output_dir / f"clue-{args.arch}-curves.png", ranks)
-    if save_to is not None and ranks.is_first:
-        tokenizer.save_pretrained(save_to)
 
 
 def main(argv: list[str]) -> int:
     """Runs the example; returns the exit code."""
-    args = parse_arguments(argv)
-    if args.data is None:
-        print(WHERE_CLUE_IS, file=sys.stderr)
-        return 2
-    with joined_ranks() as ranks:
-        run_example(args, ranks)
-    return 0
+
+    def body() -> int:
+        args = parse_arguments(argv)
+        with joined_ranks() as ranks:
+            run_example(args, ranks)
+        return 0
+
+    return command.run_command(body, __file__, argv)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,29 @@ Usage:
     python examples/finetune_gpt2.py --model-size gpt2-xl --device-memory 8GiB --checkpointing --text book.txt
     python examples/finetune_gpt2.py --pretrained FOLDER --text book.txt --lr 5e-5     # a local Hugging Face folder
     torchrun --nproc_per_node=2 examples/finetune_gpt2.py --demo                       # the same by two processes
+
+Ctrl-C finishes the step, saves the run and prints the command that goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import pydoc_data.topics
 import sys
 from pathlib import Path
 
+import command
 import common
+import flags
 import torch
-from common import Run, Task, format_bytes
+from command import UsageError
+from common import Output, Task
+from proof import be_deterministic, compare_with_unbounded
 from ranks import Ranks, joined_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from patrickstar.command.flags import CommandParser
 
 END = "<|endoftext|>"
 HELD_OUT_SHARE = 0.05
@@ -56,7 +59,7 @@ GPU_DEMO = {"device_memory": "2GiB", "model_size": "gpt2-medium", "batch_size": 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line; ``--demo`` changes the defaults, other flags still count."""
-    parser = CommandParser(description=__doc__)
+    parser = flags.Parser(__doc__)
     parser.add_argument("--demo", action="store_true", help="train with and without a budget and compare")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="default: Python's reference")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per example")
@@ -67,13 +70,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     model.add_argument("--heads", type=int)
     model.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer trained on the text")
     model.add_argument("--pretrained", type=Path, metavar="FOLDER", help="a local folder: model and tokenizer")
-    common.add_training_arguments(parser)
-    parser.set_defaults(dropout=0.0, batch_size=4)
+    model.add_argument("--dropout", type=float, default=0.0, help="in every place where the model has one")
+    flags.add_training_arguments(parser, output="gpt2-output")
+    flags.add_export_argument(parser)
+    parser.set_defaults(batch_size=4)
     if "--demo" in argv:
         several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        parser.set_defaults(output_dir=Path("demo-output"))
         parser.set_defaults(**(GPU_DEMO if torch.cuda.is_available() else RANKS_DEMO if several else CPU_DEMO))
     args = parser.parse_args(argv)
-    common.check_arguments(args)
+    for path in args.text or []:
+        if not path.is_file():
+            raise UsageError(f"--text {path} is no file; give text files")
+    if args.pretrained and not (args.pretrained / "config.json").is_file():
+        raise UsageError(f"--pretrained {args.pretrained} has no config.json; give a folder that save_pretrained wrote")
+    args.overwrite |= args.demo and not args.resume
+    flags.check_arguments(args)
     return args
 
 
@@ -101,7 +113,9 @@ def make_rows(tokenizer: PreTrainedTokenizerBase, text: str, seq_len: int) -> co
     """Cuts the text into examples of ``seq_len`` tokens; the last tokens that fill none are dropped."""
     tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(tokens) < seq_len:
-        sys.exit(f"a part of the text has {len(tokens)} tokens, --seq-len is {seq_len}; lower it or give more text")
+        raise UsageError(
+            f"a part of the text has {len(tokens)} tokens, --seq-len is {seq_len}; lower it or give more text"
+        )
     rows = tokens[: len(tokens) // seq_len * seq_len].view(-1, seq_len)
     return {"input_ids": rows, "labels": rows}
 
@@ -144,40 +158,6 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     return common.with_checkpointing(model, args)
 
 
-def state_hash(module: nn.Module) -> str:
-    """SHA-256 of all names and bytes in the state dict."""
-    digest = hashlib.sha256()
-    for name, value in module.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def compare_with_unbounded(
-    run: Run, task: Task, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> bool:
-    """Trains again without the budget, prints the demo's summary and returns whether both runs are bitwise equal."""
-    bounded_hash = state_hash(run.module)
-    ranks.say("\nThe same run without the budget")
-    unbounded_args = argparse.Namespace(**vars(args) | {"device_memory": None})
-    unbounded = common.train(lambda: build_model(args, tokenizer), task, unbounded_args, ranks)
-    common.print_run(unbounded, task, unbounded_args, ranks)
-    same_scores = run.scores == unbounded.scores and run.evaluations == unbounded.evaluations
-    same_state = bounded_hash == state_hash(unbounded.module)
-    verdicts = {True: "bitwise the same without the budget", False: "DIFFERENT WITHOUT THE BUDGET"}
-    report, peak = run.report, format_bytes(unbounded.report["device_peak_bytes"])
-    ranks.say("\nDemo")
-    ranks.say(f"  model data         {format_bytes(common.model_data_bytes(run, args))}")
-    ranks.say(f"  device budget      {format_bytes(report['device_budget_bytes'])}")
-    ranks.say(f"  device peak        {format_bytes(report['device_peak_bytes'])} (without the budget: {peak})")
-    ranks.say(f"  to the device      {format_bytes(report['uploaded_bytes'])} in {len(run.scores)} steps")
-    ranks.say(f"  final loss         {run.scores[-1].loss:.6f}")
-    ranks.say(f"  held-out loss      {run.final.loss:.6f} (unigram baseline: {task.baseline.loss:.6f})")
-    ranks.say(f"  {len(run.scores)} losses, {len(run.evaluations)} held-out scores: {verdicts[same_scores]}")
-    ranks.say(f"  final state_dict: {verdicts[same_state]} (sha256 {bounded_hash[:16]})")
-    return same_scores and same_state
-
-
 def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
     """Trains, reports and, with ``--demo``, trains again; returns the exit code."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in args.text) if args.text else python_reference()
@@ -188,25 +168,34 @@ def run_example(args: argparse.Namespace, ranks: Ranks) -> int:
     else:
         tokenizer = train_tokenizer(train_text, args.vocab_size)
     task = make_task(tokenizer, train_text, held_out_text, args.seq_len)
-    save_to = common.saved_model(args) if args.save else None
-    run = common.train(lambda: build_model(args, tokenizer), task, args, ranks, save_to)
+    output = Output(
+        checkpoints=flags.checkpoints(args),
+        resume=args.resume,
+        save_model=common.exporter(flags.saved_model(args), tokenizer, ranks) if args.save else None,
+    )
+
+    def build() -> nn.Module:
+        return build_model(args, tokenizer)
+
+    run = common.train(build, task, args, ranks, output)
     common.print_run(run, task, args, ranks)
     common.save_curves(run, task, args.output_dir / "gpt2-curves.png", ranks)
-    if save_to is not None and ranks.is_first:
-        tokenizer.save_pretrained(save_to)
-    if args.demo and not compare_with_unbounded(run, task, args, tokenizer, ranks):
+    if args.demo and not compare_with_unbounded(run, task, args, build, ranks):
         return 1
     return 0
 
 
 def main(argv: list[str]) -> int:
     """Runs the example; returns the exit code."""
-    args = parse_arguments(argv)
-    if args.demo:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    with joined_ranks() as ranks:
-        return run_example(args, ranks)
+
+    def body() -> int:
+        args = parse_arguments(argv)
+        if args.demo:
+            be_deterministic()
+        with joined_ranks() as ranks:
+            return run_example(args, ranks)
+
+    return command.run_command(body, __file__, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Usage:
 
 The model is built without memory, initialised on the device that trains, and never whole in any memory. A run that goes
 on from a checkpoint (--save-folder, --resume) has bitwise the numbers of one that was never stopped. It may go on with
-another number of ranks: where ranks x batch size x gradient accumulation is the same, each step sees the same data.
+another number of ranks: where ranks x batch size x accumulation is the same, each step sees the same data. Ctrl-C
+finishes the step, saves the run (with --save-folder) and prints the command that goes on with it.
 
 --data: a text file or a folder of *.txt is made tokens of at each start, by rank 0, within its memory; token 0 ends a
 text. Token ids of other origin, or those that --save-tokens wrote, are read from a .bin file: little-endian uint16, one
@@ -18,13 +19,10 @@ after the other, memory-mapped by each rank. --help lists all flags, docs/config
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
-
+import command
 import numpy as np
 import torch
 from pretraining import Pretraining
@@ -36,7 +34,7 @@ from pretraining.recipe import decay_groups
 from pretraining.tokens import Corpus, RandomTokens, TokenSource, make_byte_tokens, map_tokens, text_files, train_bpe
 from ranks import Ranks, joined_ranks
 
-from patrickstar import CheckpointError, MemoryBudgetError
+from patrickstar import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +135,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
     Raises:
         CheckpointError: the run in ``--save-folder`` is another one, or was longer.
         MemoryBudgetError: the model does not fit.
+        StoppedError: the user ended the run; it was saved, if there is a ``--save-folder``.
     """
     torch.manual_seed(options.seed + ranks.rank)  # the model is rank 0's; dropout is each rank's own
     training = Pretraining(
@@ -162,14 +161,18 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
             raise CheckpointError(f"--resume: {made} steps were made, --steps is {options.steps}; give more")
     first = state["num_steps"] + 1
     progress = Progress(options, batches, ranks)
-    for step in range(first, options.steps + 1):
-        lr = training.lr
-        loss = training.step(batches.after(state["num_samples"]))
-        state |= {"num_steps": step, "num_samples": state["num_samples"] + batches.samples_per_step}
-        progress.add(step, loss, lr, training)
-        if saves_after(options, step):
-            training.save(options.save_folder, state)
-            progress.restart_clock()
+    with command.stop_requests() as stop:
+        for step in range(first, options.steps + 1):
+            lr = training.lr
+            loss = training.step(batches.after(state["num_samples"]))
+            state |= {"num_steps": step, "num_samples": state["num_samples"] + batches.samples_per_step}
+            progress.add(step, loss, lr, training)
+            stopped = ranks.sums(stop.is_made)[0] > 0  # all ranks end after the same step
+            if saves_after(options, step) or (stopped and options.save_folder is not None):
+                training.save(options.save_folder, state)
+                progress.restart_clock()
+            if stopped and step < options.steps:
+                raise command.StoppedError(step, options.save_folder)
     finish(options, training, data, ranks, num_steps=options.steps - first + 1)
 
 
@@ -188,27 +191,24 @@ def finish(options: RunOptions, training: Pretraining, data: Data, ranks: Ranks,
 
 def main(argv: list[str]) -> int:
     """Runs the script; returns 2 when an argument is wrong, 1 when the model or a checkpoint does not fit."""
-    try:
-        options = parse_arguments(argv, __doc__)
-    except ValueError as error:
-        return refuse(error, 2)
-    try:
+
+    def body() -> int:
+        try:
+            options = parse_arguments(argv, __doc__)
+        except ValueError as error:
+            raise command.UsageError(error) from error
+        for flag, folder in (("--save-folder", options.save_folder), ("--export", options.export)):
+            if folder is not None:
+                command.make_writable(flag, folder)
         with joined_ranks() as ranks:
             try:
                 data = open_data(options, ranks)
             except ValueError as error:
-                return refuse(error, 2)
+                raise command.UsageError(error) from error
             pretrain(options, data, ranks)
-    except (MemoryBudgetError, CheckpointError) as error:
-        return refuse(error, 1)
-    return 0
+        return 0
 
-
-def refuse(error: Exception, exit_code: int) -> int:
-    """Says, on rank 0, what all ranks found wrong."""
-    if int(os.environ.get("RANK") or 0) == 0:
-        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
-    return exit_code
+    return command.run_command(body, __file__, argv)
 
 
 if __name__ == "__main__":

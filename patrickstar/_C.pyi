@@ -45,6 +45,13 @@ class DType(_Enum):
     FLOAT16: ClassVar[DType]
 
 @final
+class StateType(_Enum):
+    """Element type of an optimizer state."""
+
+    FLOAT32: ClassVar[StateType]
+    LOWER_HALF: ClassVar[StateType]
+
+@final
 class ArrayKind(_Enum):
     """The arrays of a chunk."""
 
@@ -104,7 +111,8 @@ class Tracking(_Enum):
 class Attempt(_Enum):
     """Whether a forward that runs out of device memory is made again."""
 
-    REPEATABLE: ClassVar[Attempt]
+    FIRST: ClassVar[Attempt]
+    AGAIN: ClassVar[Attempt]
     LAST: ClassVar[Attempt]
 
 @final
@@ -322,6 +330,15 @@ def make_plan(
     ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
     """
 
+@final
+class Backwards(_Enum):
+    """How many backwards a step is known to have (csrc/plan/placement.h)."""
+
+    ONE: ClassVar[Backwards]
+    """Or not known."""
+    SEVERAL: ClassVar[Backwards]
+    """Whose gradients accumulate."""
+
 class DeviceBudget:
     """How much of a device there is to plan with (csrc/plan/placement.h)."""
 
@@ -330,14 +347,27 @@ class DeviceBudget:
     prefetches_far: bool
     margin_use_ratio: float
     keeps_gradients: bool
+    backwards: Backwards
     host_limit_bytes: int
     def __init__(self) -> None: ...
 
 def reserved_gradient_bytes(layout: Layout) -> int:
     """Of host memory, what updates ahead of the step leave to gradients that come down."""
 
-def initial_placement(layout: Layout, host_limit_bytes: int, device_room_bytes: int) -> tuple[list[bool], int]:
+def initial_placement(
+    layout: Layout, host_limit_bytes: int, device_room_bytes: int, backwards: Backwards = Backwards.ONE
+) -> tuple[list[bool], int]:
     """By chunk, whether its states are on the device before the tide is known."""
+
+def host_peak_bytes(
+    layout: Layout,
+    first_on_device: Sequence[bool],
+    states_on_device: Sequence[bool],
+    host_limit_bytes: int,
+    updates_ahead: bool,
+    backwards: Backwards = Backwards.ONE,
+) -> int:
+    """The most that a rank will have mapped of the host (csrc/plan/host_demand.h)."""
 
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """How many chunks, from the first on, have their states on the device once the tide is known."""
@@ -467,6 +497,7 @@ class Layout:
         chunk_numel: int,
         num_ranks: int = 1,
         rank: int = 0,
+        bf16_master: StateType = StateType.FLOAT32,
     ) -> Layout: ...
     @property
     def num_chunks(self) -> int: ...
@@ -484,7 +515,9 @@ class Layout:
         """The chunk and its parameters are trainable from now on."""
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
-        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``."""
+        """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``master``: its :class:`StateType`;
+        ``home_bytes``: of one rank's share of the compute value and the optimizer states.
+        """
 
 class DelayOptions:
     """A simulated link, and random delays."""
@@ -526,6 +559,7 @@ class ResidencyOptions:
     payload_limit_bytes: int
     """Of what is fetched on demand; for tests that make memory scarce on a GPU."""
     state_placement: StatePlacement
+    backwards: Backwards
     def __init__(self) -> None: ...
 
 @final
@@ -681,6 +715,8 @@ class Runtime(UseListener):
     @property
     def num_committed(self) -> int: ...
     @property
+    def can_repeat_forward(self) -> bool: ...
+    @property
     def replays(self) -> bool:
         """The running step goes as planned so far."""
 
@@ -698,7 +734,7 @@ class Runtime(UseListener):
 
     def abort_forward(self) -> None: ...
     def abort_backward(self) -> None: ...
-    def vacate_device(self, what: Vacate, /) -> None: ...
+    def undo_forward(self, what: Vacate, /) -> None: ...
     def prepare_step(self) -> float:
         """Sum of squares of all gradients."""
 
@@ -875,6 +911,45 @@ class optim:
 
     # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
     @staticmethod
+    def adam_split(
+        isa: str,
+        lower: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        numel: int,
+        num_threads: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam``, of masters that are split into a bfloat16 ``param``, 16-bit ``lower`` halves and signs of the
+        variance.
+        """
+
+    @staticmethod
+    def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
+        """Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance."""
+
+    @staticmethod
+    def join_master(isa: str, param: int, lower: int, variance: int, master: int, numel: int) -> None:
+        """What ``split_master`` split."""
+
+    @staticmethod
+    def cuda_adam_split(
+        lower: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        numel: int,
+        stream: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam_split``."""
+
+    @staticmethod
     def cuda_adam(
         master: int,
         momentum: int,
@@ -978,5 +1053,7 @@ class collective:
     def make_nccl_id() -> bytes: ...
     @staticmethod
     def make_nccl_communicator(id: bytes, *, rank: int, size: int, device: int) -> collective.Communicator: ...
+    @staticmethod
+    def make_cuda_staged_communicator(group_name: str, *, device: int) -> collective.Communicator: ...
     @staticmethod
     def cuda_mean_of_ranks(shards: int, num_ranks: int, out: int, dtype: DType, numel: int, stream: int) -> None: ...

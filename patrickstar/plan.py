@@ -227,8 +227,8 @@ def _lines(answer: Answer) -> list[str]:
         _work(question),
         *_cluster_lines(answer),
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
-        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} of "
-        f"{show_size(setting.host_bytes)}",
+        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
+        f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
         f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
         f"host_memory {enough_size(case.least_host_bytes)} "
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
@@ -348,6 +348,7 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "tide_peak_bytes": case.plan.tide_peak_bytes,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
+        "host_peak_bytes": case.host_peak_bytes,
         "step_seconds": step.seconds,
         "clipped_step_seconds": case.clipped_step.seconds,
         "tokens_per_second": found.tokens_per_second,

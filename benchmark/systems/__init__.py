@@ -20,6 +20,12 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of every system, over float32 master weights."""
 
 
+COMPILED = ("no", "blocks", "whole")
+"""What of a model ``torch.compile`` compiles: nothing, each transformer block by itself as torchtitan does, or all of
+it in one call, which the system then cuts as it has to.
+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """What the workers of one run train, and within which limits."""
@@ -46,6 +52,8 @@ class Job:
     """Steps before the timed ones."""
     steps: int
     """Timed steps."""
+    compiled: str = "no"
+    """One of :data:`COMPILED`."""
 
     @property
     def shape(self) -> Shape:

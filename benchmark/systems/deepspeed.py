@@ -15,7 +15,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import limit_device_memory, training_device
 from benchmark.systems.ranks import init_torch_group
-from benchmark.systems.weights import build_meta_model, fill_parameters
+from benchmark.systems.weights import build_job_model, fill_parameters
 
 _SUB_GROUP_NUMEL = int(1e8)
 _PREFETCH_NUMEL = int(2e8)
@@ -41,7 +41,7 @@ class Zero3:
         config = _config(job, pin=self.device.type == "cuda")
         self.version = deepspeed.__version__.strip()
         self.settings: dict[str, Any] = {"config": config}
-        model = build_meta_model(job.shape).to(torch.bfloat16)
+        model = build_job_model(job).to(torch.bfloat16)
         model.to_empty(device="cpu")
         fill_parameters(model)
         # Parameter by parameter; initialize() would first move the whole model to the GPU.

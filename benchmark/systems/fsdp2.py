@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import limit_device_memory, training_device
 from benchmark.systems.ranks import init_torch_group
-from benchmark.systems.weights import blocks, build_meta_model, fill_parameters
+from benchmark.systems.weights import blocks, build_job_model, fill_parameters
 
 
 def build_resident(job: Job) -> Sharded:
@@ -44,7 +44,7 @@ class Sharded:
         init_torch_group()
         self.device = device
         self.settings: dict[str, Any] = {"param_dtype": "bfloat16", "offload_policy": repr(offload)}
-        self._model = build_meta_model(job.shape)
+        self._model = build_job_model(job)
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for block in blocks(self._model):
             fully_shard(block, mp_policy=precision, offload_policy=offload)

@@ -21,7 +21,7 @@ import patrickstar
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import training_device
 from benchmark.systems.patrickstar import engine_config
-from benchmark.systems.weights import build_meta_model
+from benchmark.systems.weights import build_job_model
 from patrickstar.integrations.transformers import PatrickStarTrainer
 
 _MANY_STEPS = 1_000_000  # the benchmark decides when it ends
@@ -109,7 +109,7 @@ class InTrainer:
             **options,
         )
         self._trainer = _Trainer(
-            model=build_meta_model(job.shape),
+            model=build_job_model(job),
             args=arguments,
             train_dataset=_Feed(self._batches),
             callbacks=[_StepEnds(self._ends)],

@@ -9,7 +9,7 @@ import torch
 import patrickstar
 from benchmark.systems import ADAMW, Job
 from benchmark.systems.device import training_device
-from benchmark.systems.weights import build_meta_model
+from benchmark.systems.weights import build_job_model
 from examples.pretraining import Pretraining, TrainingOptions
 
 _CHUNK_NUMEL = 64 * 2**20
@@ -47,7 +47,7 @@ class Chunked:
         self.version = patrickstar.__version__
         self.settings: dict[str, Any] = {"config": options.engine_config()}
         self.device = training_device()
-        self._training = Pretraining(lambda: build_meta_model(job.shape), options, local_rank=self.device.index or 0)
+        self._training = Pretraining(lambda: build_job_model(job), options, local_rank=self.device.index or 0)
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._training.step(batch)

@@ -5,7 +5,7 @@ starts from the same point. They are made on the GPU where there is one (18 bill
 whole parameter at a time of which a rank keeps its shard, and are representable in bfloat16, for systems that make
 their float32 masters from 16-bit parameters.
 
-    model = build_meta_model(shape)       # parameters on the meta device
+    model = build_job_model(job)            # parameters on the meta device
     ...                                 # whatever the system does before memory is allocated
     model.to_empty(device="cpu")
     fill_parameters(model)
@@ -28,9 +28,21 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from benchmark.common import Shape
+from benchmark.systems import Job
 from benchmark.systems.device import training_device
 
 _STD = 0.02  # GPT-2's
+
+
+def build_job_model(job: Job) -> nn.Module:
+    """The job's model on the meta device; its first call compiles what the job says."""
+    model = build_meta_model(job.shape)
+    if job.compiled == "blocks":
+        for block in blocks(model):
+            block.compile()
+    elif job.compiled == "whole":
+        model.compile()
+    return model
 
 
 def build_meta_model(shape: Shape) -> nn.Module:

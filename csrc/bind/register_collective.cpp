@@ -117,6 +117,12 @@ void register_cuda_groups(py::module_& module) {
       },
       py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"));
   module.def(
+      "make_cuda_staged_communicator",
+      [](const std::string& group_name, int device) {
+        return std::shared_ptr<Communicator>(make_cuda_staged_communicator(make_c10d_communicator(group_name), device));
+      },
+      py::arg("group_name"), py::kw_only(), py::arg("device"), ReleaseGil());
+  module.def(
       "cuda_mean_of_ranks",
       [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel, Address stream) {
         check_mean(num_ranks, numel);

@@ -70,16 +70,21 @@ Address offset(Address address, DType dtype, int64_t elements) {
 struct AdamArrays {
   Address master, momentum, variance, grad, param;
   DType grad_dtype, param_dtype;
+  StateType master_type = StateType::kFloat32;
 
   optim::AdamRange range(int64_t begin, int64_t numel) const {
-    return {pointer<float>(master) + begin,
+    return {pointer<char>(master) + begin * element_size(master_type),
             pointer<float>(momentum) + begin,
             pointer<float>(variance) + begin,
             pointer<const void>(offset(grad, grad_dtype, begin)),
             param == 0 ? nullptr : pointer<void>(offset(param, param_dtype, begin)),
             grad_dtype,
             param_dtype,
-            numel};
+            numel,
+            nullptr,
+            nullptr,
+            nullptr,
+            master_type};
   }
 };
 
@@ -145,6 +150,43 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
       },
       doc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
+}
+
+// [Note: split masters]
+void register_split_masters(py::module_& module) {
+  module.def(
+      "adam_split",
+      [](const std::string& isa, Address lower, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, int64_t numel, int num_threads, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{lower, momentum,   variance,         grad,
+                                param, grad_dtype, DType::kBFloat16, StateType::kLowerHalf};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        const py::gil_scoped_release release;
+        split(num_threads, numel,
+              [&](int64_t begin, int64_t size) { kernels.adam(arrays.range(begin, size), scalars); });
+      },
+      "As adam, of masters that are split into a bfloat16 param, its 16-bit lower halves and signs of the variance "
+      "(optim/kernels.h).",
+      py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("numel"), py::arg("num_threads"));
+  module.def(
+      "split_master",
+      [](const std::string& isa, Address master, Address param, Address lower, Address variance, int64_t numel) {
+        kernels_of(isa).split_master(pointer<const float>(master), pointer<uint16_t>(param), pointer<uint16_t>(lower),
+                                     pointer<float>(variance), numel);
+      },
+      "Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance.", py::arg("isa"),
+      py::arg("master"), py::arg("param"), py::arg("lower"), py::arg("variance"), py::arg("numel"), ReleaseGil());
+  module.def(
+      "join_master",
+      [](const std::string& isa, Address param, Address lower, Address variance, Address master, int64_t numel) {
+        kernels_of(isa).join_master(pointer<const uint16_t>(param), pointer<const uint16_t>(lower),
+                                    pointer<const float>(variance), pointer<float>(master), numel);
+      },
+      "What split_master split.", py::arg("isa"), py::arg("param"), py::arg("lower"), py::arg("variance"),
+      py::arg("master"), py::arg("numel"), ReleaseGil());
 }
 
 void register_cpu_kernels(py::module_& module) {
@@ -252,6 +294,19 @@ void register_cuda_kernels(py::module_& module) {
       kAdamDoc, py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"),
       py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"));
   module.def(
+      "cuda_adam_split",
+      [](Address lower, Address momentum, Address variance, Address grad, DType grad_dtype, Address param,
+         int64_t numel, Address stream, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{lower, momentum,   variance,         grad,
+                                param, grad_dtype, DType::kBFloat16, StateType::kLowerHalf};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        check_arrays(arrays, numel);
+        const py::gil_scoped_release release;
+        optim::cuda::adam(arrays.range(0, numel), scalars, stream_of(stream));
+      },
+      py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("numel"), py::arg("stream"));
+  module.def(
       "cuda_cast_from_float",
       [](Address in, Address out, DType out_dtype, int64_t numel, Address stream) {
         optim::cuda::cast_from_float(pointer<const float>(in), pointer<void>(out), out_dtype, numel, stream_of(stream));
@@ -332,6 +387,7 @@ void register_optim(py::module_& module) {
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_cpu_kernels(optim_module);
   register_cpu_sums(optim_module);
+  register_split_masters(optim_module);
 #ifdef PATRICKSTAR_WITH_CUDA
   register_cuda_kernels(optim_module);
 #endif

@@ -1,7 +1,10 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bind/bind.h"
 #include "chunk/layout.h"
+#include "plan/host_demand.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
 
@@ -39,6 +42,9 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 
 void register_placement(py::module_& module) {
   module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
+  py::enum_<Backwards>(module, "Backwards", "How many backwards a step is known to have (plan/placement.h).")
+      .value("ONE", Backwards::kOne)
+      .value("SEVERAL", Backwards::kSeveral);
   py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
       .def(py::init<>())
       .def_readwrite("limit_bytes", &DeviceBudget::limit_bytes)
@@ -46,20 +52,35 @@ void register_placement(py::module_& module) {
       .def_readwrite("prefetches_far", &DeviceBudget::prefetches_far)
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
       .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
+      .def_readwrite("backwards", &DeviceBudget::backwards)
       .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes);
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
              "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(
       "initial_placement",
-      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
-        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes);
+      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes, Backwards backwards) {
+        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes, backwards);
         std::vector<bool> on_device;
         for (Tier home : placement.homes) on_device.push_back(home == Tier::kDevice);
         return py::make_tuple(on_device, placement.host_bytes);
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
+      py::arg("backwards") = Backwards::kOne,
       "By chunk, whether its states are on the device before the tide is known, and the bytes that this takes on the "
       "host: more than its limit where both together are too small (plan/placement.h).");
+  module.def(
+      "host_peak_bytes",
+      [](const Layout& layout, const std::vector<bool>& first_on_device, const std::vector<bool>& states_on_device,
+         int64_t host_limit_bytes, bool updates_ahead, Backwards backwards) {
+        std::vector<Tier> homes;
+        for (const bool on_device : first_on_device) homes.push_back(on_device ? Tier::kDevice : Tier::kHost);
+        return host_peak_bytes(layout, homes, {states_on_device.begin(), states_on_device.end()}, host_limit_bytes,
+                               updates_ahead ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever, backwards);
+      },
+      py::arg("layout"), py::arg("first_on_device"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("updates_ahead"), py::arg("backwards") = Backwards::kOne,
+      "The most that a rank will have mapped of the host (plan/host_demand.h), with states on the device, by chunk, "
+      "before the tide was known and now.");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {
@@ -81,7 +102,8 @@ void register_placement(py::module_& module) {
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...]
+// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_forwards"
+// where that many forwards are over after the moment.
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
   for (const py::handle& item : moments) {
@@ -97,6 +119,9 @@ Timeline parse_timeline(const py::list& moments) {
       if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
+    const int64_t num_ended = fields.contains("ends_forwards") ? fields["ends_forwards"].cast<int64_t>() : 0;
+    timeline.forward_ends.insert(timeline.forward_ends.end(), static_cast<size_t>(std::max<int64_t>(num_ended, 0)),
+                                 static_cast<int64_t>(timeline.moments.size()));
   }
   return timeline;
 }
@@ -145,6 +170,9 @@ py::list describe_timeline(const Timeline& timeline) {
     fields["phase"] = moment.phase;
     fields["accesses"] = accesses;
     fields["tide_peak_bytes"] = moment.tide_peak_bytes;
+    const auto& ends = timeline.forward_ends;
+    const auto num_ended = std::count(ends.begin(), ends.end(), static_cast<int64_t>(moments.size()) + 1);
+    if (num_ended > 0) fields["ends_forwards"] = num_ended;
     moments.append(fields);
   }
   return moments;

@@ -22,13 +22,13 @@ void register_layout(py::module_& module) {
       .def_static(
           "pack",
           [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
-             int64_t chunk_numel, int num_ranks, int rank) {
+             int64_t chunk_numel, int num_ranks, int rank, StateType bf16_master) {
             std::vector<ParamSpec> params;
             for (size_t i = 0; i < numels.size(); ++i) params.push_back({numels[i], dtypes.at(i), trainable.at(i)});
-            return Layout::pack(params, chunk_numel, {num_ranks, rank});
+            return Layout::pack(params, chunk_numel, {num_ranks, rank}, bf16_master);
           },
           py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"), py::arg("num_ranks") = 1,
-          py::arg("rank") = 0)
+          py::arg("rank") = 0, py::arg("bf16_master") = StateType::kFloat32)
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
       .def_property_readonly("num_ranks", [](const Layout& self) { return self.sharding().num_ranks; })
@@ -47,6 +47,8 @@ void register_layout(py::module_& module) {
         result["shard_numel"] = chunk.shard_numel;
         result["dtype"] = chunk.dtype;
         result["trainable"] = chunk.trainable;
+        result["master"] = chunk.states.master;
+        result["home_bytes"] = home_bytes(chunk);
         result["params"] = chunk.params;
         return result;
       });
@@ -59,7 +61,10 @@ void register_options(py::module_& module) {
   py::enum_<Tracking>(module, "Tracking")
       .value("TRAINING", Tracking::kTraining)
       .value("UNTRACKED", Tracking::kUntracked);
-  py::enum_<Attempt>(module, "Attempt").value("REPEATABLE", Attempt::kRepeatable).value("LAST", Attempt::kLast);
+  py::enum_<Attempt>(module, "Attempt")
+      .value("FIRST", Attempt::kFirst)
+      .value("AGAIN", Attempt::kAgain)
+      .value("LAST", Attempt::kLast);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);
@@ -89,7 +94,8 @@ void register_options(py::module_& module) {
       .def_readwrite("warmup_payload_ratio", &ResidencyOptions::warmup_payload_ratio)
       .def_readwrite("margin_use_ratio", &ResidencyOptions::margin_use_ratio)
       .def_readwrite("payload_limit_bytes", &ResidencyOptions::payload_limit_bytes)
-      .def_readwrite("state_placement", &ResidencyOptions::state_placement);
+      .def_readwrite("state_placement", &ResidencyOptions::state_placement)
+      .def_readwrite("backwards", &ResidencyOptions::backwards);
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("device", &EngineOptions::device)
@@ -116,6 +122,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["host_budget_bytes"] = report.host_budget_bytes;
   result["host_bytes"] = report.host_bytes;
   result["host_peak_bytes"] = report.host_peak_bytes;
+  result["predicted_host_peak_bytes"] = report.predicted_host_peak_bytes;
   result["uploaded_bytes"] = counters.uploaded_bytes;
   result["downloaded_bytes"] = counters.downloaded_bytes;
   result["host_interleaved_nodes"] = format_cpu_list(report.interleaved_nodes);
@@ -286,7 +293,7 @@ void register_runtime(py::module_& module) {
       .def("keep_joint_backward", &Runtime::keep_joint_backward, ReleaseGil())
       .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
-      .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
+      .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
@@ -306,6 +313,8 @@ void register_runtime(py::module_& module) {
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
       .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
       .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
+      .def_property_readonly("can_repeat_forward",
+                             [](Runtime& self) { return without_gil(self, &Runtime::can_repeat_forward); })
       .def_property_readonly(
           "replays", [](Runtime& self) { return without_gil(self, &Runtime::replays); },
           "The running step goes as planned so far.")

@@ -24,6 +24,9 @@ void register_types(py::module_& module) {
       .value("FLOAT32", DType::kFloat32)
       .value("BFLOAT16", DType::kBFloat16)
       .value("FLOAT16", DType::kFloat16);
+  py::enum_<StateType>(module, "StateType", "Element type of an optimizer state (common/dtype.h).")
+      .value("FLOAT32", StateType::kFloat32)
+      .value("LOWER_HALF", StateType::kLowerHalf);
   py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)

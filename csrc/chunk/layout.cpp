@@ -14,12 +14,16 @@ int64_t rounded_up(int64_t numel, int64_t multiple) { return (numel + multiple -
 
 }  // namespace
 
-Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding) {
+Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding,
+                    StateType bf16_master) {
   PS_CHECK(sharding.num_ranks >= 1 && sharding.rank >= 0 && sharding.rank < sharding.num_ranks, ArgumentError, "rank ",
            sharding.rank, " of ", sharding.num_ranks, " ranks: give a rank from 0 to one less than their number");
   const int64_t alignment = sharding.num_ranks > 1 ? kShardAlignment : kAlignment;
   PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel, " elements, the least is ",
            kAlignment, "; choose 64 * 1024 or more");
+  PS_CHECK(bf16_master == StateType::kFloat32 || sharding.num_ranks == 1, ArgumentError,
+           "masters are to be split, but ", sharding.num_ranks,
+           " ranks share a chunk; with several ranks masters are float32");
   Layout layout;
   layout.chunk_numel_ = chunk_numel;
   layout.sharding_ = sharding;
@@ -38,7 +42,8 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}});
+      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, {}});
+      if (param.dtype == DType::kBFloat16) layout.chunks_.back().states.master = bf16_master;
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }

@@ -52,12 +52,26 @@ struct ParamShard {
   int64_t offset = 0;  // in the shard
 };
 
+// [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient: the
+// kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+//
+// With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its place
+// until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h): it stays
+// where the states are, and a gradient has memory of its own until its update, which should therefore be early. So this
+// is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
+struct StateFormat {
+  StateType master = StateType::kFloat32;
+  StateType momentum = StateType::kFloat32;
+  StateType variance = StateType::kFloat32;
+};
+
 struct ChunkSpec {
   int64_t numel = 0;        // elements in use, alignment gaps included; what transfers move
   int64_t shard_numel = 0;  // of these, what one rank keeps
   DType dtype = DType::kFloat32;
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
+  StateFormat states;           // when it is trainable
 
   int64_t num_bytes(ArrayKind kind) const {
     switch (kind) {
@@ -67,16 +81,27 @@ struct ChunkSpec {
       case ArrayKind::kParamShard:
       case ArrayKind::kGradShard:
         return shard_numel * element_size(dtype);
-      default:
-        return shard_numel * int64_t{sizeof(float)};
+      case ArrayKind::kGradSum:
+        return shard_numel * element_size(DType::kFloat32);
+      case ArrayKind::kMaster:
+        return shard_numel * element_size(states.master);
+      case ArrayKind::kMomentum:
+        return shard_numel * element_size(states.momentum);
+      case ArrayKind::kVariance:
+        return shard_numel * element_size(states.variance);
     }
+    return 0;
   }
+  bool splits_master() const { return states.master == StateType::kLowerHalf; }
+  bool derives_param() const { return trainable && !splits_master(); }
 };
 
 class Layout {
  public:
-  // Throws ArgumentError when chunk_numel < kAlignment or a parameter has no elements.
-  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
+  // `bf16_master` is for chunks that compute in bfloat16. Throws ArgumentError when chunk_numel < kAlignment, a parameter
+  // has no elements, or masters are to be split between several ranks.
+  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {},
+                     StateType bf16_master = StateType::kFloat32);
 
   // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
   void train(ChunkId id);

@@ -92,6 +92,9 @@ std::string make_nccl_id();
 std::string nccl_version();
 // Blocks until all `size` ranks have called it with the same id. Throws SystemError.
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device);
+// For the memory of `device`, which other ranks of the group may share: what is sent goes through host memory and `host`,
+// a group of the same ranks for that. Throws SystemError where the driver is too old.
+std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device);
 #endif
 
 }  // namespace patrickstar

@@ -33,6 +33,7 @@ struct Moment {
 
 struct Timeline {
   std::vector<Moment> moments;
+  std::vector<int64_t> forward_ends;  // by forward: how many moments the step had when it was over; empty: not known
 };
 
 }  // namespace patrickstar

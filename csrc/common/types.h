@@ -16,7 +16,8 @@ namespace patrickstar {
 using ParamId = int32_t;
 using ChunkId = int32_t;
 
-// The arrays of a chunk. What makes up a chunk's optimizer state is said once, in optimizer_arrays().
+// The arrays of a chunk. What makes up a chunk's optimizer state is said once, in optimizer_arrays(),
+// and of which types it is in chunk/layout.h ([Note: arrays of a parameter]).
 enum class ArrayKind : uint8_t {
   kParam,     // compute copy, in the chunk's compute dtype; the only array of a frozen chunk
   kGrad,      // gradient of the running micro-batch, in the compute dtype

@@ -31,7 +31,8 @@ enum class Tracking {
 
 // Of a forward.
 enum class Attempt : uint8_t {
-  kRepeatable,  // one that runs out of device memory is made again, with an emptier device
+  kFirst,  // one that runs out of device memory is made again, with an emptier device
+  kAgain,  // so is this one
   kLast,
 };
 

@@ -1,5 +1,7 @@
 #include "engine/chunk_values.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -12,6 +14,24 @@ namespace {
 
 constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
 
+// Of a parameter whose master is split, in host memory.
+constexpr int64_t kPieceNumel = int64_t{1} << 20;
+struct SplitPiece {
+  explicit SplitPiece(int64_t param_numel)
+      : values(static_cast<size_t>(std::min(kPieceNumel, param_numel))),
+        param(values.size()),
+        lower(values.size()),
+        variance(values.size()) {}
+
+  std::vector<float> values;
+  std::vector<uint16_t> param;
+  std::vector<uint16_t> lower;
+  std::vector<float> variance;
+};
+
+int64_t float_bytes(int64_t numel) { return numel * static_cast<int64_t>(sizeof(float)); }
+int64_t half_bytes(int64_t numel) { return numel * static_cast<int64_t>(sizeof(uint16_t)); }
+
 ParamValues part(ParamValues values, const ParamShard& shard) {
   values.data += shard.begin;
   return values;
@@ -22,29 +42,98 @@ ParamValues part(ParamValues values, const ParamShard& shard) {
 void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
-  const ParamShard shard = layout.shard_of(param);
   PS_CHECK(memory_.array({chunk, ArrayKind::kParam}).holds == 0, StateError, store_.param_name(param),
            " cannot be written while a module that uses it runs; write it between steps");
+  const ParamShard shard = layout.shard_of(param);
   values = part(values, shard);
-  if (!layout.chunk(chunk).trainable) return write_cast(param, {chunk, layout.param_home()}, values);
-  const ArrayId id{chunk, kind};
-  pager_.ensure_state(id, home);
+  const ChunkSpec& spec = layout.chunk(chunk);
+  if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
+  if (spec.splits_master() && kind != ArrayKind::kMomentum) return write_split(param, kind, values, home);
+  pager_.ensure_state({chunk, kind}, home);
+  write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
+  if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
+}
+
+void ChunkValues::write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
   ArrayRecord& record = memory_.array(id);
-  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
   if (record.on_device) {
     memory_.await_on_device(id);
     if (num_bytes > 0) {
-      memory_.backend().copy(Queue::kCompute, static_cast<float*>(record.slot.data) + shard.offset, values.data,
+      memory_.backend().copy(Queue::kCompute, static_cast<char*>(record.slot.data) + offset_bytes, from.data,
                              num_bytes);
     }
     memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
     record.set_on_device();
   } else {
     pager_.bring_to_host(id);
-    copy_to_host(static_cast<float*>(record.block.data) + shard.offset, values, num_bytes);
+    copy_to_host(static_cast<char*>(record.block.data) + offset_bytes, from, num_bytes);
     record.set_on_host();
   }
-  if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
+}
+
+// All of a split master is where its lower half is, and nowhere else.
+void ChunkValues::make_split(ChunkId chunk, Tier home) {
+  const ArrayId param{chunk, store_.layout().param_home()};
+  if (memory_.array({chunk, ArrayKind::kMaster}).exists()) {
+    home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
+  }
+  for (ArrayId id : {ArrayId{chunk, ArrayKind::kMaster}, ArrayId{chunk, ArrayKind::kVariance}, param}) {
+    pager_.ensure_state(id, home);
+  }
+  if (home == Tier::kDevice) {
+    pager_.bring(param);
+    memory_.drop_block(param);
+  } else {
+    pager_.bring_to_host(param);
+    memory_.drop_slot(param);
+  }
+}
+
+void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
+  const Layout& layout = store_.layout();
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  make_split(chunk, home);
+  SplitPiece piece(shard.numel);
+  for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
+    const int64_t first = shard.offset + begin;
+    const ArrayId variance{chunk, ArrayKind::kVariance};
+    copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
+    read_bytes(variance, float_bytes(first), piece.variance.data(), float_bytes(numel));
+    if (kind == ArrayKind::kVariance) {
+      for (size_t i = 0; i < static_cast<size_t>(numel); ++i) {
+        piece.variance[i] = std::copysign(piece.values[i], piece.variance[i]);
+      }
+    } else {
+      memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(),
+                                          piece.variance.data(), numel);
+      write_bytes({chunk, layout.param_home()}, half_bytes(first), {piece.param.data(), Tier::kHost},
+                  half_bytes(numel));
+      write_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost}, half_bytes(numel));
+    }
+    write_bytes(variance, float_bytes(first), {piece.variance.data(), Tier::kHost}, float_bytes(numel));
+  }
+}
+
+void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
+  const Layout& layout = store_.layout();
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  SplitPiece piece(shard.numel);
+  for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
+    const int64_t first = shard.offset + begin;
+    read_bytes({chunk, ArrayKind::kVariance}, float_bytes(first), piece.variance.data(), float_bytes(numel));
+    if (kind == ArrayKind::kVariance) {
+      for (int64_t i = 0; i < numel; ++i) values[begin + i] = std::fabs(piece.variance[static_cast<size_t>(i)]);
+      continue;
+    }
+    read_bytes({chunk, layout.param_home()}, half_bytes(first), piece.param.data(), half_bytes(numel));
+    read_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
+    memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), piece.variance.data(), values + begin,
+                                       numel);
+  }
 }
 
 void ChunkValues::discard_compute_values(ChunkId chunk) {
@@ -52,14 +141,14 @@ void ChunkValues::discard_compute_values(ChunkId chunk) {
   if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
 }
 
-void ChunkValues::copy_to_host(void* to, ParamValues values, int64_t num_bytes) {
-  if (values.where == Tier::kDevice) {
-    memory_.backend().copy(Queue::kCompute, to, values.data, num_bytes);
+void ChunkValues::copy_to_host(void* to, ParamBytes from, int64_t num_bytes) {
+  if (from.where == Tier::kDevice) {
+    memory_.backend().copy(Queue::kCompute, to, from.data, num_bytes);
     memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
     return;
   }
   memory_.device().pool().parallel_for(num_bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
-    std::memcpy(static_cast<char*>(to) + begin, reinterpret_cast<const char*>(values.data) + begin,
+    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from.data) + begin,
                 static_cast<size_t>(end - begin));
   });
 }
@@ -79,7 +168,7 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
     std::vector<float> staged;
     if (values.where == Tier::kDevice) {
       staged.resize(static_cast<size_t>(shard.numel));
-      copy_to_host(staged.data(), values, shard.numel * static_cast<int64_t>(sizeof(float)));
+      copy_to_host(staged.data(), {values.data, values.where}, float_bytes(shard.numel));
       values.data = staged.data();
     }
     memory_.host_compute().cast_from_float(values.data, data, dtype, shard.numel);
@@ -115,20 +204,23 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = store_.layout();
   const ArrayId id{layout.placement(param).chunk, kind};
   const ParamShard shard = layout.shard_of(param);
-  const ArrayRecord& record = memory_.array(id);
-  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
-  if (num_bytes == 0) return;
-  if (!record.exists()) {  // a moment before the first step
-    std::memset(values, 0, static_cast<size_t>(num_bytes));
-  } else if (record.on_device) {
-    copy_from_device(id, shard.offset * static_cast<int64_t>(sizeof(float)), values, num_bytes);
+  if (shard.numel == 0) return;
+  if (!memory_.array(id).exists()) {  // a moment before the first step
+    std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
+  } else if (layout.chunk(id.chunk).splits_master() && (kind == ArrayKind::kMaster || kind == ArrayKind::kVariance)) {
+    read_split(param, kind, values);
   } else {
-    pager_.bring_to_host(id);
-    std::memcpy(values, static_cast<const float*>(record.block.data) + shard.offset, static_cast<size_t>(num_bytes));
+    read_bytes(id, float_bytes(shard.offset), values, float_bytes(shard.numel));
   }
 }
 
-void ChunkValues::copy_from_device(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes) {
+void ChunkValues::read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes) {
+  const ArrayRecord& record = memory_.array(id);
+  if (!record.on_device) {
+    pager_.bring_to_host(id);
+    std::memcpy(to, static_cast<const char*>(record.block.data) + offset_bytes, static_cast<size_t>(num_bytes));
+    return;
+  }
   memory_.await_on_device(id);
   memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
   memory_.backend().copy(Queue::kDownload, to, static_cast<const char*>(memory_.array(id).slot.data) + offset_bytes,
@@ -144,7 +236,7 @@ void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
   const ArrayRecord& record = memory_.array(id);
   if (record.on_device && !record.on_host) {
     std::vector<char> rounded(static_cast<size_t>(shard.numel * element_size(dtype)));
-    copy_from_device(id, offset, rounded.data(), static_cast<int64_t>(rounded.size()));
+    read_bytes(id, offset, rounded.data(), static_cast<int64_t>(rounded.size()));
     return memory_.host_compute().cast_to_float(rounded.data(), dtype, values, shard.numel);
   }
   pager_.bring_to_host(id);
@@ -186,8 +278,8 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   values = part(values, shard);
   if (source != ArrayKind::kGradSum) return write_cast(param, id, values);
   pager_.bring_to_host(id);
-  const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
-  copy_to_host(static_cast<float*>(memory_.array(id).block.data) + shard.offset, values, num_bytes);
+  copy_to_host(static_cast<float*>(memory_.array(id).block.data) + shard.offset, {values.data, values.where},
+               float_bytes(shard.numel));
   memory_.drop_slot(id);
   memory_.array(id).set_on_host();
 }

@@ -15,6 +15,12 @@ struct ParamValues {
   Tier where;  // on the device: complete when the compute queue gets there
 };
 
+// The same of any type.
+struct ParamBytes {
+  const void* data;
+  Tier where;
+};
+
 class ChunkValues {
  public:
   ChunkValues(Pager& pager, Collectives& collectives)
@@ -37,16 +43,22 @@ class ChunkValues {
 
  private:
   // These see this rank's part alone.
+  // [Note: split masters] A master, or a variance beside one, in pieces that pass through host memory.
+  void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
+  void read_split(ParamId param, ArrayKind kind, float* values);
+  void make_split(ChunkId chunk, Tier home);
+  // Bytes of an array, on the tier where it is; returns when they are there.
+  void read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
+  void write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);
   void write_cast(ParamId param, ArrayId id, ParamValues values);
   void settle_on_device(ArrayId id);
-  void copy_from_device(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
   void read_cast(ParamId param, ArrayId id, float* values);
   void read_state(ParamId param, ArrayKind kind, float* values);
   // Completes `values`, of which this rank's part is there.
   void gather(ParamId param, float* values);
   void discard_compute_values(ChunkId chunk);
-  // Returns when the values are there.
-  void copy_to_host(void* to, ParamValues values, int64_t num_bytes);
+  // Returns when they are there.
+  void copy_to_host(void* to, ParamBytes from, int64_t num_bytes);
 
   Pager& pager_;
   ChunkMemory& memory_;

@@ -101,9 +101,16 @@ void GradientFlow::retire(ChunkId chunk) {
   if (!statistics_.has(chunk) && !accumulates_) {
     statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
   }
-  // The values are dead, and the gradient may take their place, unless another micro-batch or a later use is expected.
-  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) memory_.discard(param);
+  // The values are dead, unless another micro-batch or a later use is expected.
+  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) drop_dead_value(chunk);
   send_home(chunk);
+}
+
+// The gradient may take its place; where it is part of a master, that on the device alone.
+void GradientFlow::drop_dead_value(ChunkId chunk) {
+  const ArrayId param{chunk, ArrayKind::kParam};
+  if (!store_.chunk(chunk).splits_master()) return memory_.discard(param);
+  if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
 void GradientFlow::send_home(ChunkId chunk) {
@@ -111,7 +118,11 @@ void GradientFlow::send_home(ChunkId chunk) {
     if (!pager_.push_out(home_of(chunk))) return;
     if (!store_.layout().is_sharded()) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
   }
-  if (!accumulates_) updates_.start_early(chunk);
+  if (accumulates_) return;
+  updates_.start_early(chunk);
+  // Here it leaves as well, for the new parameter does not take its place.
+  const bool ended = store_.chunk(chunk).splits_master() && !memory_.array(home_of(chunk)).exists();
+  if (ended && store_.has_states_on_device(chunk)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 
 void GradientFlow::complete_backward() {

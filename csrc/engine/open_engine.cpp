@@ -11,10 +11,16 @@ namespace patrickstar {
 
 namespace {
 
+// Gradients that accumulate are complete after the last backward of a step, which nobody knows before.
+SpeculationMode speculation_mode(const EngineOptions& options) {
+  const bool accumulates = options.residency.backwards == Backwards::kSeveral;
+  return accumulates && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
+}
+
 ResidencyOptions residency_options(const EngineOptions& options) {
   ResidencyOptions residency = options.residency;
   residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
-  residency.updates_take_memory = options.speculation == SpeculationMode::kOn;
+  residency.updates_take_memory = speculation_mode(options) == SpeculationMode::kOn;
   return residency;
 }
 
@@ -49,13 +55,13 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       memory(*device, std::move(layout), std::move(param_names)),
       traces(memory.tracer()),
       host_updates(device->backend(), device->host_compute(), memory.tracer()),
-      speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(), options.speculation,
-                  reserved_gradient_bytes(memory.layout())),
+      speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
+                  speculation_mode(options), reserved_gradient_bytes(memory.layout())),
       pager(memory, speculation, recorder, *collectives),
       gradients(memory.store()),
       updates(pager, gradients, host_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),
-      turns(pager, flow, *collectives),
+      turns(pager, recorder, flow, *collectives),
       tracker(pager, flow, turns),
       values(pager, *collectives),
       residency(pager, residency_options(options)),
@@ -63,6 +69,10 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       unfreezing(pager, values, residency, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
+  const auto& chunks = this->layout().chunks();
+  const bool split = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& c) { return c.splits_master(); });
+  PS_CHECK(!split || options.speculation == SpeculationMode::kCommit, ArgumentError,
+           "masters are split, but updates are not committed in backward; give SpeculationMode.COMMIT");
   const int64_t limit = options.device.device_limit_bytes;
   const int64_t working_set = working_set_bytes(this->layout(), module_params);
   PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", limit,

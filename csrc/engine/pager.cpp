@@ -93,6 +93,23 @@ void Pager::restart_replay() {
   }
 }
 
+void Pager::replay_until(int64_t end) {
+  while (replaying_ && recorder_.position() + 1 < end) {
+    const Moment& next = recorder_.last().moments[static_cast<size_t>(recorder_.position() + 1)];
+    begin_moment(next.phase, next.acquired);
+    for (ArrayId id : next.acquired) bring(id);
+    settle_moment();
+  }
+}
+
+void Pager::leave_plan() {
+  for (ArrayId id : std::exchange(postponed_, {})) {
+    const ArrayRecord& array = memory_.array(id);
+    if (memory_.is_whole(id) && !array.on_device && !array.on_host) gather(id.chunk);
+  }
+  replaying_ = false;
+}
+
 // To the device.
 
 bool Pager::prefetch(ArrayId id) {
@@ -147,7 +164,8 @@ void Pager::fetch_into_slot(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
   if (!array.on_host) {
-    PS_CHECK(id.kind == ArrayKind::kParam && master.exists(), StateError, store().describe(id), " has no value");
+    PS_CHECK(id.kind == ArrayKind::kParam && store().chunk(id.chunk).derives_param() && master.exists(), StateError,
+             store().describe(id), " has no value");
     if (!master.on_device && !reserve_block(id)) bring({id.chunk, ArrayKind::kMaster});
     if (master.on_device) {
       memory_.await_slot(Queue::kCompute, array.slot);
@@ -255,8 +273,9 @@ void Pager::bring_to_host(ArrayId id) {
   }
   if (!array.on_host) {
     const ArrayId master{id.chunk, ArrayKind::kMaster};
-    PS_CHECK(id.kind == layout().param_home() && memory_.array(master).exists(), StateError, store().describe(id),
-             " has no value");
+    PS_CHECK(
+        id.kind == layout().param_home() && store().chunk(id.chunk).derives_param() && memory_.array(master).exists(),
+        StateError, store().describe(id), " has no value");
     bring_to_host(master);
     ensure_block(id);
     memory_.cast_on_host(id.chunk, array.block.data);
@@ -283,10 +302,11 @@ bool Pager::reserve_block(ArrayId id, HostRoom room) {
   return static_cast<bool>(array.block);
 }
 
-// A compute value whose master is on the host is rounded there.
+// A compute value that is rounded from its master is, where that is on the host, rounded there.
 bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   const ArrayId grad{id.chunk, layout().grad_home()};
-  if (id.kind != ArrayKind::kMaster || memory_.array(grad).block) return true;
+  if (id.kind != ArrayKind::kMaster || !store().chunk(id.chunk).derives_param() || memory_.array(grad).block)
+    return true;
   return reserve_block({id.chunk, layout().param_home()}, room);
 }
 
@@ -305,6 +325,12 @@ void Pager::ensure_block(ArrayId id) {
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   HostBlock block = try_allocate_beside_promises(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
+  // Gradients that have memory of their own until their update wait for those before them.
+  if (store().chunk(id.chunk).splits_master()) {
+    const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate, id});
+    while (!block && speculation_.await_free()) block = try_allocate_beside_promises(id);
+  }
+  if (block) return block;
   speculation_.release_memory();
   return try_allocate_beside_promises(id);
 }
@@ -326,8 +352,15 @@ bool Pager::is_promised(ArrayId id) const {
   if (store().home(id.chunk) == Tier::kDevice) return false;
   if (is_optimizer_state(id.kind)) return true;
   const ArrayId param{id.chunk, layout().param_home()};
+  if (!store().chunk(id.chunk).derives_param()) return id == param && !memory_.array(param).block;
   const ArrayId grad{id.chunk, layout().grad_home()};
   return (id == param || id == grad) && !memory_.array(param).block && !memory_.array(grad).block;
+}
+
+bool Pager::is_placed_on_device(ArrayId id) const {
+  if (is_optimizer_state(id.kind)) return true;
+  return id.kind == layout().param_home() && store().chunk(id.chunk).splits_master() &&
+         store().has_states_on_device(id.chunk);
 }
 
 int64_t Pager::promised_host_bytes() const {
@@ -383,7 +416,7 @@ bool Pager::evict_one(Vacate what) {
   std::vector<Victim> victims;
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    const bool is_state = is_optimizer_state(id.kind);
+    const bool is_state = is_placed_on_device(id);
     if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
     const bool dirty = !array.on_host && !can_be_had_again(id);
@@ -434,7 +467,7 @@ void Pager::vacate(Vacate what) {
   memory_.device().take_from_others(*this, INT64_MAX, what);
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
-    if (what == Vacate::kEverything || !is_optimizer_state(id.kind)) evict(id, HostRoom::kOfUpdatesAhead);
+    if (what == Vacate::kEverything || !is_placed_on_device(id)) evict(id, HostRoom::kOfUpdatesAhead);
   }
   memory_.slots().trim(INT64_MAX);
   memory_.backend().reclaim();
@@ -459,8 +492,9 @@ int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
 
 int64_t Pager::state_bytes() const {
   int64_t bytes = 0;
-  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
-    for (ArrayKind kind : optimizer_arrays()) bytes += memory_.array({chunk, kind}).slot.num_bytes;
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (is_placed_on_device(id)) bytes += memory_.array(id).slot.num_bytes;
   }
   return bytes;
 }

@@ -90,6 +90,11 @@ class Pager final : public Tenant {
   void set_plan(Plan plan, NextUse next_use);
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
+  // Does what is left to do of the planned moments up to the `end`-th, as if somebody used what they use.
+  void replay_until(int64_t end);
+  // What comes until the step is over is fetched on demand. With several ranks all must; what one has put off of the plan
+  // is gathered first.
+  void leave_plan();
   const Plan& plan() const { return plan_; }
   // The next moment is taken for the planned one.
   bool is_replaying() const { return replaying_; }
@@ -126,6 +131,8 @@ class Pager final : public Tenant {
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
   bool is_promised(ArrayId id) const;
+  // Lives on the device by placement just now: an optimizer state, or a compute value that is a part of one.
+  bool is_placed_on_device(ArrayId id) const;
 
   // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }

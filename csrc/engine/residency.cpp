@@ -4,6 +4,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "plan/host_demand.h"
 
 namespace patrickstar {
 
@@ -34,21 +35,27 @@ int64_t Residency::warmup_payload_limit() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   int64_t limit = share(device_limit(), options_.warmup_payload_ratio);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (store().home(chunk) == Tier::kDevice) limit += home_bytes(layout().chunk(chunk));
+    if (store().home(chunk) == Tier::kDevice) limit += held_bytes(layout(), chunk, options_.backwards);
   }
   return limit;
 }
 
 void Residency::check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const {
   int64_t needed = 0;
-  for (const ChunkSpec& chunk : layout().chunks()) needed += home_bytes(chunk);
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    needed += held_bytes(layout(), chunk, options_.backwards);
+  }
+  const bool accumulates = options_.backwards == Backwards::kSeveral;
   const HostArena& arena = memory_.arena();
   const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
   const int64_t missing = placement.host_bytes - left;
   const int64_t others = arena.limit_bytes() - left;
   const std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
-  PS_CHECK(missing <= 0, MemoryBudgetError, "parameters and optimizer states need ", needed,
-           " bytes, of which the device has ", "room for ", device_room_bytes,
+  PS_CHECK(missing <= 0, MemoryBudgetError,
+           accumulates
+               ? "parameters, optimizer states and gradients that accumulate (gradient_accumulation_steps) need "
+               : "parameters and optimizer states need ",
+           needed, " bytes, of which the device has ", "room for ", device_room_bytes,
            " before activations; the others and a gradient on its way take ", placement.host_bytes,
            " on the host, and host memory takes ", left, " (host_memory is ", arena.limit_bytes(), taken,
            "); raise host_memory to at least ", arena.limit_bytes() + missing, " bytes, or device_memory");
@@ -59,11 +66,12 @@ void Residency::place_initially(int64_t working_set_bytes) {
   const bool all_on_device = !bounded && options_.state_placement == StatePlacement::kHybrid;
   const int64_t room = std::max<int64_t>(limit_within_slack() - working_set_bytes, 0);
   const int64_t host_limit = all_on_device ? spare_bytes(layout()) : memory_.arena().unreserved_bytes();
-  const InitialPlacement placement = initial_placement(layout(), host_limit, room);
+  const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards);
   if (!all_on_device) check_fits(placement, room);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     store().set_home(chunk, placement.homes[static_cast<size_t>(chunk)]);
   }
+  first_homes_ = placement.homes;
   reserve_homes_on_host();
   pager_.set_payload_limit(warmup_payload_limit());
 }
@@ -99,12 +107,12 @@ void Residency::fill_margin(const Timeline& step) {
   const int count = num_device_state_chunks(layout(), step, budget_for_states());
   int64_t room = 0;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    const int64_t bytes = placed_bytes(layout().chunk(chunk));
     room += chunk < count ? bytes : 0;
     room -= memory_.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
   }
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
-    const int64_t bytes = optimizer_bytes(layout().chunk(chunk));
+    const int64_t bytes = placed_bytes(layout().chunk(chunk));
     if (bytes == 0 || bytes > room || memory_.array({chunk, ArrayKind::kMaster}).on_device) continue;
     move_states_to_device(chunk);
     room -= bytes;
@@ -132,12 +140,14 @@ void Residency::move_states_to_device(ChunkId chunk) {
   for (ArrayKind kind : optimizer_arrays()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
-    if (record.on_device || !record.exists()) continue;
-    ScopedHold hold(record);
-    pager_.bring(id);
-    hold.release();
-    memory_.drop_block(id);
+    if (record.on_device) continue;
+    if (record.exists()) {
+      const ScopedHold hold(record);
+      pager_.bring(id);
+    }
+    memory_.drop_block(id);  // also the place of a state that is not made yet
   }
+  if (layout().chunk(chunk).splits_master()) pager_.bring({chunk, layout().param_home()});
   memory_.drop_block({chunk, layout().param_home()});
   store().set_home(chunk, Tier::kDevice);
 }
@@ -156,6 +166,7 @@ DeviceBudget Residency::device_budget() const {
   budget.prefetches_far = !budget.follows_tide || memory_.device().options().delays.simulates_link();
   budget.margin_use_ratio = options_.margin_use_ratio;
   budget.keeps_gradients = options_.keeps_gradients;
+  budget.backwards = options_.backwards;
   const HostArena& arena = memory_.arena();
   if (options_.updates_take_memory) budget.host_limit_bytes = arena.free_bytes() + arena.used_bytes();
   return budget;
@@ -166,6 +177,17 @@ DeviceBudget Residency::budget_for_states() const {
   if (budget.limit_bytes == kUnlimited) return budget;
   budget.limit_bytes -= std::min(memory_.device().others_bytes(pager_).values, budget.limit_bytes / 2);
   return budget;
+}
+
+int64_t Residency::predicted_host_peak_bytes() const {
+  std::vector<uint8_t> on_device;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    on_device.push_back(store().home(chunk) == Tier::kDevice);
+  }
+  const HostArena& arena = memory_.arena();
+  const int64_t limit = arena.free_bytes() + arena.used_bytes();  // of this engine
+  const auto ahead = options_.updates_take_memory ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever;
+  return host_peak_bytes(layout(), first_homes_, on_device, limit, ahead, options_.backwards);
 }
 
 PlanProblem Residency::plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const {

@@ -31,6 +31,7 @@ struct ResidencyOptions {
   StatePlacement state_placement = StatePlacement::kHybrid;
   bool keeps_gradients = true;      // DeviceBudget::keeps_gradients
   bool updates_take_memory = true;  // those ahead of the step: DeviceBudget::host_limit_bytes
+  Backwards backwards = Backwards::kOne;
 };
 
 class Residency {
@@ -56,6 +57,9 @@ class Residency {
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
+  // What the arena will have mapped at its peak ([Note: the host's peak], plan/host_demand.h), with states where they are
+  // now: before the first step all that do not have to be on the device are on the host.
+  int64_t predicted_host_peak_bytes() const;
   // Whether transfers take time that compute can hide, and memory may be given to that.
   bool prefetches_far() const { return device_budget().prefetches_far; }
 
@@ -74,7 +78,8 @@ class Residency {
   Pager& pager_;
   ChunkMemory& memory_;
   ResidencyOptions options_;
-  int steps_away_ = 0;  // since states left the device
+  std::vector<Tier> first_homes_;  // by chunk
+  int steps_away_ = 0;             // since states left the device
   int num_returns_ = 0;
 };
 

@@ -257,24 +257,29 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   open->tracker.release_transient();
   open->tracker.set_tracking(tracking);
   open->tracker.set_phase(Phase::kForward);
-  if (tracking == Tracking::kTraining && open->recorder.position() < 0) {
+  if (tracking == Tracking::kTraining && open->recorder.position() < 0 && attempt == Attempt::kFirst) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
     open->memory.arena().prepare_ahead();  // momentum and variance, beside the first step
     open->planner.begin_step();
     open->memory.tracer().begin_step();
   }
-  // A replay with other ranks is not repeated either.
-  const bool last = attempt == Attempt::kLast || (open->layout().is_sharded() && open->pager.is_replaying());
+  if (tracking == Tracking::kTraining) open->recorder.begin_forward();
+  const bool last = attempt == Attempt::kLast || !open->turns.can_repeat_forward();
   open->backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
 }
 
 void Runtime::end_forward() {
   const Entry open = compute();
-  open->tracker.release_all();
-  if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
-  open->pager.set_running(false);
   const bool training = open->tracker.tracking() == Tracking::kTraining;
+  open->tracker.release_all();
+  if (training) {
+    if (!open->turns.finish_forward()) open->memory.tracer().abandon();
+    open->recorder.end_forward();
+  } else if (open->layout().is_sharded() && !open->pager.replays()) {
+    open->turns.finish_phase();
+  }
+  open->pager.set_running(false);
   open->tracker.set_tracking(Tracking::kUntracked);
   open->backend().set_limit_policy(training ? LimitPolicy::kMeasure : policy_between_calls(*open));
   if (!training) check_least_limit(*open, "this forward pass");
@@ -350,6 +355,25 @@ bool Runtime::keep_joint_backward() {
   return false;
 }
 
+bool Runtime::can_repeat_forward() {
+  const Entry open(*this);
+  return open->turns.can_repeat_forward();
+}
+
+void Runtime::undo_forward(Vacate what) {
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->backend().reclaim();
+  if (open->tracker.tracking() == Tracking::kTraining) {
+    open->turns.undo_forward();
+    open->recorder.undo_forward();
+    open->memory.tracer().abandon();
+  }
+  open->tracker.set_tracking(Tracking::kUntracked);
+  open->pager.vacate(what);
+  open->device->take_tide_peak(open->pager);
+}
+
 void Runtime::abort_forward() {
   const Entry open(*this);
   open->pager.set_running(false);
@@ -366,11 +390,6 @@ void Runtime::abort_backward() {
   open->updates.forget_committed();
   open->updates.cancel_all();
   open->flow.abort_backward();
-}
-
-void Runtime::vacate_device(Vacate what) {
-  const Entry open = compute();
-  open->pager.vacate(what);
 }
 
 double Runtime::prepare_step() {
@@ -475,6 +494,7 @@ RuntimeReport Runtime::report() {
   report.host_budget_bytes = open->memory.arena().limit_bytes();
   report.host_bytes = open->memory.arena().mapped_bytes();
   report.host_peak_bytes = open->memory.arena().peak_mapped_bytes();
+  report.predicted_host_peak_bytes = open->residency.predicted_host_peak_bytes();
   report.counters = open->memory.counters();
   report.interleaved_nodes = open->device->interleaved_nodes();
   report.pinned_cpus = open->device->pool().pinned_cpus();

@@ -33,6 +33,7 @@ struct RuntimeReport {
   int64_t host_budget_bytes = 0;
   int64_t host_bytes = 0;
   int64_t host_peak_bytes = 0;
+  int64_t predicted_host_peak_bytes = 0;
   Counters counters;
   std::vector<int> interleaved_nodes;
   std::vector<int> pinned_cpus;
@@ -85,7 +86,7 @@ class Runtime final : public UseListener {
   bool closed();
 
   // Forward.
-  // `attempt`: whether the caller runs the forward again when this one runs out of device memory.
+  // `attempt`: whether it is the first one, and whether the caller makes another one when it runs out of device memory.
   void begin_forward(Tracking tracking, Attempt attempt);
   void end_forward();
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until) override;
@@ -102,12 +103,14 @@ class Runtime final : public UseListener {
   // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py): whether
   // it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
   bool keep_joint_backward();
+  // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if it
+  // had not begun, with off the device what can leave it. Its activations are gone by then.
+  bool can_repeat_forward();
+  void undo_forward(Vacate what);
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
   void abort_forward();
   // An exception left the backward: what it held is released, its gradients are forgotten.
   void abort_backward();
-  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
-  void vacate_device(Vacate what);
 
   // Step.
   double prepare_step();  // the gradients' sum of squares

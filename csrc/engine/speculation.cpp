@@ -27,7 +27,7 @@ Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates,
 Speculation::~Speculation() { release_memory(); }
 
 void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
-  if (backwards_to_wait_ > 0) {
+  if (is_on() && backwards_to_wait_ > 0) {
     --backwards_to_wait_;
     active_ = false;
     return;
@@ -38,30 +38,10 @@ void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
 }
 
 void Speculation::choose(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
-  int64_t room = arena_.free_bytes() - reserve_bytes_;
-  int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
-  std::vector<int64_t> blocks;
-  const auto take = [&](int64_t block_bytes, int count) {
-    const int64_t bytes = block_bytes * count;
-    if (bytes == 0 || bytes > room) return false;
-    room -= bytes;
-    if (spare >= bytes) {
-      spare -= bytes;
-    } else {
-      blocks.insert(blocks.end(), static_cast<size_t>(count), block_bytes);
-    }
-    return true;
-  };
-  chosen_.assign(sizes.size(), Ahead::kNothing);
-  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (take(sizes[chunk].second, 1)) chosen_[chunk] = Ahead::kParam;
-  }
-  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (chosen_[chunk] == Ahead::kNothing) continue;
-    if (!take(sizes[chunk].first, 3)) break;
-    chosen_[chunk] = Ahead::kEverything;
-  }
-  reserve(std::move(blocks));
+  const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
+  AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
+  chosen_ = std::move(choice.chosen);
+  reserve(std::move(choice.blocks));
 }
 
 // As many of them, from the first on, as there is room for.
@@ -138,7 +118,15 @@ void Speculation::cancel_all() {
 }
 
 void Speculation::free_after(HostBlock block, Event after) {
+  free_completed();
   if (block) leaving_.emplace_back(std::move(after), std::move(block));
+}
+
+bool Speculation::await_free() {
+  if (leaving_.empty()) return false;
+  backend_.settle(leaving_.front().first);
+  leaving_.erase(leaving_.begin());
+  return true;
 }
 
 void Speculation::free_completed() {

@@ -29,6 +29,7 @@
 #include "common/types.h"
 #include "engine/update_jobs.h"
 #include "memory/host_arena.h"
+#include "plan/host_demand.h"
 
 namespace patrickstar {
 
@@ -37,9 +38,6 @@ enum class SpeculationMode : uint8_t {
   kOn,      // before, where memory allows it; taken back when the step turns out otherwise
   kCommit,  // before, in place, for good: the caller promises that the step will be the expected one
 };
-
-// How much of a chunk's update is made ahead of the step.
-enum class Ahead : uint8_t { kNothing, kParam, kEverything };
 
 class Speculation {
  public:
@@ -81,6 +79,8 @@ class Speculation {
   void cancel_all();
   // Frees `block` once `after` is complete.
   void free_after(HostBlock block, Event after);
+  // Waits until the next of those blocks is free. False: there is none.
+  bool await_free();
   // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some backwards
   // later.
   void release_memory();

@@ -83,10 +83,9 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();
   PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
-           " bytes of host memory for optimizer states (12 per element of their chunks), but of host_memory (",
-           memory_.arena().limit_bytes(), " bytes) ", std::max<int64_t>(free, 0),
-           " are free; raise host_memory to at least ", memory_.arena().limit_bytes() + needed - free,
-           " bytes, or freeze them again with requires_grad_(False)");
+           " bytes of host memory for optimizer states, but of host_memory (", memory_.arena().limit_bytes(),
+           " bytes) ", std::max<int64_t>(free, 0), " are free; raise host_memory to at least ",
+           memory_.arena().limit_bytes() + needed - free, " bytes, or freeze them again with requires_grad_(False)");
 }
 
 void Unfreezing::make_states_of(ChunkId chunk) {
@@ -94,10 +93,12 @@ void Unfreezing::make_states_of(ChunkId chunk) {
   const ArrayId param{chunk, layout().param_home()};
   const ArrayId master{chunk, ArrayKind::kMaster};
   const Tier home = residency_.home_of_new_states(chunk);
-  pager_.bring_to_host(param);
-  pager_.ensure_state(master, Tier::kHost);
-  memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
-                                       static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
+  if (!spec.splits_master()) {
+    pager_.bring_to_host(param);
+    pager_.ensure_state(master, Tier::kHost);
+    memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
+                                         static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
+  }
   for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, home);
   if (home == Tier::kDevice) residency_.move_states_to_device(chunk);
 }

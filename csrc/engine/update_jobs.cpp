@@ -81,6 +81,7 @@ void UpdateJobs::count_step(ChunkId chunk) {
 
 std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& target) const {
   const Layout& layout = store_.layout();
+  if (layout.chunk(chunk).splits_master()) return {};
   const DType dtype = layout.chunk(chunk).dtype;
   const ArrayRecord& master = store_.array({chunk, ArrayKind::kMaster});
   const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
@@ -117,8 +118,9 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
   const ChunkSpec& spec = layout.chunk(chunk);
   const auto array = [&](ArrayKind kind) {
     const ArrayRecord& record = store_.array({chunk, kind});
-    return static_cast<float*>(target.on_device ? record.slot.data : record.block.data);
+    return static_cast<char*>(target.on_device ? record.slot.data : record.block.data);
   };
+  const auto state = [&](ArrayKind kind, int64_t offset) { return reinterpret_cast<float*>(array(kind)) + offset; };
   const auto new_state = [&](size_t index, int64_t offset) {
     return target.apart == nullptr ? nullptr : static_cast<float*>(target.apart->states[index].data) + offset;
   };
@@ -135,11 +137,12 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     if (offset == end && key == last_key) {
       jobs.back().range.numel += numel;
     } else {
-      jobs.push_back({{array(ArrayKind::kMaster) + offset, array(ArrayKind::kMomentum) + offset,
-                       array(ArrayKind::kVariance) + offset, at(target.grad, offset, target.grad_dtype),
-                       at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
-                       new_state(1, offset), new_state(2, offset)},
-                      make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
+      jobs.push_back(
+          {{array(ArrayKind::kMaster) + offset * element_size(spec.states.master), state(ArrayKind::kMomentum, offset),
+            state(ArrayKind::kVariance, offset), at(target.grad, offset, target.grad_dtype),
+            at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
+            new_state(1, offset), new_state(2, offset), spec.states.master},
+           make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
     }
     end = offset + numel;
     last_key = key;

@@ -84,6 +84,8 @@ void Updates::commit(ChunkId chunk) {
   // A later use in this step needs the old values.
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
+  // Gradients that have no place to wait in are applied in the first step already.
+  if (store_.chunk(chunk).splits_master()) make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_grad_scale());
   if (has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
@@ -95,6 +97,11 @@ void Updates::commit(ChunkId chunk) {
   committed_[static_cast<size_t>(chunk)] = 1;
   ++num_committed_;
   ++memory_.counters().num_committed_updates;
+}
+
+void Updates::make_states(ChunkId chunk) {
+  const Tier tier = belongs_on_device(chunk) ? Tier::kDevice : Tier::kHost;
+  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, tier);
 }
 
 void Updates::check_nothing_committed(const char* what) const {
@@ -283,6 +290,7 @@ void Updates::submit_states_passes() {
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : optimizer_arrays()) used.push_back({chunk, kind});
+  if (store_.chunk(chunk).splits_master()) used.push_back(param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
@@ -328,6 +336,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
       pager_.bring_to_host({chunk, kind});
     }
     update.after.push_back(memory_.array(grad).host_ready);
+    if (store_.chunk(chunk).splits_master()) bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
     if (params && (*params)[i]) {
       target.param = (*params)[i].data;
@@ -356,9 +365,23 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     }
     if (params) continue;
     for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).host_ready = done;
-    if (targets[i].place == ParamPlace::kOwn) memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
+    if (gradients_.source(chunk) == ArrayKind::kGradSum) {
+      memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
+    } else if (targets[i].place == ParamPlace::kOwn) {
+      speculation_.free_after(take_gradient(chunk), done);
+    }
   }
   if (params) states_passes_.push_back(std::move(rest));
+}
+
+// What made it there and what still reads it are over by `events`.
+void Updates::bring_value_to_host(ChunkId chunk, std::vector<Event>& events) {
+  const ArrayId id = param_of(chunk);
+  ArrayRecord& param = memory_.array(id);
+  if (!param.on_host) pager_.bring_to_host(id);
+  memory_.drop_slot(id);
+  events.push_back(std::exchange(param.host_ready, nullptr));
+  events.push_back(std::exchange(param.block_busy_until, nullptr));
 }
 
 UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
@@ -368,11 +391,11 @@ UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
   const bool is_own = grad.kind == grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
-  target.place = is_own ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.place = is_own && !store_.chunk(chunk).splits_master() ? ParamPlace::kGradient : ParamPlace::kOwn;
   target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
-  if (is_own) {
+  if (target.place == ParamPlace::kGradient) {
     memory_.discard(param);
     target.param = const_cast<void*>(target.grad);
   } else if (on_device) {
@@ -406,6 +429,7 @@ void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
   } else if (target.on_device) {
     param.set_on_device();
     memory_.attach(chunk);
+    if (target.place == ParamPlace::kOwn) memory_.discard(grad_of(chunk));
   } else {
     param.set_on_host();
   }

@@ -73,6 +73,9 @@ class Updates {
   // chunks whose gradient is another array need none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
   void submit_states_passes();
+  // Of the chunk's states what does not exist yet.
+  void make_states(ChunkId chunk);
+  void bring_value_to_host(ChunkId chunk, std::vector<Event>& events);
   UpdateTarget open_target(ChunkId chunk, bool on_device);
   void close_target(ChunkId chunk, const UpdateTarget& target);
   bool has_states(ChunkId chunk, Tier tier) const;  // all of them

@@ -77,9 +77,7 @@ void HostArena::prepare(HostBlock& block) {
 // Where it fails the region stays reserved for the blocks that are in it; without any it goes.
 void HostArena::prepare(Region& region) {
   if (region.prepared) return;
-  if (region.ahead != nullptr) static_cast<HostEvent&>(*region.ahead->done).settle();
-  const bool by_thread = region.ahead != nullptr && region.ahead->is_prepared;
-  region.ahead = nullptr;
+  const bool by_thread = finish_ahead(region);
   if (!by_thread && hooks_.prepare) {
     try {
       hooks_.prepare(region.data, region.num_bytes);
@@ -95,6 +93,13 @@ void HostArena::prepare(Region& region) {
   peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
 }
 
+bool HostArena::finish_ahead(Region& region) {
+  const std::shared_ptr<Region::Ahead> ahead = std::exchange(region.ahead, nullptr);
+  if (ahead == nullptr || !ahead->is_taken.exchange(true)) return false;
+  static_cast<HostEvent&>(*ahead->done).settle();
+  return ahead->is_prepared;
+}
+
 void HostArena::prepare_ahead() {
   if (!hooks_.prepare) return;  // mapping alone costs nothing
   for (const auto& region : regions_) {
@@ -104,7 +109,7 @@ void HostArena::prepare_ahead() {
     // Where it fails whoever needs the region tries again, and gets the error.
     region->ahead->done =
         preparer_->submit([this, ahead = region->ahead, data = region->data, num_bytes = region->num_bytes] {
-          if (ahead->is_abandoned) return;
+          if (ahead->is_taken.exchange(true)) return;
           hooks_.prepare(data, num_bytes);
           ahead->is_prepared = true;
         });
@@ -125,12 +130,8 @@ void HostArena::add_prepared() {
 }
 
 void HostArena::release_reserved() {
-  const auto is_idle = [](const auto& region) { return !region->prepared && region->is_free(); };
   for (auto& region : regions_) {
-    if (is_idle(region) && region->ahead != nullptr) region->ahead->is_abandoned = true;
-  }
-  for (auto& region : regions_) {
-    if (is_idle(region)) unmap(*region);
+    if (!region->prepared && region->is_free()) unmap(*region);
   }
   erase_unmapped();
 }
@@ -247,11 +248,7 @@ HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origi
 }
 
 void HostArena::unmap(Region& region) {
-  if (region.ahead != nullptr) {
-    region.ahead->is_abandoned = true;
-    static_cast<HostEvent&>(*region.ahead->done).settle();
-  }
-  const bool by_thread = region.ahead != nullptr && region.ahead->is_prepared;
+  const bool by_thread = finish_ahead(region);
   if ((region.prepared || by_thread) && hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
   munmap(region.data, static_cast<size_t>(region.num_bytes));
   region.data = nullptr;

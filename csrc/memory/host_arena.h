@@ -5,9 +5,12 @@
 // first touch, against 3.3 for cudaHostAlloc). A block lies in one region, so one pinned range covers it.
 // Blocks are found best-fit and coalesce when freed. Guarded by the runtime's lock.
 //
-// Preparing a region takes seconds per 50 GB. [Note: regions ahead] A reserved region is prepared when a block of it is
-// first needed, or before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs;
-// whoever needs one that is under way waits for it.
+// Preparing memory takes seconds per 50 GB. [Note: regions ahead] A reserved region is prepared when a block of it is
+// first needed, or before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs.
+// Whoever needs one earlier prepares it himself, or waits for it where the thread has begun.
+//
+// Pinning keeps the process from launching kernels, 20 ms per GiB. Regions are small, so that what a launching thread is
+// ahead of the device covers each pause, and whoever needs a block waits for little beside it.
 //
 // [Note: places] A reserved block has its place from the beginning, so that whatever sizes are asked for in whatever order
 // meanwhile, it fits when its turn comes. It may be used once prepare() returned.
@@ -91,7 +94,7 @@ struct RegionHooks {
 class HostArena {
  public:
   static constexpr int64_t kBlockAlignment = 256;
-  static constexpr int64_t kMaxRegionBytes = int64_t{4} << 30;
+  static constexpr int64_t kMaxRegionBytes = int64_t{256} << 20;
 
   HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks);
   // All blocks are gone.
@@ -141,8 +144,8 @@ class HostArena {
     // What the arena's own thread has to do with it.
     struct Ahead {
       Event done;
-      std::atomic<bool> is_prepared{false};   // to be read after `done`
-      std::atomic<bool> is_abandoned{false};  // nobody needs it any more
+      std::atomic<bool> is_prepared{false};  // to be read after `done`
+      std::atomic<bool> is_taken{false};     // by that thread, or by another one that comes first
     };
 
     char* data = nullptr;
@@ -159,9 +162,10 @@ class HostArena {
 
   Region& add_region(int64_t num_bytes, Region::Origin origin);
   void prepare(Region& region);
+  // Nothing is done ahead to the region afterwards. Whether it was prepared so.
+  static bool finish_ahead(Region& region);
   // Takes over what the arena's own thread has prepared by now.
   void add_prepared();
-  void abandon(Region& region);
   HostBlock find_block(int64_t num_bytes, Search search);
   HostBlock take(Region& region, std::map<int64_t, int64_t>::iterator range, int64_t num_bytes);
   HostBlock allocate_in_new_region(int64_t num_bytes);

@@ -33,6 +33,10 @@ class HostCompute : public Compute {
  public:
   // The new parameters of `jobs` and nothing else, as adam() would write them.
   virtual void adam_param(const std::vector<AdamJob>& jobs) = 0;
+  // [Note: split masters]
+  virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
+  virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
+                           int64_t numel) = 0;
 };
 
 // `pool` must outlive the result.

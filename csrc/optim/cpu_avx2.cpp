@@ -53,6 +53,24 @@ struct Vector {
     return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   }
 
+  static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
+    const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(upper)), 16);
+    const __m256i carry = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(sign), 31), 16);
+    const __m256i distance = _mm256_cvtepi16_epi32(load16(lower));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_add_epi32(high, carry), distance));
+  }
+  static __m128i lower(Float x) {
+    const __m256i low = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0xffff));
+    return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  }
+  static Float tie(Float x) {
+    const __m256i last = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x1ffff));
+    const __m256i is_tie = _mm256_cmpeq_epi32(last, _mm256_set1_epi32(0x8000));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(is_tie, 31));
+  }
+  static Float magnitude(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+  static Float with_sign(Float x, Float sign) { return _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign)); }
+
   static Squares zero_squares() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
   static Squares add_squares(Squares sums, Float x) {
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));

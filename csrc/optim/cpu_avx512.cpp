@@ -56,6 +56,21 @@ struct Vector {
     return _mm512_fixupimm_ps(_mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
+  static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(upper)), 16);
+    const __m512i carry = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(sign), 31), 16);
+    const __m512i distance = _mm512_cvtepi16_epi32(load16(lower));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_add_epi32(high, carry), distance));
+  }
+  static __m256i lower(Float x) { return _mm512_cvtepi32_epi16(_mm512_castps_si512(x)); }
+  static Float tie(Float x) {
+    const __m512i last = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x1ffff));
+    const __mmask16 is_tie = _mm512_cmpeq_epi32_mask(last, _mm512_set1_epi32(0x8000));
+    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(is_tie, _mm512_set1_epi32(1), 31));
+  }
+  static Float magnitude(Float x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
+  static Float with_sign(Float x, Float sign) { return _mm512_or_ps(x, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); }
+
   static Squares zero_squares() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
   static Squares add_squares(Squares sums, Float x) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));

@@ -14,7 +14,7 @@ const void* at(const void* data, DType dtype, int64_t index) {
 }
 
 AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
-  return {range.master + begin,
+  return {static_cast<char*>(range.master) + begin * element_size(range.master_type),
           range.momentum + begin,
           range.variance + begin,
           at(range.grad, range.grad_dtype, begin),
@@ -24,7 +24,8 @@ AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
           end - begin,
           range.new_master == nullptr ? nullptr : range.new_master + begin,
           range.new_momentum == nullptr ? nullptr : range.new_momentum + begin,
-          range.new_variance == nullptr ? nullptr : range.new_variance + begin};
+          range.new_variance == nullptr ? nullptr : range.new_variance + begin,
+          range.master_type};
 }
 
 class PoolCompute final : public HostCompute {
@@ -33,6 +34,16 @@ class PoolCompute final : public HostCompute {
 
   void adam(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam); }
   void adam_param(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam_param); }
+  void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
+    split(numel, [&](int64_t i, int64_t size) {
+      kernels_.split_master(master + i, param + i, lower + i, variance + i, size);
+    });
+  }
+  void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
+                   int64_t numel) override {
+    split(numel,
+          [&](int64_t i, int64_t size) { kernels_.join_master(param + i, lower + i, variance + i, master + i, size); });
+  }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
       kernels_.cast_from_float(in + begin, at(out, dtype, begin), dtype, size);

@@ -108,6 +108,67 @@ struct AdamConstants {
         minus_step_size(V::set(-s.step_size)) {}
 };
 
+// The lines that kStride elements of kSize bytes take, at the distance of the floats beside them.
+template <int64_t kSize>
+PS_STEP prefetch_lines(const void* first) {
+  const auto* lines = static_cast<const char*>(first) + kPrefetchBytes * kSize / 4;
+  for (int64_t k = 0; k < kStride * kSize; k += 64) __builtin_prefetch(lines + k);
+}
+
+// Where the float32 master and the variance are: in arrays of their own,
+struct WholeMaster {
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
+    return V::load(static_cast<const float*>(r.master) + i);
+  }
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float variance(typename V::Float stored) {
+    return stored;
+  }
+  // What is stored of a new variance while the master is still old.
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float next_variance(typename V::Float x,
+                                                                               typename V::Float /*stored*/) {
+    return x;
+  }
+  template <class V, DType kParam, class States>
+  static PS_STEP put(const AdamRange& r, int64_t i, ParamStore param_store, States& states, typename V::Float p) {
+    states.template put_master<V>(r, i, p);
+    if (param_store == ParamStore::kCached) store<V, kParam>(r.param, i, p);
+    if (param_store == ParamStore::kStreaming) stream<V, kParam>(r.param, i, p);
+  }
+  static PS_STEP prefetch(const AdamRange& r, int64_t i) { prefetch_lines<4>(static_cast<const float*>(r.master) + i); }
+};
+
+// or [Note: split masters] in parameter, lower half and the variance's sign, which is the old master's until that is
+// updated.
+struct SplitMaster {
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
+    return V::join(static_cast<const uint16_t*>(r.param) + i, static_cast<const uint16_t*>(r.master) + i,
+                   V::load(r.variance + i));
+  }
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float variance(typename V::Float stored) {
+    return V::magnitude(stored);
+  }
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float next_variance(typename V::Float x,
+                                                                               typename V::Float stored) {
+    return V::with_sign(x, stored);
+  }
+  template <class V, DType kParam, class States>
+  static PS_STEP put(const AdamRange& r, int64_t i, ParamStore, States&, typename V::Float p) {
+    V::store16(static_cast<uint16_t*>(r.param) + i, V::to_bf16(p));
+    V::store16(static_cast<uint16_t*>(r.master) + i, V::lower(p));
+    V::store(r.variance + i, V::with_sign(V::magnitude(V::load(r.variance + i)), V::tie(p)));
+  }
+  static PS_STEP prefetch(const AdamRange& r, int64_t i) {
+    prefetch_lines<2>(static_cast<const uint16_t*>(r.param) + i);
+    prefetch_lines<2>(static_cast<const uint16_t*>(r.master) + i);
+  }
+};
+
 // Where new states go, and where the parameter's update finds its moments again: in the old ones' place,
 struct StatesInPlace {
   template <class V>
@@ -120,7 +181,7 @@ struct StatesInPlace {
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(r.master + i, x);
+    V::store(static_cast<float*>(r.master) + i, x);
   }
   const float* momentum(const AdamRange& r, int64_t i) const { return r.momentum + i; }
   const float* variance(const AdamRange& r, int64_t i) const { return r.variance + i; }
@@ -177,49 +238,49 @@ struct StatesApart : StatesUnwritten {
 };
 
 // The three updates of one element run in this order, the first two while the master is still old.
-template <class V, DType kGrad>
+template <class V, DType kGrad, class Master>
 inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange& r, const AdamConstants<V>& c,
                                                                  int64_t i) {
   const auto g = V::mul(load<V, kGrad>(r.grad, i), c.grad_scale);
-  return V::fma(c.weight_decay, V::load(r.master + i), g);
+  return V::fma(c.weight_decay, Master::template load<V>(r, i), g);
 }
 
-template <class V, DType kGrad, class States>
+template <class V, DType kGrad, class Master, class States>
 PS_STEP update_momentum(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
-  const auto g = gradient<V, kGrad>(r, c, i);
+  const auto g = gradient<V, kGrad, Master>(r, c, i);
   const auto m = V::load(r.momentum + i);
   states.template put_momentum<V>(r, i, V::quiet(V::fma(c.one_minus_beta1, V::sub(g, m), m)));
 }
 
-template <class V, DType kGrad, class States>
+template <class V, DType kGrad, class Master, class States>
 PS_STEP update_variance(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
-  const auto g = gradient<V, kGrad>(r, c, i);
-  const auto v = V::mul(c.beta2, V::load(r.variance + i));
-  states.template put_variance<V>(r, i, V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v)));
+  const auto g = gradient<V, kGrad, Master>(r, c, i);
+  const auto stored = V::load(r.variance + i);
+  const auto v = V::mul(c.beta2, Master::template variance<V>(stored));
+  const auto next = V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v));
+  states.template put_variance<V>(r, i, Master::template next_variance<V>(next, stored));
 }
 
-template <class V, DType kParam, class States>
+template <class V, DType kParam, class Master, class States>
 PS_STEP update_param(const AdamRange& r, const AdamConstants<V>& c, int64_t i, ParamStore param_store, States& states) {
-  auto p = V::mul(V::load(r.master + i), c.decay);
-  const auto d = V::fma(V::sqrt(V::load(states.variance(r, i))), c.inv_sqrt_bias_correction2, c.eps);
+  auto p = V::mul(Master::template load<V>(r, i), c.decay);
+  const auto v = Master::template variance<V>(V::load(states.variance(r, i)));
+  const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
   p = V::quiet(V::fma(c.minus_step_size, V::div(V::load(states.momentum(r, i)), d), p));
-  states.template put_master<V>(r, i, p);
-  if (param_store == ParamStore::kCached) store<V, kParam>(r.param, i, p);
-  if (param_store == ParamStore::kStreaming) stream<V, kParam>(r.param, i, p);
+  Master::template put<V, kParam>(r, i, param_store, states, p);
 }
 
 // `i` is the element whose momentum is updated next; the other streams are asked for at the same distance
 // from there, so the reads too are kSkew apart.
-template <DType kGrad>
+template <DType kGrad, class Master>
 PS_STEP prefetch(const AdamRange& r, int64_t i) {
   constexpr int64_t kLine = 64;
   constexpr int64_t kSkewBytes = kSkew * 4;
-  const auto* master = reinterpret_cast<const char*>(r.master + i) + kPrefetchBytes;
+  Master::prefetch(r, i);
   const auto* momentum = reinterpret_cast<const char*>(r.momentum + i) + kPrefetchBytes + kSkewBytes;
   const auto* variance = reinterpret_cast<const char*>(r.variance + i) + kPrefetchBytes + 2 * kSkewBytes;
   const auto* grad = reinterpret_cast<const char*>(static_cast<const typename Storage<kGrad>::Element*>(r.grad) + i);
   for (int64_t k = 0; k < kStride * 4; k += kLine) {
-    __builtin_prefetch(master + k);
     __builtin_prefetch(momentum + k);
     __builtin_prefetch(variance + k);
   }
@@ -229,22 +290,22 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
 }
 
 // See [Note: skewed streams].
-template <DType kGrad, DType kParam, class States>
+template <DType kGrad, DType kParam, class Master, class States>
 PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
   const AdamRange r = range;
   States states;
   const AdamConstants<Vector> c(scalars);
   const auto momentum = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_momentum<V, kGrad>(r, AdamConstants<V>(scalars), i, states);
+    update_momentum<V, kGrad, Master>(r, AdamConstants<V>(scalars), i, states);
   };
   const auto variance = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_variance<V, kGrad>(r, AdamConstants<V>(scalars), i, states);
+    update_variance<V, kGrad, Master>(r, AdamConstants<V>(scalars), i, states);
   };
   const auto param = [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    update_param<V, kParam>(r, AdamConstants<V>(scalars), i, param_store, states);
+    update_param<V, kParam, Master>(r, AdamConstants<V>(scalars), i, param_store, states);
   };
   const int64_t ahead = r.numel < 2 * kSkew ? r.numel : 2 * kSkew;
   const int64_t middle = r.numel < kSkew ? r.numel : kSkew;
@@ -252,12 +313,12 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
   for_range(0, ahead, momentum);
   for_range(0, middle, variance);
   for (int64_t i = 0; i < skewed; i += kStride) {
-    prefetch<kGrad>(r, i + 2 * kSkew);
+    prefetch<kGrad, Master>(r, i + 2 * kSkew);
 #pragma GCC unroll 4
     for (int64_t k = i; k < i + kStride; k += Vector::kWidth) {
-      update_momentum<Vector, kGrad>(r, c, k + 2 * kSkew, states);
-      update_variance<Vector, kGrad>(r, c, k + kSkew, states);
-      update_param<Vector, kParam>(r, c, k, param_store, states);
+      update_momentum<Vector, kGrad, Master>(r, c, k + 2 * kSkew, states);
+      update_variance<Vector, kGrad, Master>(r, c, k + kSkew, states);
+      update_param<Vector, kParam, Master>(r, c, k, param_store, states);
     }
   }
   for_range(skewed + ahead, r.numel, momentum);
@@ -281,13 +342,24 @@ template <class States>
 inline void run_adam(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
   with_ieee_arithmetic([&] {
     with_dtype(range.grad_dtype, [&](auto grad) {
-      with_dtype(range.param_dtype,
-                 [&](auto param) { adam_loop<grad.value, param.value, States>(range, scalars, param_store); });
+      with_dtype(range.param_dtype, [&](auto param) {
+        adam_loop<grad.value, param.value, WholeMaster, States>(range, scalars, param_store);
+      });
+    });
+  });
+}
+
+// Parameters are read, so their lines are in the cache.
+inline void run_split_adam(const AdamRange& range, const AdamScalars& scalars) {
+  with_ieee_arithmetic([&] {
+    with_dtype(range.grad_dtype, [&](auto grad) {
+      adam_loop<grad.value, DType::kBFloat16, SplitMaster, StatesInPlace>(range, scalars, ParamStore::kCached);
     });
   });
 }
 
 void adam(const AdamRange& range, const AdamScalars& scalars) {
+  if (range.master_type == StateType::kLowerHalf) return run_split_adam(range, scalars);
   const ParamStore param_store = choose_param_store(range);
   if (range.new_master == nullptr) {
     run_adam<StatesInPlace>(range, scalars, param_store);
@@ -305,6 +377,23 @@ void adam_param(const AdamRange& range, const AdamScalars& scalars) {
 }
 
 // ---- Casts and sums --------------------------------------------------------------------------------
+
+PS_LOOP split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) {
+  for_range(0, numel, [&](auto lane, int64_t i) {
+    using V = decltype(lane);
+    const auto x = V::quiet(V::load(master + i));
+    V::store16(param + i, V::to_bf16(x));
+    V::store16(lower + i, V::lower(x));
+    V::store(variance + i, V::with_sign(V::magnitude(V::load(variance + i)), V::tie(x)));
+  });
+}
+
+PS_LOOP join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master, int64_t numel) {
+  for_range(0, numel, [&](auto lane, int64_t i) {
+    using V = decltype(lane);
+    V::store(master + i, V::join(param + i, lower + i, V::load(variance + i)));
+  });
+}
 
 template <DType kOut>
 PS_LOOP cast_from_float_loop(const float* in, void* out, int64_t numel) {
@@ -397,7 +486,8 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 }
 
 constexpr CpuKernels table(const char* isa) {
-  return CpuKernels{isa, adam, adam_param, cast_from_float, cast_to_float, add, add_to_float, sum_squares};
+  return CpuKernels{isa,           adam, adam_param,   split_master, join_master, cast_from_float,
+                    cast_to_float, add,  add_to_float, sum_squares};
 }
 
 #undef PS_LOOP

@@ -20,6 +20,17 @@
 // torch.optim.Adam.) Casts to 16 bits round to nearest even; a NaN becomes the quiet NaN 0x7fc0
 // (bfloat16) or 0x7e00 (float16), whatever its payload and sign were.
 //
+// [Note: split masters] A bfloat16 parameter is the upper half of its float32 master, rounded to nearest even, so beside it
+// 16 bits restore the master: the signed distance to it, in units of the master's last place. (They are the master's
+// lower half.) One case is left: an even upper half is the nearest of 2^16 + 1 masters, those halfway to its neighbours
+// included, whose distances -2^15 and 2^15 have the same 16 bits. The bit that tells them apart is the sign of the
+// variance, which is never negative: set where the distance is 2^15.
+//
+//   master = bits(param) * 2^16 + signed(lower) + (sign of variance ? 2^16 : 0)
+//
+// So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
+// split; arithmetic yields none but the canonical one.
+//
 // Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
 // a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
 // l + 2*lanes, ..., added in that order by fma(x, x, sum); then lanes are folded in halves:
@@ -59,8 +70,11 @@ struct AdamScalars {
 // One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
 // are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted. With `new_*`
 // the old states stay as they are and the new ones go there (all three or none, apart from everything else).
+//
+// With lower halves as its master `param` is bfloat16, apart from `grad` and never null; it is read as well, and the new
+// states take the old ones' place.
 struct AdamRange {
-  float* master;
+  void* master;  // of `master_type`
   float* momentum;
   float* variance;
   const void* grad;
@@ -71,6 +85,7 @@ struct AdamRange {
   float* new_master = nullptr;
   float* new_momentum = nullptr;
   float* new_variance = nullptr;
+  StateType master_type = StateType::kFloat32;
 };
 
 // One ISA's functions. Obtained from cpu_kernels() or cpu_kernels_named(); tables are constant.
@@ -79,6 +94,11 @@ struct CpuKernels {
   void (*adam)(const AdamRange& range, const AdamScalars& scalars);
   // What adam would store to `param`, which is apart from all else here; nothing else is written.
   void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
+  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is
+  void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
+  // and back
+  void (*join_master)(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
+                      int64_t numel);
   // out[i] = round(in[i])
   void (*cast_from_float)(const float* in, void* out, DType out_dtype, int64_t numel);
   // out[i] = float(in[i])

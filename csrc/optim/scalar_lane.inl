@@ -32,6 +32,18 @@ struct ScalarLane {
   static Float sqrt(Float a) { return __builtin_sqrtf(a); }
   static Float quiet(Float a) { return a == a ? a : float_of(0x7fc00000u); }
 
+  // [Note: split masters]
+  static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
+    const uint32_t distance = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*lower)));
+    return float_of((static_cast<uint32_t>(*upper) << 16) + distance + (bits_of(sign) >> 31 << 16));
+  }
+  static uint16_t lower(Float x) { return static_cast<uint16_t>(bits_of(x)); }
+  // -0 where `x` is halfway between an even upper half and the next, else 0.
+  static Float tie(Float x) { return float_of((bits_of(x) & 0x1ffffu) == 0x8000u ? 0x80000000u : 0u); }
+  static Float magnitude(Float x) { return float_of(bits_of(x) & 0x7fffffffu); }
+  // Of a magnitude.
+  static Float with_sign(Float x, Float sign) { return float_of(bits_of(x) | (bits_of(sign) & 0x80000000u)); }
+
   static Squares zero_squares() { return 0.0; }
   // The square of a float is exact in binary64 (48 bits), so product and sum round as one fma does.
   static Squares add_squares(Squares sums, Float x) {

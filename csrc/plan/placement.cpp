@@ -75,6 +75,7 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   for (const ChunkSpec& chunk : layout.chunks()) {
     const bool grad = layout.is_sharded() && budget.keeps_gradients;
     usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
     ++count;
   }
@@ -92,12 +93,13 @@ bool has_room_ahead(const Layout& layout, int count, int64_t host_limit_bytes) {
 }
 
 // `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
-ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes) {
+ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes,
+                     Backwards backwards) {
   ChunkId least = next;
   for (ChunkId chunk = next + 1; chunk < layout.num_chunks(); ++chunk) {
-    const int64_t bytes = home_bytes(layout.chunk(chunk));
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
     const bool is_on_host = homes[static_cast<size_t>(chunk)] == Tier::kHost;
-    if (is_on_host && bytes >= missing_bytes && bytes < home_bytes(layout.chunk(least))) least = chunk;
+    if (is_on_host && bytes >= missing_bytes && bytes < held_bytes(layout, least, backwards)) least = chunk;
   }
   return least;
 }
@@ -129,11 +131,16 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
-    problem.arrays[static_cast<size_t>(param.index())] = {bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, on_device ? 0 : shard_bytes, false};
-    if (!layout.is_sharded()) problem.arrays[static_cast<size_t>(grad.index())].retire_bytes = bytes;
-    if (on_device) problem.fixed_bytes += optimizer_bytes(layout.chunk(chunk));
+    const bool split = layout.chunk(chunk).splits_master();
+    const int64_t param_bytes = on_device && split ? 0 : bytes;  // those of placed_bytes() are fixed
+    const bool retires = !on_device || (!layout.is_sharded() && !split);
+    problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
+    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
+    if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
     if (on_device && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
+    if (on_device && budget.backwards == Backwards::kSeveral) {
+      problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
+    }
   }
   problem.fixed_bytes += scatter_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
@@ -152,25 +159,45 @@ int64_t optimizer_bytes(const ChunkSpec& chunk) {
 
 int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard); }
 
+int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  if (!spec.trainable) return 0;
+  const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
+  return spec.num_bytes(ArrayKind::kGradSum) + spec.num_bytes(layout.grad_home()) + rounding;
+}
+
+int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
+  const int64_t home = home_bytes(layout.chunk(chunk));
+  return backwards == Backwards::kSeveral ? home + accumulation_bytes(layout, chunk) : home;
+}
+
+int64_t placed_bytes(const ChunkSpec& chunk) {
+  return chunk.derives_param() || !chunk.trainable ? optimizer_bytes(chunk) : home_bytes(chunk);
+}
+
 int64_t spare_bytes(const Layout& layout) {
   int64_t total = 0;
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     total += home_bytes(chunk);
-    largest = std::max(largest, chunk.num_bytes(layout.grad_home()));
+    const int count = chunk.trainable && !chunk.derives_param() ? 2 : 1;
+    largest = std::max(largest, count * chunk.num_bytes(layout.grad_home()));
   }
   return largest + HostArena::most_rounding_bytes(total);
 }
 
-InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes) {
+InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
+                                   Backwards backwards) {
   InitialPlacement result;
   result.host_bytes = spare_bytes(layout);
-  for (const ChunkSpec& chunk : layout.chunks()) result.host_bytes += home_bytes(chunk);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    result.host_bytes += held_bytes(layout, chunk, backwards);
+  }
   result.homes.assign(layout.chunks().size(), Tier::kHost);
   int64_t room = device_room_bytes;
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
-    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes);
-    const int64_t bytes = home_bytes(layout.chunk(chunk));
+    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
     if (bytes > room) continue;
     result.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
     result.host_bytes -= bytes;

@@ -15,6 +15,21 @@ namespace patrickstar {
 // copy or the gradient in its place).
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
+// What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a part
+// of the master.
+int64_t placed_bytes(const ChunkSpec& chunk);
+
+// How many backwards a step is known to have.
+enum class Backwards : uint8_t {
+  kOne,      // or not known
+  kSeveral,  // whose gradients accumulate
+};
+
+// What accumulation takes beside a chunk's home, where that is: sums of gradients in float32, and a gradient beside the
+// parameters, whose place it cannot take while another forward is to come, in whole pages. None for a frozen chunk.
+int64_t accumulation_bytes(const Layout& layout, ChunkId chunk);
+// Both: all that a chunk takes where it is at home.
+int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards);
 
 // Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment.
 constexpr double kCudaSlackRatio = 0.04;
@@ -23,7 +38,7 @@ constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
 // What the host keeps free beside its chunks: for a gradient whose parameters are still of use, and pages that are not
-// full.
+// full. Where gradients never take their parameters' place, for two: one that comes down while another is applied.
 int64_t spare_bytes(const Layout& layout);
 
 // Where each chunk belongs before the tide is known, and what that takes on the host, spare included.
@@ -35,7 +50,8 @@ struct InitialPlacement {
 // On the host, but for as many of the first ones as it takes to keep the others within `host_limit_bytes`; the last of them
 // is the least that is enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host than
 // its limit: both together are too small.
-InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes);
+InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
+                                   Backwards backwards);
 
 // How much of a device there is to plan with.
 struct DeviceBudget {
@@ -44,6 +60,7 @@ struct DeviceBudget {
   bool prefetches_far = true;       // where transfers take time that compute can hide
   double margin_use_ratio = 0.95;   // of num_margin_chunks
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
+  Backwards backwards = Backwards::kOne;
   // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none is.
   int64_t host_limit_bytes = INT64_MAX;
 };

@@ -161,7 +161,7 @@ void Sweep::plan_prefetch(size_t t, const std::set<int>& in_use) {
 std::vector<std::pair<int64_t, int>> Sweep::victims(size_t t, const std::set<int>& keep) const {
   std::vector<std::pair<int64_t, int>> candidates;
   for (int array : resident_) {
-    if (!keep.count(array)) candidates.emplace_back(next_use(array, t), array);
+    if (!keep.count(array) && cost(array).num_bytes > 0) candidates.emplace_back(next_use(array, t), array);
   }
   // Farthest first; among equals the one that costs nothing to evict.
   std::sort(candidates.begin(), candidates.end(), [this](const auto& a, const auto& b) {

@@ -203,7 +203,7 @@ void Player::retire(ArrayId id, size_t moment) {
     release(grad, mean_at);
     if (cost(grad).retire_bytes > 0) download(grad, cost(grad).retire_bytes, mean_at);
   } else {
-    release(grad, download(grad, cost(grad).retire_bytes));
+    release(grad, cost(grad).retire_bytes > 0 ? download(grad, cost(grad).retire_bytes) : compute_end_);
   }
   const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
   const double ready = times(grad).on_host_at.at;
@@ -240,9 +240,9 @@ void Player::update(ChunkId chunk) {
     const double seconds = static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
     step_.device_adam_seconds += seconds;
     run(seconds);
-    // The new parameter takes the gradient's place.
+    // The new parameter takes the gradient's place, unless it has one for good.
     if (times(param).on_device) release(param, compute_end_);
-    if (times(grad).on_device) {
+    if (times(grad).on_device && cost(param).num_bytes > 0) {
       times(grad).on_device = false;
       times(param) = {true, {compute_end_, kOnMemory}, {}};
     }

@@ -41,7 +41,16 @@ void Recorder::set_last(Timeline timeline) {
   has_last_ = true;
 }
 
-void Recorder::abandon_step() { running_ = {}; }
+void Recorder::abandon_step() {
+  running_ = {};
+  forward_begin_ = 0;
+}
+
+std::optional<int64_t> Recorder::expected_forward_end() const {
+  const size_t forward = running_.forward_ends.size();
+  if (forward >= last_.forward_ends.size()) return std::nullopt;
+  return last_.forward_ends[forward];
+}
 
 NextUse::NextUse(const Timeline& timeline, int num_arrays) : uses_(static_cast<size_t>(num_arrays)) {
   for (size_t t = 0; t < timeline.moments.size(); ++t) {

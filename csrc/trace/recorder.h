@@ -8,7 +8,9 @@
 // Guarded by the runtime's lock.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "common/timeline.h"
@@ -19,6 +21,11 @@ class Recorder {
  public:
   // `tide_peak` is the highest tide since the moment before began.
   void begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak);
+  // A forward begins, or is over.
+  void begin_forward() { forward_begin_ = running_.moments.size(); }
+  void end_forward() { running_.forward_ends.push_back(static_cast<int64_t>(running_.moments.size())); }
+  // As if the running forward had not begun.
+  void undo_forward() { running_.moments.resize(std::min(forward_begin_, running_.moments.size())); }
   // Adds an access to the running moment; dropped when no moment has begun.
   void add(Access access);
   // The running moment's tide was at least so high.
@@ -34,9 +41,12 @@ class Recorder {
   const Timeline& running() const { return running_; }
   // Index of the running moment in the step; -1 before the first.
   int64_t position() const { return static_cast<int64_t>(running_.moments.size()) - 1; }
+  // How many moments the step has when the running forward is over, if it goes as last(); none when that is not known.
+  std::optional<int64_t> expected_forward_end() const;
 
  private:
   Timeline running_;
+  size_t forward_begin_ = 0;  // moments before the running forward
   Timeline last_;
   bool has_last_ = false;
 };

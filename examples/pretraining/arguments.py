@@ -7,12 +7,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from flags import Parser
 
 from patrickstar.checkpoint import latest_tag
-from patrickstar.command.flags import CommandParser, memory_size
 from patrickstar.config import Speculation, parse_config
 
 from .models import SIZES, ModelKind, ModelShape
@@ -61,18 +61,12 @@ class RunOptions:
         return self.data is not None and self.data.suffix != ".bin"
 
 
-class _Parser(CommandParser):
-    """Leaves it to the caller to print an error, so that it is printed by one rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse_arguments(argv: list[str], description: str | None) -> RunOptions:
     """The command line.
 
     Raises:
-        ValueError: something is wrong with it.
+        UsageError: a flag has no such value.
+        ValueError: something else is wrong with it.
     """
     args = _make_parser(description).parse_args(argv)
     options = RunOptions(
@@ -92,7 +86,7 @@ def parse_arguments(argv: list[str], description: str | None) -> RunOptions:
 
 
 def _make_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = _Parser(description=description)
+    parser = Parser(description)
     _add_model_arguments(parser.add_argument_group("model"))
     _add_data_arguments(parser.add_argument_group("data"))
     _add_training_arguments(parser.add_argument_group("training"))
@@ -109,7 +103,7 @@ def _add_model_arguments(model: Any) -> None:
     model.add_argument("--layers", type=int, metavar="N")
     model.add_argument("--heads", type=int, metavar="N")
     model.add_argument("--vocab", type=int, metavar="N", help="token ids; with --model bert the last one is the mask")
-    model.add_argument("--seq-len", dest="length", type=int, metavar="N", help="tokens per sequence")
+    model.add_argument("--seq-len", "--length", dest="length", type=int, metavar="N", help="tokens per sequence")
     model.add_argument("--dropout", type=float, default=0.0)
     model.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
 
@@ -125,7 +119,7 @@ def _add_data_arguments(data: Any) -> None:
         "--tokenizer",
         choices=["bpe", "bytes"],
         default="bpe",
-        help="of a text: a byte-level BPE trained on it, with --vocab ids, or its bytes",
+        help="of a text: a byte-level BPE trained on it, with --vocab ids, or its bytes (default: bpe)",
     )
     data.add_argument(
         "--save-tokens", type=Path, metavar="X.bin", help="write a text's tokens there, and X.tokenizer.json beside"
@@ -135,9 +129,12 @@ def _add_data_arguments(data: Any) -> None:
 def _add_training_arguments(training: Any) -> None:
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     training.add_argument("--steps", type=int, default=20, help="optimizer steps in all, those before --resume too")
-    training.add_argument("--batch-size", dest="batch", type=int, default=4, help="sequences per forward and rank")
+    training.add_argument(
+        "--batch-size", "--batch", dest="batch", type=int, default=4, metavar="N", help="sequences per forward and rank"
+    )
     training.add_argument(
         "--gradient-accumulation",
+        "--accumulate",
         dest="accumulate",
         type=int,
         default=1,
@@ -150,7 +147,13 @@ def _add_training_arguments(training: Any) -> None:
     training.add_argument("--warmup", type=int, metavar="N", help="steps (default: a tenth of the schedule)")
     training.add_argument("--weight-decay", type=float, default=0.01, help="not for biases and norms")
     training.add_argument(
-        "--clip", dest="clipping", type=float, default=1.0, help="largest gradient norm; 0: no clipping"
+        "--clip",
+        "--clipping",
+        dest="clipping",
+        type=float,
+        default=1.0,
+        metavar="NORM",
+        help="largest gradient norm; 0: no clipping",
     )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default=precision)
     training.add_argument("--seed", type=int, default=0)
@@ -158,15 +161,22 @@ def _add_training_arguments(training: Any) -> None:
 
 def _add_memory_arguments(memory: Any) -> None:
     memory.add_argument(
-        "--device-memory", type=memory_size, metavar="SIZE", help="device budget, such as 24GiB (default: most of it)"
+        "--device-memory",
+        "--gpu-mem",
+        dest="gpu_mem",
+        metavar="BYTES",
+        help='device budget, such as "24GiB" (default: most of it)',
     )
     memory.add_argument(
         "--host-memory",
-        type=memory_size,
-        metavar="SIZE",
+        "--host-mem",
+        dest="host_mem",
+        metavar="BYTES",
         help="host budget for model data (default: most of its share)",
     )
-    memory.add_argument("--chunk-numel", type=int, metavar="N", help="elements per chunk")
+    memory.add_argument(
+        "--chunk-size", "--chunk-numel", dest="chunk_numel", type=int, metavar="N", help="elements per chunk"
+    )
     memory.add_argument("--margin-use-ratio", type=float, metavar="R", help="of spare memory, for optimizer states")
     memory.add_argument("--states-on-host", action="store_true", help="all optimizer states stay on the host")
     memory.add_argument("--cpu-embedding", action="store_true", help="embeddings stay on the host")
@@ -212,8 +222,8 @@ def _training_options(args: argparse.Namespace) -> TrainingOptions:
         schedule_steps=schedule_steps if args.schedule == "cosine" else None,
         clipping=args.clipping,
         accumulate=args.accumulate,
-        gpu_memory=args.device_memory,
-        host_memory=args.host_memory,
+        gpu_memory=args.gpu_mem,
+        host_memory=args.host_mem,
         chunk_numel=args.chunk_numel,
         margin_use_ratio=args.margin_use_ratio,
         states_on_host=args.states_on_host,

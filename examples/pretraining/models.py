@@ -48,7 +48,7 @@ class ModelShape:
         if self.vocab < 3:
             raise ValueError(f"--vocab is {self.vocab}; give 3 tokens or more")
         if self.length < 2:
-            raise ValueError(f"--seq-len is {self.length}; give 2 tokens or more")
+            raise ValueError(f"--length is {self.length}; give 2 tokens or more")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout is {self.dropout}; give 0 or more and less than 1")
 

@@ -48,7 +48,7 @@ class Corpus:
         """
         self._num_sequences = len(tokens) // length
         if self._num_sequences == 0:
-            raise ValueError(f"{name} has {len(tokens)} tokens, --seq-len is {length}; lower it or give more data")
+            raise ValueError(f"{name} has {len(tokens)} tokens, --length is {length}; lower it or give more data")
         self._tokens = tokens
         self._num_tokens = num_tokens
         self._length = length

@@ -37,6 +37,7 @@ from patrickstar.config.values import (
     Positive,
     Section,
     Switch,
+    SwitchOrPath,
     ignoring_case,
 )
 from patrickstar.config.zero import ZeroConfig
@@ -87,6 +88,12 @@ class _EngineKeys(Section):
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.
+    """
+    plan_cache: Annotated[SwitchOrPath | None, HONOURED] = None
+    """Whether plans are kept from run to run, so that the first step of a run like an earlier one replays a plan: True
+    (in ``patrickstar`` below ``XDG_CACHE_HOME``, else in ``~/.cache/patrickstar``), False, or the path of a folder for
+    them. None: what the environment variable ``PATRICKSTAR_PLAN_CACHE`` says (``0``, ``1`` or a path), or True. It
+    changes no number. With ``plan`` no other plan is read or kept.
     """
 
     @property

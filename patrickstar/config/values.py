@@ -102,6 +102,14 @@ def _path(value: Any) -> str:
     return str(os.fspath(value))
 
 
+def _switch_or_path(value: Any) -> bool | str:
+    if isinstance(value, int):
+        return _switch(value)
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise unexpected("give True, False or a path")
+    return str(os.fspath(value))
+
+
 def _pair(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise unexpected("give two numbers, such as (0.9, 0.999)")
@@ -164,6 +172,7 @@ Betas = Annotated[tuple[DecayRate, DecayRate], BeforeValidator(_pair)]
 PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
 Text = Annotated[str, BeforeValidator(_text)]
 FilePath = Annotated[str, BeforeValidator(_path)]
+SwitchOrPath = Annotated[bool | str, BeforeValidator(_switch_or_path)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 FloatType = Annotated[DataType, BeforeValidator(_data_type)]
 OffloadDevice = Literal["none", "cpu", "nvme"]

@@ -84,6 +84,7 @@ def initialize(
     parsed = parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED)
     log_accepted_options(parsed)
     sizes = resolve_batch_sizes(parsed, num_ranks_to_come())
+    parsed = parsed.model_copy(update={"gradient_accumulation_steps": sizes.accumulation_steps})
     if isinstance(model_parameters, Iterable):
         model_parameters = list(model_parameters)  # a generator is read twice below
     groups: ModelParameters = _groups(model_parameters)

@@ -11,7 +11,7 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
-from patrickstar.machine.engine_options import make_engine_options
+from patrickstar.machine.engine_options import bf16_master, make_engine_options
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
@@ -39,7 +39,9 @@ def build_core(module: nn.Module, params: SortedParams, config: Config, ranks: R
     """
     here = ranks.context
     size = _choose_chunk_size(module, params, config, budgets)
-    layout = make_layout(params, size.numel, len(ranks.members), ranks.control.rank)
+    num_ranks = len(ranks.members)
+    master = bf16_master(config.optimizer.speculation, num_ranks)
+    layout = make_layout(params, size.numel, num_ranks, ranks.control.rank, master)
     segments = ExpandableSegments(here.device, budgets.device_bytes)
     local = (here.local_rank, here.local_world_size)
     try:

@@ -98,7 +98,7 @@ def check_same_config(ranks: RankGroups, config: Config) -> None:
     Raises:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
-    shared = config.model_copy(update={"profile": None, "plan": None})
+    shared = config.model_copy(update={"profile": None, "plan": None, "plan_cache": None})
     ranks.check_agreement("the configuration", repr(shared))
 
 

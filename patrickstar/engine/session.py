@@ -23,6 +23,7 @@ from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.step_gradients import StepGradients
@@ -145,8 +146,8 @@ class Session:
         self._params: AdoptedParams | None = None
         self._is_inside = False  # a forward or a backward
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
-        self._replayed_with_others = False  # in the forward that failed
         self._num_pressure_evictions = 0
+        self._kept_plan = NoKeptPlan()
         note_open_session(self)
 
     def check_plan(self, saved: Plan | None) -> None:
@@ -166,7 +167,8 @@ class Session:
         """When all parameters are in chunks: from now on the module is used in place.
 
         Args:
-            saved_plan: the one to begin with, the same on all ranks; None: none.
+            saved_plan: the one to begin with, the same on all ranks; None: that of an earlier run like this one, if it
+                was kept.
         """
         module, plan = self.module, self.plan_of_params
         rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
@@ -201,9 +203,9 @@ class Session:
         )
         if self._profiler is not None:
             self._teardown.callback(self._profiler.close)
+        self._kept_plan = make_kept_plan(module, plan, self.config, self.ranks, self.runtime, self.layout)
         if saved_plan is not None:
-            times = saved_plan.times
-            self.runtime.adopt_timeline(saved_plan.timeline, times.as_core() if times is not None else None)
+            adopt_plan(self.runtime, saved_plan)
 
     def has_param(self, param: nn.Parameter) -> bool:
         """Whether it is one of the module's parameters that this engine has."""
@@ -233,7 +235,7 @@ class Session:
             inputs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
             return run(*inputs[0], **inputs[1])
 
-        return self.forward(forward)
+        return self.forward(forward, (args, kwargs))
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.compute_dtype
@@ -248,10 +250,10 @@ class Session:
         self.compiled.compile(module, compiler)
 
     @outside_of_graphs
-    def forward(self, call: Callable[[], Any]) -> Any:
-        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out.
-
-        Not on several ranks that replay their plan: the others would not gather once more what this one needs.
+    def forward(self, call: Callable[[], Any], inputs: Inputs | None = None) -> Any:
+        """Runs ``call``, one forward of the module; again with an emptier device where memory ran out, for which ranks
+        that replay a plan leave it until the step is over. ``inputs``: what the module is called with, where that is
+        known.
         """
         self.check_whole()
         training = self._is_training()
@@ -262,6 +264,7 @@ class Session:
             with self.guard(kind):
                 if training:
                     self._buffer_sync.run()
+                    self._kept_plan.begin_forward(inputs)
                 attempt = self._forwards.begin()
                 result = self._repeat(call, signals, attempt)
                 self._forwards.end(attempt)
@@ -279,20 +282,26 @@ class Session:
         with deferred_signals():
             self._trained.follow(lambda: self.guard("unfreezing"))
 
-    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, attempt: ForwardAttempt) -> Any:
-        for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
-            try:
-                return self._forward(call, signals, _C.Attempt.REPEATABLE)
-            except torch.OutOfMemoryError as error:
-                if not attempt.can_repeat() or self._replayed_with_others:
-                    raise
-                # The error itself is let go of: its traceback keeps the activations alive.
-                logger.warning(
-                    "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
-                )
-            attempt.rewind()
-            self.runtime.vacate_device(what)
-        return self._forward(call, signals, _C.Attempt.LAST)
+    def _repeat(self, call: Callable[[], Any], signals: deferred_signals, start: ForwardAttempt) -> Any:
+        attempt = _C.Attempt.FIRST
+        try:
+            for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
+                try:
+                    return self._forward(call, signals, attempt)
+                except torch.OutOfMemoryError as error:
+                    if not start.can_repeat() or not self.runtime.can_repeat_forward:
+                        raise
+                    # The error itself is let go of: its traceback keeps the activations alive.
+                    logger.warning(
+                        "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
+                    )
+                start.rewind()
+                self.runtime.undo_forward(what)
+                attempt = _C.Attempt.AGAIN
+            return self._forward(call, signals, _C.Attempt.LAST)
+        except BaseException:
+            self.runtime.abort_forward()
+            raise
 
     def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:
         training = self._is_training()
@@ -305,9 +314,7 @@ class Session:
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) and attempt == _C.Attempt.LAST:
                 explain_lack_of_memory(error, self.module, self.runtime.report())
-            self._replayed_with_others = self.runtime.replays and len(self.ranks.members) > 1
             self.observer.uses.forget_scopes()
-            self.runtime.abort_forward()
             raise
         finally:
             self._is_inside = False
@@ -465,6 +472,7 @@ class Session:
             self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
         self.stage = Stage.IDLE
         self._log_pressure()
+        self._kept_plan.end_step()
         if self._profiler is not None:
             self._profiler.end_step()
 
@@ -515,6 +523,7 @@ class Session:
         self._check_process()
         with deferred_signals():
             try:
+                self._kept_plan.close()
                 with self.guard("close"):
                     self.ranks.meet()
             except BaseException as error:

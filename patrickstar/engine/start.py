@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +44,10 @@ def start_session(
     try:
         with ranks.guard("opening the engine"):
             check_same_config(ranks, config)
-            budgets = common_budgets(ranks, make_budgets(config, ranks.context.device, ranks.context.local_world_size))
+            _check_sharing(ranks, config)
+            here = ranks.context
+            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
+            budgets = common_budgets(ranks, mine)  # from here on ranks take memory
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
@@ -104,33 +106,36 @@ def _open_ranks(local_rank: int, config: Config) -> RankGroups:
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
     if several and local_rank == 0:  # not said: torchrun knows
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-    device = _device(local_rank)
-    if several and device.type == "cuda":
-        _check_one_gpu_per_rank(config)
-    ranks = open_ranks(
-        device_type=device.type, timeout_seconds=config.rank_timeout_seconds, local_rank=local_rank if several else None
+    device = _device(local_rank, config)
+    return open_ranks(
+        device_type=device.type,
+        timeout_seconds=config.rank_timeout_seconds,
+        local_rank=local_rank if several else None,
+        device_index=device.index,
     )
-    if len(ranks.members) == 1:
-        ranks.context = dataclasses.replace(ranks.context, device=device)
-    return ranks
 
 
-def _check_one_gpu_per_rank(config: Config) -> None:
-    if config.client.mem_tracer.use_fake_dist:
+def _check_sharing(ranks: RankGroups, config: Config) -> None:
+    here = ranks.context
+    if here.num_device_ranks > 1 and not config.client.mem_tracer.use_fake_dist:
         raise ValueError(
-            "client.mem_tracer.use_fake_dist puts the ranks of this run on one GPU, but NCCL wants a GPU for each; "
-            "leave it out, or try several ranks without a GPU (CUDA_VISIBLE_DEVICES= simulates a device for each)"
+            f"{here.num_device_ranks} ranks of this run compute on one GPU ({here.device} of rank {here.rank}); let "
+            "each see one of its own (CUDA_VISIBLE_DEVICES, local_rank), or set client.mem_tracer.use_fake_dist, with "
+            "which ranks share GPUs through the host"
         )
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, config: Config) -> torch.device:
     if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
         raise ValueError(f"local_rank is {local_rank!r}; give the index of a GPU on this machine, 0 or more")
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    num_devices = torch.cuda.device_count()
+    index = local_rank % num_devices if config.client.mem_tracer.use_fake_dist else local_rank
+    if index >= num_devices:
         raise ValueError(
-            f"local_rank is {local_rank}, but this machine has {torch.cuda.device_count()} GPUs; give less"
+            f"local_rank is {local_rank}, but this process sees {num_devices} GPUs; give less, start as many ranks as "
+            "there are GPUs, or set client.mem_tracer.use_fake_dist, with which ranks share GPUs through the host"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_t
 from torch import nn
 
 from patrickstar._C import StateError
+from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
@@ -179,7 +180,9 @@ class PatrickStarAccelerator(Accelerator):
             )
         self._user_dtype = only_dtype(model)
         taken = groups_of(optimizer)
-        config = with_optimizer(self._config, taken)
+        config = parse_config(with_optimizer(self._config, taken)).model_copy(
+            update={"gradient_accumulation_steps": self.gradient_accumulation_steps}
+        )
         engine, hybrid = initialize_engine(lambda: model, self.local_process_index, config, lambda _: taken.groups)
         with opening(engine._session):
             move_state(optimizer, hybrid)

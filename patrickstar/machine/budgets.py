@@ -23,14 +23,15 @@ class Budgets:
 
 
 # What of a GPU an engine leaves when nobody says: kernels are loaded, and libraries take workspaces of their own, as
-# they are used; NCCL has buffers beside.
+# they are used; NCCL, where it connects ranks, has buffers beside.
 _DEVICE_RESERVE_SHARE = 0.02
 _COLLECTIVES_RESERVE_BYTES = 3 * 2**29
 
 
-def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1) -> Budgets:
+def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1, num_device_ranks: int = 1) -> Budgets:
     """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
-    ratios that it gives, else what is free; the ``num_local_ranks`` of this machine share the host's.
+    ratios that it gives, else what is free; the ``num_local_ranks`` of this machine share the host's, and the
+    ``num_device_ranks`` on one GPU share that one's. None of them may take memory before all have asked.
 
     Engines of one process share one budget: what this configuration does not give is that of those that are open.
     """
@@ -42,7 +43,9 @@ def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1)
     elif shared is not None and tracer.overall_gpu_mem_ratio is None:
         device_bytes = shared[0]
     elif device.type == "cuda":
-        device_bytes = _gpu_bytes(device, tracer.overall_gpu_mem_ratio, sharers, num_local_ranks)
+        by_nccl = num_local_ranks > 1 and num_device_ranks == 1
+        device_sharers = num_device_ranks if num_local_ranks > 1 else sharers
+        device_bytes = _gpu_bytes(device, tracer.overall_gpu_mem_ratio, device_sharers, by_nccl)
     else:
         device_bytes = _C.UNLIMITED
     if config.host_memory is not None:
@@ -56,14 +59,13 @@ def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1)
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
 
 
-def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, num_local_ranks: int) -> int:
+def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl: bool) -> int:
     """The ratio of the GPU's memory; without one what other processes leave of it, less what is used outside of
-    PyTorch's allocator. ``sharers`` processes divide it.
+    PyTorch's allocator. ``sharers`` processes divide it; what PyTorch holds in this one is its own.
     """
     free, total = torch.cuda.mem_get_info(device)
     if ratio is not None:
         return int(total * ratio) // sharers
-    reserve = int(total * _DEVICE_RESERVE_SHARE) + (_COLLECTIVES_RESERVE_BYTES if num_local_ranks > 1 else 0)
+    reserve = int(total * _DEVICE_RESERVE_SHARE) + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
     own = torch.cuda.memory_reserved(device)
-    left = free + own if sharers == 1 else total // sharers
-    return max(left - reserve, total // 100)
+    return max(free // sharers + own - reserve, total // 100)

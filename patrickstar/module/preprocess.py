@@ -254,8 +254,16 @@ def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: in
     return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
 
 
-def make_layout(params: SortedParams, chunk_numel: int, num_ranks: int = 1, rank: int = 0) -> _C.Layout:
-    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards."""
+def make_layout(
+    params: SortedParams,
+    chunk_numel: int,
+    num_ranks: int = 1,
+    rank: int = 0,
+    bf16_master: _C.StateType = _C.StateType.FLOAT32,
+) -> _C.Layout:
+    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards. ``bf16_master`` is
+    what parameters that compute in bfloat16 have as their master (machine/engine_options.py).
+    """
     return _C.Layout.pack(
         numels=[spec.param.numel() for spec in params.chunked],
         dtypes=[DTYPES[spec.compute_dtype] for spec in params.chunked],
@@ -263,4 +271,5 @@ def make_layout(params: SortedParams, chunk_numel: int, num_ranks: int = 1, rank
         chunk_numel=chunk_numel,
         num_ranks=num_ranks,
         rank=rank,
+        bf16_master=bf16_master,
     )

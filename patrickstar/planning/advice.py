@@ -134,7 +134,7 @@ def _more_device_memory(question: Question, num_bytes: int) -> Proposal:
 def _host_memory(answer: Answer) -> Iterator[Proposal]:
     """Enough for all updates to begin in backward: the parameters' alone, then the states' too."""
     question, case = answer.question, answer.chosen
-    if question.setting.speculation is not Speculation.AUTO:
+    if not question.setting.updates_take_memory:
         return
     trained = sum(chunk.shard_numel for chunk in case.plan.chunks if chunk.trainable)
     is_all_ahead = case.num_speculated_chunks + case.num_device_state_chunks >= _num_trainable(answer)

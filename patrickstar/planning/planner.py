@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from patrickstar.config import Speculation
+from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import Machine
@@ -191,9 +192,11 @@ class Planner:
         return sorted({asked if ample else scarce for asked, scarce in trace.scarce_numels.items()})
 
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
-        key = (question.workload, question.machine, question.cluster, size)
+        num_ranks = question.cluster.num_ranks
+        master = bf16_master(question.setting.speculation, num_ranks)
+        key = (question.workload, question.machine, question.cluster, size, master)
         if key not in self._predictors:
-            layout = make_layout(trace.params, size, question.cluster.num_ranks)
+            layout = make_layout(trace.params, size, num_ranks, bf16_master=master)
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, question.cluster)
         return self._predictors[key]
 

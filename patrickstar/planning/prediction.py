@@ -93,6 +93,16 @@ class Setting:
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
 
+    @property
+    def backwards(self) -> _C.Backwards:
+        """What the engine knows of them (``gradient_accumulation_steps``)."""
+        return _C.Backwards.SEVERAL if self.accumulation > 1 else _C.Backwards.ONE
+
+    @property
+    def updates_take_memory(self) -> bool:
+        """Whether updates on the host start during backward beside the old values; never while gradients add up."""
+        return self.accumulation == 1 and self.speculation in (Speculation.AUTO, Speculation.ALWAYS)
+
 
 class DoesNotFitError(_C.MemoryBudgetError):
     """A model does not fit the budgets; the message says by how much."""
@@ -123,6 +133,10 @@ class Case:
     """Of these, chunks whose states are updated behind the step, since memory suffices for their parameters alone."""
     host_bytes: int
     """Parameters and optimizer states on the host, of one rank."""
+    host_peak_bytes: int
+    """The most that one rank's engine maps of the host: also new values of updates ahead of the step, gradients on
+    their way, and places of states that move to the device after the first step.
+    """
     least_device_bytes: int
     """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
@@ -169,10 +183,7 @@ class Predictor:
     def predict(self, setting: Setting) -> Case:
         """With these budgets. Raises DoesNotFitError."""
         layout, chunks = self._layout, self._chunks
-        homes = [_home_bytes(chunk) for chunk in chunks]
-        largest_grad = max(_grad_bytes(chunk) for chunk in chunks)
-        sums = sum(map(_sum_bytes, chunks)) if setting.accumulation > 1 else 0
-        least_host = sum(homes) + largest_grad + sums
+        _, least_host = _C.initial_placement(layout, _C.UNLIMITED, 0, setting.backwards)
         budget = self._budget(setting)
         least = self._least_device_bytes(setting)
         if least > setting.device_bytes:
@@ -181,12 +192,12 @@ class Predictor:
                 f"moment's chunks; give at least {enough_size(least)}",
                 least_device_bytes=least,
             )
-        on_device = self._place(setting, budget, sums)
+        first_on_device, on_device = self._place(setting, budget)
         timed = _slowed(self._timeline(on_device), self._cluster.slowdown(self._machine))
-        host_bytes = sum(home for home, at in zip(homes, on_device, strict=True) if not at) + sums
+        host_bytes = sum(_held_bytes(chunk, setting) for chunk, at in zip(chunks, on_device, strict=True) if not at)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         planned = planned_chunks(layout, on_device)
-        ahead = _ahead(setting.speculation, chunks, on_device, room)
+        ahead = _ahead(setting, chunks, on_device, room)
 
         def play(updates: Sequence[_C.UpdateAt]) -> Plan:
             choose = functools.partial(_choose_plan, layout, timed, on_device, budget, updates)
@@ -211,6 +222,14 @@ class Predictor:
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
             host_bytes=host_bytes,
+            host_peak_bytes=_C.host_peak_bytes(
+                layout,
+                first_on_device,
+                on_device,
+                setting.host_bytes,
+                updates_ahead=setting.updates_take_memory,
+                backwards=setting.backwards,
+            ),
             least_device_bytes=least,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
@@ -265,7 +284,7 @@ class Predictor:
         """
         budget = self._budget(setting)
         usual = self._num_states(budget)
-        if setting.speculation is not Speculation.AUTO:
+        if not setting.updates_take_memory:
             return usual, usual
         budget.host_limit_bytes = 0
         return usual, self._num_states(budget)
@@ -290,18 +309,17 @@ class Predictor:
         """The ``host_memory`` that makes an engine have so many chunks' states on the device, and of the others update
         so many as a whole in backward and the rest parameters first; None where that is not less.
         """
-        if setting.speculation is not Speculation.AUTO:
+        if not setting.updates_take_memory:
             return None
-        sums = sum(map(_sum_bytes, self._chunks)) if setting.accumulation > 1 else 0
         on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
-        num_bytes = self._bytes_ahead(count) + sums + sum(map(_state_bytes, on_host[:num_whole]))
+        num_bytes = self._bytes_ahead(count) + sum(map(_state_bytes, on_host[:num_whole]))
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:
         """What the chunks from ``first`` on take on the host with new compute values beside the old ones."""
         rest = self._chunks[first:]
         new_values = sum(_grad_bytes(chunk) for chunk in rest if chunk["trainable"])
-        return _C.reserved_gradient_bytes(self._layout) + sum(map(_home_bytes, rest)) + new_values
+        return _C.reserved_gradient_bytes(self._layout) + sum(chunk["home_bytes"] for chunk in rest) + new_values
 
     @property
     def _nowhere(self) -> list[bool]:
@@ -318,7 +336,8 @@ class Predictor:
         budget.limit_bytes = int(setting.device_bytes * (1 - _C.CUDA_SLACK_RATIO))
         budget.margin_use_ratio = setting.margin_use_ratio
         budget.keeps_gradients = setting.speculation is not Speculation.COMMIT
-        if setting.speculation is Speculation.AUTO:
+        budget.backwards = setting.backwards
+        if setting.updates_take_memory:
             budget.host_limit_bytes = setting.host_bytes
         return budget
 
@@ -327,23 +346,26 @@ class Predictor:
         problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
         return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
 
-    def _place(self, setting: Setting, budget: _C.DeviceBudget, sums: int) -> list[bool]:
-        """By chunk, whether its states are on the device: those that the host cannot hold, then those of the margin."""
+    def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[bool], list[bool]]:
+        """By chunk, whether its states are on the device: at first those that the host cannot hold, then those of the
+        margin as well.
+        """
         chunks = self._chunks
         room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
-        on_device, host_bytes = _C.initial_placement(self._layout, max(setting.host_bytes - sums, 0), room)
-        host_bytes += sums
+        first, host_bytes = _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards)
         if host_bytes > setting.host_bytes:
+            once = "parameters and optimizer states"
+            what = once if setting.accumulation == 1 else "parameters, optimizer states and gradients that accumulate"
             raise DoesNotFitError(
-                f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; parameters and optimizer states take "
-                f"{show_size(sum(map(_home_bytes, chunks)) + sums)}, of which the GPU has room for "
+                f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; {what} take "
+                f"{show_size(sum(_held_bytes(chunk, setting) for chunk in chunks))}, of which the GPU has room for "
                 f"{show_size(max(room, 0))} before activations; raise host_memory to at least "
                 f"{enough_size(host_bytes)}, or device_memory",
                 least_host_bytes=host_bytes,
             )
         moments = self._timeline(self._nowhere).moments
         count = _C.num_device_state_chunks(self._layout, moments, budget) if setting.hybrid_adam else 0
-        return [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(on_device)]
+        return first, [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(first)]
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
@@ -407,17 +429,17 @@ def _choose_plan(
 
 
 def _ahead(
-    speculation: Speculation, chunks: Sequence[Mapping[str, Any]], on_device: Sequence[bool], room: int
+    setting: Setting, chunks: Sequence[Mapping[str, Any]], on_device: Sequence[bool], room: int
 ) -> list[_C.UpdateAt | None]:
     """By chunk, how much of its update on the host is made during backward, None for nothing: as
     csrc/engine/speculation.cpp chooses with ``room`` bytes of host memory. In place needs none.
     """
     updated = [i for i, chunk in enumerate(chunks) if chunk["trainable"] and not on_device[i]]
     ahead: list[_C.UpdateAt | None] = [None] * len(chunks)
-    if speculation is Speculation.NEVER:
-        return ahead
-    if speculation is Speculation.COMMIT:
+    if setting.speculation is Speculation.COMMIT:
         return [_C.UpdateAt.HOST_AT_RETIRE if i in updated else None for i in range(len(chunks))]
+    if not setting.updates_take_memory:
+        return ahead
     for index in updated:
         if _grad_bytes(chunks[index]) <= room:
             room -= _grad_bytes(chunks[index])
@@ -474,13 +496,10 @@ def _grad_bytes(chunk: Mapping) -> int:
 
 
 def _state_bytes(chunk: Mapping) -> int:
-    return 12 * chunk["shard_numel"]
+    return chunk["home_bytes"] - _grad_bytes(chunk)
 
 
-def _sum_bytes(chunk: Mapping) -> int:
-    """What a chunk's gradients take while they are added up, in float32."""
-    return 4 * chunk["shard_numel"] if chunk["trainable"] else 0
-
-
-def _home_bytes(chunk: Mapping) -> int:
-    return _grad_bytes(chunk) + (_state_bytes(chunk) if chunk["trainable"] else 0)
+def _held_bytes(chunk: Mapping, setting: Setting) -> int:
+    """What a chunk takes where it is at home, with its gradient and the sum in float32 where gradients accumulate."""
+    accumulates = chunk["trainable"] and setting.accumulation > 1
+    return chunk["home_bytes"] + (_grad_bytes(chunk) + 4 * chunk["shard_numel"] if accumulates else 0)

@@ -101,13 +101,14 @@ class Plan:
     @property
     def digest(self) -> str:
         """Tells plans from each other, for comparing what ranks have."""
-        return hashlib.sha256(self._as_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Writes JSON of version ``VERSION``."""
-        Path(path).write_text(self._as_json() + "\n", encoding="utf-8")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
-    def _as_json(self) -> str:
+    def to_json(self) -> str:
+        """The text that :meth:`from_json` reads, one line of JSON of version ``VERSION``."""
         fields = {
             "format": _FORMAT,
             "version": VERSION,
@@ -127,14 +128,29 @@ class Plan:
             OSError: it cannot be read.
         """
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except ValueError as error:
             raise ValueError(f"{path} is not a plan: {error}") from error
+        return cls.from_json(text, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Plan:
+        """Reads what :meth:`to_json` gave; ``source`` names where the text comes from.
+
+        Raises:
+            ValueError: the text is no plan, or of another version, or damaged.
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{source} is not a plan: {error}") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
-            raise ValueError(f"{path} is not a plan; write one with engine.plan().save(path)")
+            raise ValueError(f"{source} is not a plan; write one with engine.plan().save(path)")
         version = fields.pop("version", None)
         if version != VERSION:
-            raise ValueError(f"{path} is a plan of version {version}, this PatrickStar reads {VERSION}; write it again")
+            raise ValueError(
+                f"{source} is a plan of version {version}, this PatrickStar reads {VERSION}; write it again"
+            )
         try:
             times, prediction = fields.pop("times"), fields.pop("prediction")
             plan = cls(
@@ -152,7 +168,7 @@ class Plan:
             plan._check_chunks()
             plan._check_times()
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path} is a damaged plan: {type(error).__name__} {error}; write it again") from error
+            raise ValueError(f"{source} is a damaged plan: {type(error).__name__} {error}; write it again") from error
         return plan
 
     def _check_chunks(self) -> None:
@@ -240,7 +256,8 @@ def _plain_arrays(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> list[list[Any]]
 
 def _plain_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
     accesses = [[chunk, kind.name, mode.name] for chunk, kind, mode in moment["accesses"]]
-    return {"phase": moment["phase"].name, "accesses": accesses, "tide_peak_bytes": moment["tide_peak_bytes"]}
+    plain = {"phase": moment["phase"].name, "accesses": accesses, "tide_peak_bytes": moment["tide_peak_bytes"]}
+    return plain | _forward_ends(moment)
 
 
 def _core(array: Sequence[Any]) -> tuple[int, _C.ArrayKind]:
@@ -256,4 +273,9 @@ def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
         "phase": _C.Phase.__members__[moment["phase"]],
         "accesses": [(*_core(access), _C.AccessMode.__members__[access[2]]) for access in moment["accesses"]],
         "tide_peak_bytes": int(moment["tide_peak_bytes"]),
-    }
+    } | _forward_ends(moment)
+
+
+def _forward_ends(moment: Mapping[str, Any]) -> dict[str, int]:
+    """How many forwards are over after the moment, where any is."""
+    return {"ends_forwards": int(moment["ends_forwards"])} if "ends_forwards" in moment else {}

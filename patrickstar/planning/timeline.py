@@ -36,7 +36,7 @@ class TimedTimeline:
 
 def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
     """The timeline of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
-    not leave; with several all do, when they are scattered.
+    not leave, unless their masters are split; with several all do, when they are scattered.
     """
     model = _AccessModel(layout, states_on_device, uses)
     for use in uses.uses:
@@ -81,7 +81,11 @@ class _AccessModel:
         self._param_bytes = _param_bytes(specs, layout)
         self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
         self._static_bytes = uses.static_bytes
-        self._leaves = [layout.num_ranks > 1 or not at for at in states_on_device]  # by chunk: its gradient's slot
+        several = layout.num_ranks > 1
+        self._leaves = [  # by chunk: its gradient's slot
+            several or not at or spec["master"] == _C.StateType.LOWER_HALF
+            for spec, at in zip(specs, states_on_device, strict=True)
+        ]
         self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}
         self._num_uses = [0] * len(self._chunk_of)
         self._holds = [0] * len(chunks)

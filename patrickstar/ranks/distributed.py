@@ -44,11 +44,15 @@ class DistributedContext:
     world_size: int = 1
     """Number of processes in the run, over all nodes."""
     local_rank: int = 0
-    """From 0 to `local_world_size` - 1, among those on this node; the index of this process's GPU."""
+    """From 0 to `local_world_size` - 1, among those on this node; the index of this process's GPU, unless ranks share
+    GPUs.
+    """
     local_world_size: int = 1
     """Processes of the run on this node: they share its cores, memory and links."""
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     """The device on which this process computes."""
+    num_device_ranks: int = 1
+    """Ranks of the run that compute on the GPU of this process, itself included; simulated devices are never shared."""
 
 
 class RankGroups:
@@ -165,7 +169,10 @@ class RankGroups:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        for part in (self.gather, self.scatter, self.control):
+        parts = (self.control, self.gather, self.scatter)
+        for part in parts:  # before any is closed: on a GPU what one has begun may be behind what waits in another
+            part.abort()
+        for part in parts:
             part.close()
         for group in self._groups:
             dist.destroy_process_group(group)
@@ -189,17 +196,20 @@ def open_ranks(
     device_type: str = "cpu",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     local_rank: int | None = None,
+    device_index: int | None = None,
     ranks: Sequence[int] | None = None,
 ) -> RankGroups:
     """The groups of `ranks` (default: all), each of which must call this; the others need not.
 
-    `device_type` is "cpu" (gloo) or "cuda" (NCCL); `local_rank` overrides LOCAL_RANK. `timeout_seconds` bounds every
-    wait for another rank. Raises RankFailure when a rank does not come, StateError for an incomplete environment.
+    `device_type` is "cpu" (gloo) or "cuda" (NCCL; through the host, over gloo, where two ranks have one GPU);
+    `local_rank` overrides LOCAL_RANK, `device_index` is the GPU's where that is not `local_rank`. `timeout_seconds`
+    bounds every wait for another rank. Raises RankFailure when a rank does not come, StateError for an incomplete
+    environment.
     """
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
     if not _enter_world(timeout_seconds):
-        context = _make_context(0, 1, local_rank, device_type, lambda: [_host()])
+        context = _make_context(0, 1, local_rank, device_type, device_index, lambda: [_host()])
         groups = RankGroups(context, (0,), timeout_seconds)
         groups.gather = groups.scatter = _single_communicator(context.device)
         return groups
@@ -212,7 +222,9 @@ def open_ranks(
     try:
         prefix = _new_prefix(store, members, rank)
         _call_the_roll(store, prefix, members, rank, timeout_seconds)
-        context = _make_context(rank, world_size, local_rank, device_type, lambda: _hosts(store, prefix, members, rank))
+        context = _make_context(
+            rank, world_size, local_rank, device_type, device_index, lambda: _hosts(store, prefix, members, rank)
+        )
     except BaseException:
         _leave_world()
         raise
@@ -373,7 +385,9 @@ def _hosts(store: dist.Store, prefix: str, members: Sequence[int], rank: int) ->
     return [store.get(f"{prefix}/host/{member}").decode() for member in members]
 
 
-def _make_context(rank: int, world_size: int, local_rank: int | None, device_type: str, hosts) -> DistributedContext:
+def _make_context(
+    rank: int, world_size: int, local_rank: int | None, device_type: str, device_index: int | None, hosts
+) -> DistributedContext:
     told_rank, told_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     if world_size == 1:
         local_rank = int(told_rank or 0) if local_rank is None else local_rank
@@ -387,7 +401,8 @@ def _make_context(rank: int, world_size: int, local_rank: int | None, device_typ
         if local_rank is None:
             local_rank = int(told_rank) if told_rank is not None else mine.index(rank)
         local_world_size = len(mine)
-    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    index = local_rank if device_index is None else device_index
+    device = torch.device("cuda", index) if device_type == "cuda" else torch.device("cpu")
     return DistributedContext(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size, device=device
     )
@@ -407,12 +422,15 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     index = members.index(context.rank)
     groups.control = _C.collective.make_c10d_control(_gloo_group(groups).group_name, timeout_seconds)
     if context.device.type == "cuda":
-        groups.control.exchange(b"", "connecting NCCL")  # NCCL waits without end for a rank that does not come
-        groups.gather = _nccl_communicator(store, f"{prefix}/gather", index, len(members), context.device)
-        groups.scatter = _nccl_communicator(store, f"{prefix}/scatter", index, len(members), context.device)
+        # Also because NCCL waits without end for a rank that does not come.
+        gpus = groups.control.exchange(_gpu_name(context.device).encode(), "which GPU each rank has")
+        groups.context = dataclasses.replace(context, num_device_ranks=gpus.count(gpus[index]))
+        is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group talk in the same way
+        connect = _staged_communicator if is_shared else _nccl_communicator
     else:
-        groups.gather = _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
-        groups.scatter = _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
+        connect = _host_communicator
+    groups.gather = connect(groups, store, f"{prefix}/gather")
+    groups.scatter = connect(groups, store, f"{prefix}/scatter")
     parts = [groups.control, groups.gather, groups.scatter]
 
     def stop_all() -> None:
@@ -446,16 +464,31 @@ def _gloo_group(groups: RankGroups) -> dist.ProcessGroup:
     return group
 
 
-def _nccl_communicator(
-    store: dist.Store, key: str, index: int, size: int, device: torch.device
-) -> _C.collective.Communicator:
+def _gpu_name(device: torch.device) -> str:
+    """The same in all processes, whichever GPUs they see (CUDA_VISIBLE_DEVICES)."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _nccl_communicator(groups: RankGroups, store: dist.Store, key: str) -> _C.collective.Communicator:
+    size, index, device = len(groups.members), groups.members.index(groups.context.rank), groups.context.device
     if index == 0:
         store.set(key, _C.collective.make_nccl_id())
     return _C.collective.make_nccl_communicator(store.get(key), rank=index, size=size, device=device.index)
 
 
+def _staged_communicator(groups: RankGroups, _store: dist.Store, _key: str) -> _C.collective.Communicator:
+    name = _gloo_group(groups).group_name
+    return _C.collective.make_cuda_staged_communicator(name, device=groups.context.device.index)
+
+
+def _host_communicator(groups: RankGroups, _store: dist.Store, _key: str) -> _C.collective.Communicator:
+    return _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
+
+
 def _warm_up(groups: RankGroups) -> None:
-    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not."""
+    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. On a shared GPU
+    all ranks have begun to use it before any asks what is free.
+    """
     size = len(groups.members)
     memory = torch.zeros(3, size, 4, device=groups.context.device)
     whole, scratch, shard = (part.data_ptr() for part in memory)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks import distributed
 from patrickstar.ranks.distributed import DistributedContext, open_ranks
 from tests.distributed import ROOT, free_port, run_ranks
 
@@ -45,6 +46,7 @@ def test_alone(no_ranks, monkeypatch, world_size):
 def test_the_device_is_that_of_the_local_rank(no_ranks, monkeypatch):
     assert open_ranks(device_type="cuda").context.device == torch.device("cuda", 0)
     assert open_ranks(device_type="cuda", local_rank=2).context.device == torch.device("cuda", 2)
+    assert open_ranks(device_type="cuda", local_rank=2, device_index=0).context.device == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "3")
     context = open_ranks(device_type="cuda").context
     assert (context.local_rank, context.device) == (3, torch.device("cuda", 3))
@@ -94,6 +96,31 @@ def use_the_users_world():
 
 def test_an_initialised_torch_distributed_is_used_and_left():
     assert run_ranks(2, use_the_users_world) == [([[b"0", b"1"]] * 2, 2.0)] * 2
+
+
+def share_gpus(gpus):
+    """What a rank has whose GPU is `gpus[rank]`, with the host's communicators for those of a GPU."""
+    made = []
+
+    def make_staged(group_name, *, device):
+        made.append(device)
+        return _C.collective.make_c10d_communicator(group_name)
+
+    distributed._gpu_name = lambda device: gpus[int(os.environ["RANK"])]
+    distributed._warm_up = lambda groups: None
+    _C.collective.make_cuda_staged_communicator = make_staged
+    with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:
+        whole = torch.zeros(ranks.gather.size)
+        whole[ranks.gather.rank] = ranks.gather.rank
+        ranks.gather.all_gather(whole.data_ptr(), 4)
+        context = ranks.context
+        return made, whole.tolist(), (context.local_rank, context.device.index, context.num_device_ranks)
+
+
+def test_ranks_that_share_a_gpu_talk_through_the_host():
+    """All of them do, also the one that has a GPU of its own."""
+    results = run_ranks(3, share_gpus, ["GPU-a", "GPU-b", "GPU-a"])
+    assert results == [([0, 0], [0.0, 1.0, 2.0], (rank, 0, sharers)) for rank, sharers in enumerate([2, 1, 2])]
 
 
 def use_groups_of_some():

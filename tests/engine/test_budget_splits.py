@@ -4,11 +4,13 @@ do not hold is refused with the number that is missing.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
 from patrickstar import _C, MemoryBudgetError
+from patrickstar.config import Dialect, parse_config
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train
@@ -16,6 +18,7 @@ from tests.training import assert_same, least_device_memory, make_config, train
 STEPS = 3
 DEVICES = [1.0, 1.2, 1.6, 2.2, 3.2]
 """Of the least that works where the host holds everything."""
+SEVERAL = _C.Backwards.SEVERAL
 SUMS = [1.02, 1.05, 1.1]
 """Of the need: what the host holds then, and that least device; no chunk is divided."""
 GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
@@ -91,3 +94,40 @@ def test_updates_ahead_where_chunks_are_at_home_on_both(device_share, host_share
     assert 0 < report["num_device_state_chunks"] < report["num_chunks"]
     assert report["num_speculated_updates"] == report["num_updates_taken_over"] > 7 * report["num_chunks"] / 3
     assert_same(run, train(GPT2, splits.config | {"device_memory": None, "host_memory": None}, steps=8))
+
+
+def accumulating(config, **keys):
+    """The configuration of patrickstar.initialize whose steps have two backwards."""
+    keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0, **keys}
+    return parse_config({**config, **keys}, Dialect.DEEPSPEED)
+
+
+def test_accumulation_is_known_before_the_first_step():
+    """What has room for gradients and their float32 sums trains, however it is split; what has not is refused before
+    the first step, with the host memory that would do.
+    """
+    config = make_config("bf16", default_chunk_size=16 * 1024)
+    unlimited = train(GPT2, config, steps=STEPS, accumulate=2)
+    least_device = least_device_memory(GPT2, config, steps=STEPS, accumulate=2)
+    engine, _ = initialize_engine(GPT2.build, 0, config)
+    with engine:
+        layout = engine._session.layout
+        once, several = (_C.initial_placement(layout, 2**60, 0, known)[1] for known in (_C.Backwards.ONE, SEVERAL))
+    elements = unlimited.report["num_chunk_elements"]
+    assert 0 <= several - once - 6 * elements <= 8192 * unlimited.report["num_chunks"]  # whole pages
+    count = 0
+    for device_share, share in itertools.product(DEVICES[::2], SUMS[:2]):
+        device_bytes = int(least_device * device_share)
+        host_bytes = int((least_device + several) * share) - device_bytes
+        if host_bytes > 0:
+            limits = {"device_memory": device_bytes, "host_memory": host_bytes}
+            run = train(GPT2, accumulating(config, **limits), steps=STEPS, accumulate=2)
+            assert_same(run, unlimited)
+            count += 1
+    assert count >= 5
+    small = {"device_memory": least_device, "host_memory": once}
+    with pytest.raises(MemoryBudgetError, match=r"gradients that accumulate \(gradient_accumulation_steps\)") as caught:
+        initialize_engine(GPT2.build, 0, accumulating(config, **small))
+    least = int(re.search(r"raise host_memory to at least (\d+) bytes", str(caught.value))[1])
+    assert least > once
+    initialize_engine(GPT2.build, 0, accumulating(config, **{**small, "host_memory": least}))[0].close()

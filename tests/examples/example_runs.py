@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import patrickstar
 
@@ -30,6 +37,31 @@ def run_example(
     )
     print(" ".join(command), result.stdout, result.stderr[-2000:], sep="\n")
     return result
+
+
+@contextlib.contextmanager
+def imported_example(name: str) -> Iterator[ModuleType]:
+    """A script as a module; neither it, its parts nor its environment variables stay behind."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(os, "environ", os.environ.copy())
+        yield importlib.import_module(name)
+    for module in set(sys.modules) - before:
+        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(EXAMPLES)):
+            del sys.modules[module]
+
+
+def stop_after(example: ModuleType, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes in the step ``step`` of the next run of ``example``, which has ``common``."""
+    train_step, steps = example.common.train_step, iter(range(1, 1000))
+
+    def interrupted(*args):
+        if next(steps) == step:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(*args)
+
+    monkeypatch.setattr(example.common, "train_step", interrupted)
 
 
 def figure(output: str, pattern: str) -> float:

@@ -5,7 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from example_runs import check_report, figure, is_png, run_example
+from example_runs import check_report, figure, imported_example, is_png, run_example, stop_after
+from safetensors.torch import load_file
+
+from tests.bits import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +78,7 @@ def test_bert_learns_sentences_and_finetunes_what_it_saved(tmp_path):
         "--device-memory",
         "8MiB",
         "--output-dir",
-        tmp_path,
+        tmp_path / "again",
     )
     assert again.returncode == 0, again.stderr
     assert "language modelling" not in again.stdout
@@ -86,10 +89,30 @@ def test_bert_learns_sentences_and_finetunes_what_it_saved(tmp_path):
 def test_gpt2_learns_pairs(tmp_path):
     write_pair_task(tmp_path)
     flags = ("--data", tmp_path, "--arch", "gpt2", *SMALL)
-    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 1, "--epochs", 20, "--output-dir", tmp_path)
+    result = run_example("finetune_clue.py", *flags, "--lm-epochs", 1, "--epochs", 20, "--output-dir", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     check_report(result.stdout, "majority class")
-    assert is_png(tmp_path / "clue-gpt2-curves.png")
+    assert is_png(tmp_path / "out" / "clue-gpt2-curves.png")
+
+
+@pytest.mark.parametrize("step", [3, 8], ids=["language model", "classifier"])
+def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(step, tmp_path, monkeypatch, capsys):
+    """Whichever of both trainings was interrupted; the first has six steps."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_pair_task(data)
+    flags = ["--data", data, *SMALL, "--lm-epochs", 0.5, "--steps", 4, "--save", "--output-dir"]
+    flags = [str(flag) for flag in flags]
+    with imported_example("finetune_clue") as example:
+        assert example.main([*flags, str(tmp_path / "straight")]) == 0
+        with monkeypatch.context() as patch:
+            stop_after(example, step, patch)
+            assert example.main([*flags, str(tmp_path / "parts")]) == 130
+        assert capsys.readouterr().out.endswith(" --resume\n")
+        assert example.main([*flags, str(tmp_path / "parts"), "--resume"]) == 0
+    assert ("language modelling" in capsys.readouterr().out) == (step == 3)
+    first, second = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "parts"))
+    assert_same_bits(second, first)
 
 
 def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
@@ -97,9 +120,9 @@ def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
     write_sentence_task(tmp_path)
     lines = (tmp_path / "test_public.json").read_text(encoding="utf-8")
     (tmp_path / "test_public.json").write_text(lines + lines.splitlines()[0] + "\n", encoding="utf-8")
-    flags = ("--data", tmp_path, *SMALL[:-2], "--lm-epochs", 0, "--dropout", 0, "--steps", 12, "--output-dir", tmp_path)
-    one = run_example("finetune_clue.py", *flags, "--batch-size", 16)
-    two = run_example("finetune_clue.py", *flags, "--batch-size", 8, ranks=2, timeout_seconds=120)
+    flags = ("--data", tmp_path, *SMALL[:-2], "--lm-epochs", 0, "--dropout", 0, "--steps", 12, "--output-dir")
+    one = run_example("finetune_clue.py", *flags, tmp_path / "one", "--batch-size", 16)
+    two = run_example("finetune_clue.py", *flags, tmp_path / "two", "--batch-size", 8, ranks=2, timeout_seconds=120)
     assert one.returncode == two.returncode == 0
     for number in (r"training loss +([0-9.]+)", r"held-out loss +([0-9.]+)", r"test loss +([0-9.]+)"):
         assert figure(two.stdout, number) == pytest.approx(figure(one.stdout, number), rel=1e-3)
@@ -107,11 +130,11 @@ def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
 
 def test_two_ranks_train_a_language_model_first(tmp_path):
     write_pair_task(tmp_path)
-    flags = ("--data", tmp_path, *SMALL, "--lm-epochs", 0.5, "--steps", 4, "--output-dir", tmp_path)
+    flags = ("--data", tmp_path, *SMALL, "--lm-epochs", 0.5, "--steps", 4, "--output-dir", tmp_path / "output")
     result = run_example("finetune_clue.py", *flags, ranks=2, timeout_seconds=120)
     assert result.returncode == 0
     assert result.stdout.count("training loss") == 2
-    assert is_png(tmp_path / "clue-bert-lm-curves.png")
+    assert is_png(tmp_path / "output" / "clue-bert-lm-curves.png")
 
 
 def test_without_data_says_where_clue_is():
@@ -123,5 +146,5 @@ def test_without_data_says_where_clue_is():
 
 def test_with_an_empty_folder_says_what_it_needs(tmp_path):
     result = run_example("finetune_clue.py", "--data", tmp_path)
-    assert result.returncode not in (0, 2)
+    assert result.returncode == 2
     assert "train.json" in result.stderr and "Traceback" not in result.stderr

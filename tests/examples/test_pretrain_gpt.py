@@ -2,14 +2,13 @@
 
 import importlib
 import json
-import os
 import shutil
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from example_runs import EXAMPLES, run_example
+from example_runs import imported_example, run_example
 from safetensors.torch import load_file
 
 from benchmark.common import SHAPES, model_flops
@@ -18,21 +17,14 @@ from tests.bits import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
-MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--seq-len", "16", "--vocab", "300"]
+MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--length", "16", "--vocab", "300"]
 TINY = [*MODEL, "--precision", "fp32", "--json"]
 
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module; neither it, its parts nor its environment variables stay behind."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        patch.setattr(os, "environ", os.environ.copy())
-        yield importlib.import_module("pretrain_gpt")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("pretrain_gpt", "pretraining", "ranks"):
-            del sys.modules[name]
+    with imported_example("pretrain_gpt") as module:
+        yield module
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(model, script, tex
 
     straight = run("--steps", 6, "--export", tmp_path / "straight")
     first = run("--steps", 4, "--save-folder", tmp_path / "run")
-    memory = ("--device-memory", "2MiB", "--chunk-numel", 4096)  # changes nothing
+    memory = ("--gpu-mem", "2MiB", "--chunk-numel", 4096)  # changes nothing
     then = run("--steps", 6, "--save-folder", tmp_path / "run", "--resume", "--export", tmp_path / "resumed", *memory)
     assert straight == first + then
     assert [step["step"] for step in straight] == [1, 2, 3, 4, 5, 6]
@@ -84,8 +76,28 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(model, script, tex
     assert_same_bits(resumed, expected)
 
 
+def test_ctrl_c_ends_after_the_step_and_is_gone_on_with(script, tmp_path, capsys, monkeypatch):
+    flags = [*TINY, "--dropout", "0.1", "--steps", "4"]
+    assert script.main(flags) == 0
+    straight = steps_of(capsys.readouterr().out)
+    add = script.Progress.add
+
+    def interrupted(progress, step, *rest):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        add(progress, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Progress, "add", interrupted)
+        assert script.main([*flags, "--save-folder", str(tmp_path)]) == 130
+    printed = capsys.readouterr().out
+    assert f"ended after step 2; saved to {tmp_path}; go on with" in printed and printed.endswith(" --resume\n")
+    assert script.main([*flags, "--save-folder", str(tmp_path), "--resume"]) == 0
+    assert steps_of(printed) + steps_of(capsys.readouterr().out) == straight
+
+
 def test_two_ranks_go_on_bit_for_bit(tmp_path):
-    common = [*TINY, "--batch-size", 2, "--dropout", 0.1, "--steps", 4, "--save-every", 2, "--save-folder"]
+    common = [*TINY, "--batch", 2, "--dropout", 0.1, "--steps", 4, "--save-every", 2, "--save-folder"]
     straight = run_example("pretrain_gpt.py", *common, tmp_path / "run", ranks=2, timeout_seconds=120)
     assert straight.returncode == 0
     go_back_to(tmp_path / "run", tmp_path / "copy", "global_step2")
@@ -103,11 +115,11 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
 
 def test_two_ranks_train_as_one_with_their_batches_together(script, text, tmp_path, capsys):
     """With a text's tokens from rank 0; each rank's profile is its own."""
-    common = ["--model", "bert", *TINY, "--data", text, "--steps", 4, "--clip", 0.5]
-    assert script.main([str(flag) for flag in (*common, "--batch-size", 4, "--export", tmp_path / "one")]) == 0
+    common = ["--model", "bert", *TINY, "--data", text, "--steps", 4, "--clipping", 0.5]
+    assert script.main([str(flag) for flag in (*common, "--batch", 4, "--export", tmp_path / "one")]) == 0
     one = steps_of(capsys.readouterr().out)
     files = ["--export", tmp_path / "two", "--profile", tmp_path / "profile", "--save-plan", tmp_path / "plan.json"]
-    result = run_example("pretrain_gpt.py", *common, "--batch-size", 2, *files, ranks=2, timeout_seconds=120)
+    result = run_example("pretrain_gpt.py", *common, "--batch", 2, *files, ranks=2, timeout_seconds=120)
     assert result.returncode == 0
     two = steps_of(result.stdout)
     for expected, found in zip(one, two, strict=True):
@@ -128,8 +140,8 @@ def test_flags_reach_the_configuration(script, tmp_path):
         '{"delays": {"link_gbps": 2.0}, "host_threads": {"affinity": "free"}, "fp16": {"loss_scale": 8}}'
     )
     (tmp_path / "plan.json").write_text("{}")
-    flags = "--device-memory 3MiB --host-memory 1GiB --chunk-numel 2048 --margin-use-ratio 0.5 --lr 0.1 "
-    flags += "--states-on-host --cpu-embedding --speculation always --host-threads 2 --clip 0.25 "
+    flags = "--gpu-mem 3MiB --host-mem 1GiB --chunk-numel 2048 --margin-use-ratio 0.5 --lr 0.1 "
+    flags += "--states-on-host --cpu-embedding --speculation always --host-threads 2 --clipping 0.25 "
     flags += f"--rank-timeout 9 --precision fp16 --config {further} --plan {tmp_path / 'plan.json'} --profile p"
     config = arguments.parse_arguments(flags.split(), None).training.engine_config()
     assert config["optimizer"]["params"] == {
@@ -144,8 +156,8 @@ def test_flags_reach_the_configuration(script, tmp_path):
         "optimizer": {"type": "AdamW", "speculation": "always"},
         "fp16": {"enabled": True, "loss_scale": 8},
         "gradient_clipping": 0.25,
-        "device_memory": 3 * 2**20,
-        "host_memory": 2**30,
+        "device_memory": "3MiB",
+        "host_memory": "1GiB",
         "default_chunk_size": 2048,
         "client": {"mem_tracer": {"margin_use_ratio": 0.5}},
         "use_cpu_embedding": True,
@@ -162,14 +174,14 @@ def test_flags_reach_the_configuration(script, tmp_path):
     [
         ("--heads 3", "--hidden is 128, no multiple of --heads 3"),
         ("--size 5b", "invalid choice: '5b'"),
-        ("--batch-size 0", "--batch-size is 0; give 1 or more"),
-        ("--device-memory much", "'much' is no amount of memory"),
-        ("--speculation commit --clip 0 --gradient-accumulation 2", "leave out one"),
+        ("--batch 0", "--batch-size is 0; give 1 or more"),
+        ("--gpu-mem much", "device_memory is 'much'"),
+        ("--speculation commit --clipping 0 --accumulate 2", "leave out one"),
         ("--speculation commit", "gradient_clipping"),
         ("--data nowhere", "--data nowhere does not exist"),
         ("--data {tmp} ", "has no *.txt below it"),
         ("--data {tmp}/odd.bin", "has 3 bytes"),
-        ("--data {tmp}/few.bin", "has 2 tokens, --seq-len is 64"),
+        ("--data {tmp}/few.bin", "has 2 tokens, --length is 64"),
         ("--data {tmp}/a.text --vocab 100", "leaves 100 ids for text; give what leaves 257 to 65536"),
         ("--data {tmp}/a.text --save-tokens x.txt", "ends in .bin"),
         ("--save-tokens x.bin", "give one with --data"),
@@ -193,7 +205,7 @@ def test_what_is_wrong_is_said_before_work_starts(flags, message, script, tmp_pa
 
 
 def test_a_model_that_does_not_fit_is_an_answer(script, capsys):
-    assert script.main([*TINY, "--device-memory", "10KB"]) == 1
+    assert script.main([*TINY, "--gpu-mem", "10KB"]) == 1
     assert "device_memory is 10000 bytes" in capsys.readouterr().err
 
 

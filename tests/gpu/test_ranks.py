@@ -23,8 +23,8 @@ def see_gpus(rank):
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
-def check_collectives():
-    with open_ranks(device_type="cuda", timeout_seconds=120) as ranks:
+def check_collectives(device_index=None):
+    with open_ranks(device_type="cuda", device_index=device_index, timeout_seconds=120) as ranks:
         size, rank, device = ranks.gather.size, ranks.gather.rank, ranks.context.device
         torch.cuda.set_device(device)
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -52,8 +52,8 @@ def test_collectives_have_the_hosts_bits():
     run_ranks(NUM_RANKS, check_collectives, timeout_seconds=300, environment=see_gpus)
 
 
-def lose_the_last_rank():
-    with open_ranks(device_type="cuda", timeout_seconds=TIMEOUT_SECONDS) as ranks:
+def lose_the_last_rank(device_index=None):
+    with open_ranks(device_type="cuda", device_index=device_index, timeout_seconds=TIMEOUT_SECONDS) as ranks:
         torch.cuda.set_device(ranks.context.device)
         whole = torch.zeros(ranks.gather.size * 1000, device=ranks.context.device)
         for index in range(1000):

@@ -65,6 +65,9 @@ def test_the_gpus_budget(monkeypatch):
     assert make_budgets(parse_config({}), CUDA).device_bytes == 92 * GIB
     several = make_budgets(parse_config({}), CUDA, num_local_ranks=2).device_bytes
     assert several == 92 * GIB - budgets._COLLECTIVES_RESERVE_BYTES
+    sharing = make_budgets(parse_config({}), CUDA, num_local_ranks=4, num_device_ranks=2).device_bytes
+    assert sharing == (90 // 2 + 4 - 2) * GIB  # through the host: without NCCL's buffers
     ratio = {"client": {"mem_tracer": {"overall_gpu_mem_ratio": 0.5}}}
     assert make_budgets(parse_config(ratio), CUDA).device_bytes == 50 * GIB
+    assert make_budgets(parse_config(ratio), CUDA, num_local_ranks=4, num_device_ranks=2).device_bytes == 25 * GIB
     assert make_budgets(parse_config({"device_memory": "24GiB"}), CUDA).device_bytes == 24 * GIB

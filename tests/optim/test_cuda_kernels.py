@@ -51,6 +51,30 @@ def check_adam(arrays, scalars, misalign=0):
         assert_same_bits(tensor.cpu(), expected.outputs()[name], f"cuda {name}")
 
 
+@pytest.mark.parametrize("scalars", SCALARS)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("misalign", [0, 3])
+def test_adam_of_split_masters(scalars, grad_dtype, misalign):
+    for numel in SIZES:
+        arrays = make_arrays(numel, grad_dtype, torch.bfloat16, in_place=False, seed=numel, wild=True)
+        ties = (torch.arange(numel) << 16 | 0x8000).int().view(torch.float32)
+        master = torch.where(torch.arange(numel) % 3 == 0, ties, arrays.master)
+        lower, variance = torch.empty(numel, dtype=torch.int16), arrays.variance.abs()
+        _C.optim.split_master(
+            "scalar", address(master), address(arrays.param), address(lower), address(variance), numel
+        )
+        expected = (lower, arrays.momentum, variance, arrays.grad, arrays.param)
+        device = [to_device(tensor, misalign) for tensor in expected]
+        for arguments, update, where in (
+            (expected, _C.optim.adam_split, 1),
+            (device, _C.optim.cuda_adam_split, stream()),
+        ):
+            lower, momentum, variance, grad, param = map(address, arguments)
+            isa = ["scalar"] if update is _C.optim.adam_split else []
+            update(*isa, lower, momentum, variance, grad, DTYPES[grad_dtype], param, numel, where, **SCALARS[scalars])
+        assert_same_bits([tensor.cpu() for tensor in device], list(expected), f"cuda, {numel} elements")
+
+
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(
     numel=NUMELS,

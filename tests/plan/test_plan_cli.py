@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_the_least_budgets_it_names_work(capsys):
     refused = as_json(capsys, *small, *least, expect=1)
     assert not refused["fits"]
     assert "for activations and the largest moment's chunks" in refused["why"]
+
+
+def test_committed_updates_in_bfloat16_need_twelve_bytes_per_parameter(capsys):
+    args = [*SMALL, "--device-memory", "256MiB", "--chunk-numel", "1048576", "--no-advice"]
+    least = {
+        key: as_json(capsys, *args, "--speculation", key[0], "--precision", key[1])["least_host_bytes"]
+        for key in itertools.product(("never", "commit"), ("bf16", "fp16"))
+    }
+    count = as_json(capsys, *args)["num_parameters"]
+    per_param = {key: num_bytes / count for key, num_bytes in least.items()}
+    print(per_param)
+    assert least["never", "bf16"] == least["never", "fp16"] == least["commit", "fp16"] > 14 * count
+    saved = least["never", "bf16"] - least["commit", "bf16"]  # less a second gradient on its way, of an embedding
+    assert 0.95 * (2 * count - 2 * 50304 * 128) < saved < 2 * count
 
 
 def test_too_little_host_memory(capsys):

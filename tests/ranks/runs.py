@@ -342,12 +342,13 @@ class RunsOut(nn.Module):
         return self.layers[3](torch.relu(self.layers[2](x))).square().mean()
 
 
-def run_out(failures_of_last: set[int]) -> dict[str, Any]:
-    """Four steps, and an evaluation after the third; the last rank's forwards fail."""
+def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = False) -> dict[str, Any]:
+    """Four steps, and an evaluation after the third; of the last rank's forwards those fail."""
     rank, size = rank_and_size()
     torch.manual_seed(0)
     failures = failures_of_last if rank == size - 1 else set()
-    engine, optimizer = initialize_engine(lambda: RunsOut(failures), 0, make_config("fp32", default_chunk_size=4096))
+    config = make_config("fp32", default_chunk_size=4096, device_memory=limit, plan_cache=plans)
+    engine, optimizer = initialize_engine(lambda: RunsOut(failures), 0, config)
     losses = []
     with engine:
         torch.manual_seed(rank)  # of dropout
@@ -362,7 +363,12 @@ def run_out(failures_of_last: set[int]) -> dict[str, Any]:
                 with torch.no_grad():
                     losses.append(engine(torch.ones(8, 64)).item())
                 engine.train()
-        return {"losses": losses, "state": engine.state_dict(), "calls": engine.module.calls}
+        return {
+            "losses": losses,
+            "state": engine.state_dict(),
+            "calls": engine.module.calls,
+            "replayed": engine.report()["num_replayed_moments"],
+        }
 
 
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:

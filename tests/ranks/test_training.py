@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from patrickstar import runtime
+from patrickstar.config import parse_config
 from patrickstar.engine import start as session_start
+from patrickstar.ranks.distributed import DistributedContext, RankGroups
 from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.runs import (
@@ -169,12 +170,25 @@ def test_batches_of_uneven_size_count_as_in_ddp():
     assert error < 2e-6
 
 
-def test_several_ranks_on_one_gpu_are_refused(monkeypatch):
-    """Before they wait for each other."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(session_start, "_device", lambda local_rank: torch.device("cuda", local_rank))
-    with pytest.raises(ValueError, match="use_fake_dist puts the ranks of this run on one GPU"):
-        runtime.initialize_engine(torch.nn.Module, 0, {"client": {"mem_tracer": {"use_fake_dist": True}}})
+SHARED = parse_config({"client": {"mem_tracer": {"use_fake_dist": True}}})
+
+
+def test_ranks_share_gpus_where_they_are_told_to(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [session_start._device(local_rank, SHARED).index for local_rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match=r"local_rank is 2, but this process sees 2 GPUs.*use_fake_dist"):
+        session_start._device(2, parse_config({}))
+
+
+def test_ranks_that_find_themselves_on_one_gpu_are_refused():
+    """Where each of them sees the same one, by CUDA_VISIBLE_DEVICES."""
+    context = DistributedContext(world_size=2, local_world_size=2, device=torch.device("cuda", 0), num_device_ranks=2)
+    ranks = RankGroups(context, (0, 1), 1.0)
+    session_start._check_sharing(ranks, SHARED)
+    with pytest.raises(ValueError, match=r"2 ranks of this run compute on one GPU \(cuda:0 of rank 0\).*use_fake_dist"):
+        session_start._check_sharing(ranks, parse_config({}))
 
 
 def test_parameters_that_stay_with_pytorch():
@@ -245,19 +259,38 @@ def test_one_whole_model_at_a_time(release_after_init):
         assert overlaps == [release_after_init] * 2
 
 
-def test_a_forward_that_ran_out_of_memory_is_repeated():
-    """On one rank alone: in the first step (twice) and in an evaluation, where ranks negotiate."""
-    expected = run_ranks(2, run_out, set(), timeout_seconds=100)
-    repeated = run_ranks(2, run_out, {1, 2, 6}, timeout_seconds=100)
-    assert [result["calls"] for result in expected] == [5, 5]
-    assert [result["calls"] for result in repeated] == [5, 8]
-    for one, other in zip(expected, repeated, strict=True):
+@pytest.fixture(scope="module")
+def undisturbed():
+    """By limit on the device: what comes of forwards that all come through."""
+    return {limit: run_ranks(2, run_out, set(), limit, timeout_seconds=100) for limit in (None, 170_000)}
+
+
+@pytest.mark.parametrize("limit", [None, 170_000])
+@pytest.mark.parametrize(
+    "failures",
+    [
+        pytest.param({1, 2, 6}, id="while ranks negotiate"),
+        pytest.param({3}, id="in a replay"),
+        pytest.param({3, 4, 6, 8}, id="twice, in an evaluation, in a later replay"),
+    ],
+)
+def test_a_forward_that_ran_out_of_memory_is_repeated(failures, limit, undisturbed):
+    """On one rank alone: the other one gathers once more what it needs."""
+    repeated = run_ranks(2, run_out, failures, limit, timeout_seconds=100)
+    assert [result["calls"] for result in repeated] == [5, 5 + len(failures)]
+    for one, other in zip(undisturbed[limit], repeated, strict=True):
         assert one["losses"] == other["losses"]
         assert_same_state(one["state"], other["state"])
+        print(one["replayed"], other["replayed"])
+        assert other["replayed"] > one["replayed"] / 2
 
 
-def test_a_forward_that_ran_out_of_memory_in_a_replay_is_not():
-    """The others would not gather again; all are told."""
-    first, second = rank_outcomes(2, run_out, {3}, timeout_seconds=100)
-    assert second.error.startswith("OutOfMemoryError")
-    assert first.error.startswith("RankFailure") and "rank 1" in first.error and "out of memory" in first.error
+def test_a_forward_is_repeated_in_a_first_step_that_replays_a_kept_plan(tmp_path, undisturbed):
+    """The plan of an earlier run says where its forwards ended."""
+    run_ranks(2, run_out, set(), 170_000, str(tmp_path), timeout_seconds=100)
+    repeated = run_ranks(2, run_out, {1}, 170_000, str(tmp_path), timeout_seconds=100)
+    assert [result["calls"] for result in repeated] == [5, 6]
+    for one, other in zip(undisturbed[170_000], repeated, strict=True):
+        assert one["losses"] == other["losses"]
+        assert_same_state(one["state"], other["state"])
+        assert other["replayed"] > one["replayed"]  # three steps, then part of the first one too

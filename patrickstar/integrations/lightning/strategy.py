@@ -206,7 +206,9 @@ class PatrickStarStrategy(RankedStrategy):
         engine, optimizer = initialize_engine(
             lambda: self.lightning_module,
             self.root_device.index or 0,
-            merge(self._config, settings),
+            merge(self._config, settings).model_copy(
+                update={"gradient_accumulation_steps": self.lightning_module.trainer.accumulate_grad_batches}
+            ),
             (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine

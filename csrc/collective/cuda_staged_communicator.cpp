@@ -1,0 +1,335 @@
+// Groups on CUDA whose ranks share GPUs, which NCCL refuses: device memory goes through the host, over a group for host
+// memory, whose bits the results have.
+//
+//   current stream    to the host | event | waits for the gate's number ........ | back to the device
+//   worker            waits for the event | the host group's collective | opens the gate
+//
+// Nobody is blocked who enqueues: ranks may enqueue the collectives of two groups in different orders. It is for trying
+// several ranks out where there are fewer GPUs: copies and messages of a group run one after the other.
+//
+// [Note: nothing behind the gate] CUDA does not know who opens a gate, and may put streams into one hardware queue, where
+// work that was enqueued after the wait comes after it. So all that opens a gate was enqueued before its wait: copies are
+// made on the caller's own stream, and the worker enqueues nothing.
+//
+// [Note: a gate stays closed] A collective that fails leaves its stream waiting until abort(), as NCCL's does, so that
+// nobody computes with what never came before the watching thread has told all ranks ([Note: failure of a rank]).
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "collective/communicator.h"
+#include "common/check.h"
+#include "common/process_fork.h"
+#include "common/work_queue.h"
+
+namespace patrickstar {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void check_cuda(cudaError_t error, const char* call) {
+  PS_CHECK(error == cudaSuccess, SystemError, call, " failed: ", cudaGetErrorString(error));
+}
+
+// A number in host memory that only grows, and for which streams wait. open() from any thread.
+class Gate {
+ public:
+  Gate() : wait_value_(find_wait_value()) {
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, sizeof(std::atomic<uint32_t>), cudaHostAllocMapped), "cudaHostAlloc");
+    number_ = new (memory) std::atomic<uint32_t>(0);
+    void* address = nullptr;
+    check_cuda(cudaHostGetDevicePointer(&address, memory, 0), "cudaHostGetDevicePointer");
+    address_ = reinterpret_cast<CUdeviceptr>(address);
+  }
+  ~Gate() { cudaFreeHost(number_); }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  // What is enqueued on `stream` afterwards runs when open() was called with `number` or the next 2^31.
+  void enqueue_wait(cudaStream_t stream, uint32_t number) {
+    const CUresult result = wait_value_(stream, address_, number, CU_STREAM_WAIT_VALUE_GEQ);
+    PS_CHECK(result == CUDA_SUCCESS, SystemError, "cuStreamWaitValue32 failed with CUDA's error ",
+             static_cast<int>(result), ", but ranks that share a GPU need it; ", kRemedy);
+  }
+  void open(uint32_t number) {
+    uint32_t now = number_->load();
+    while (static_cast<int32_t>(number - now) > 0 && !number_->compare_exchange_weak(now, number)) {
+    }
+  }
+
+ private:
+  using WaitValue = decltype(&cuStreamWaitValue32);
+  static constexpr const char* kRemedy = "install a newer driver, or give each rank a GPU of its own";
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free,
+                "the device reads it as it is");
+
+  // Through the runtime: nothing here links the driver, which a machine that only builds has not.
+  static WaitValue find_wait_value() {
+    constexpr const char* kName = "cuStreamWaitValue32";
+    void* function = nullptr;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(kName, &function, 12000, cudaEnableDefault);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault);
+#endif
+    PS_CHECK(error == cudaSuccess && function != nullptr, SystemError, "CUDA's driver has no ", kName,
+             ", but ranks that share a GPU need it; ", kRemedy);
+    return reinterpret_cast<WaitValue>(function);
+  }
+
+  WaitValue wait_value_;
+  std::atomic<uint32_t>* number_ = nullptr;
+  CUdeviceptr address_ = 0;
+};
+
+// Host memory, locked for transfers, that grows. What it has outgrown stays until clear(): to free it would wait for the
+// device, and so perhaps for another rank.
+class StagingMemory {
+ public:
+  ~StagingMemory() { clear(); }
+
+  char* at_least(int64_t num_bytes) {
+    if (num_bytes > num_bytes_) {
+      void* block = nullptr;
+      const cudaError_t error = cudaHostAlloc(&block, static_cast<size_t>(num_bytes), cudaHostAllocDefault);
+      if (error != cudaSuccess) cudaGetLastError();  // the next launch of this thread would take it for its own
+      PS_CHECK(error == cudaSuccess, SystemError, num_bytes,
+               " bytes of host memory, through which ranks that share a GPU send a chunk, cannot be locked for "
+               "transfers (",
+               cudaGetErrorString(error), "); lower host_memory or default_chunk_size");
+      blocks_.push_back(block);
+      num_bytes_ = num_bytes;
+    }
+    return static_cast<char*>(blocks_.back());
+  }
+  void clear() {
+    for (void* block : blocks_) cudaFreeHost(block);
+    blocks_.clear();
+    num_bytes_ = 0;
+  }
+
+ private:
+  std::vector<void*> blocks_;
+  int64_t num_bytes_ = 0;
+};
+
+// Events that the worker waits for and gives back. Any thread.
+class StagingEvents {
+ public:
+  ~StagingEvents() {
+    for (cudaEvent_t event : free_) cudaEventDestroy(event);
+  }
+  cudaEvent_t take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) {
+      cudaEvent_t event = nullptr;
+      check_cuda(cudaEventCreateWithFlags(&event, kFlags), "cudaEventCreateWithFlags");
+      return event;
+    }
+    cudaEvent_t event = free_.back();
+    free_.pop_back();
+    return event;
+  }
+  void give_back(cudaEvent_t event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  static constexpr unsigned int kFlags = cudaEventDisableTiming | cudaEventBlockingSync;  // the cores are all ranks'
+
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+class CudaStagedCommunicator final : public Communicator {
+ public:
+  CudaStagedCommunicator(std::unique_ptr<Communicator> host, int device)
+      : device_(static_cast<c10::DeviceIndex>(device)), host_(std::move(host)) {
+    const c10::cuda::CUDAGuard guard(device_);
+    gate_ = std::make_unique<Gate>();
+    copied_back_ = events_.take();
+    worker_ = std::make_unique<WorkQueue>();
+  }
+
+  ~CudaStagedCommunicator() override {
+    if (!made_in_.is_here()) {
+      worker_.release();  // its thread is the other process's
+      return;
+    }
+    close();
+    events_.give_back(copied_back_);
+  }
+
+  int rank() const override { return host_->rank(); }
+  int size() const override { return host_->size(); }
+
+  void all_gather(void* whole, int64_t shard_bytes) override {
+    if (shard_bytes == 0) return;
+    auto* const device = static_cast<char*>(whole);
+    const int64_t begin = rank() * shard_bytes;
+    const int64_t end = begin + shard_bytes;
+    const int64_t whole_bytes = size() * shard_bytes;
+    enqueue(
+        "all_gather", whole_bytes,
+        [&](char* staged, cudaStream_t stream) { copy(staged + begin, device + begin, shard_bytes, stream); },
+        [this, shard_bytes](char* staged) { host_->all_gather(staged, shard_bytes); },
+        [&](char* staged, cudaStream_t stream) {
+          copy(device, staged, begin, stream);
+          copy(device + end, staged + end, whole_bytes - end, stream);
+        });
+  }
+
+  void reduce_scatter_mean(void* whole, void* shard, void* /*scratch*/, int64_t shard_numel, DType dtype) override {
+    const int64_t shard_bytes = shard_numel * element_size(dtype);
+    if (shard_bytes == 0) return;
+    const int64_t whole_bytes = size() * shard_bytes;
+    enqueue(
+        "reduce_scatter_mean", whole_bytes,
+        [&](char* staged, cudaStream_t stream) { copy(staged, whole, whole_bytes, stream); },
+        [this, whole_bytes, shard_numel, dtype](char* staged) {
+          host_->reduce_scatter_mean(staged, staged, scratch(whole_bytes), shard_numel, dtype);
+        },
+        [&](char* staged, cudaStream_t stream) { copy(shard, staged, shard_bytes, stream); });
+  }
+
+  // Waits for nobody and takes no lock: whoever enqueues may itself wait for the device.
+  void abort() override {
+    aborted_ = true;
+    host_->abort();
+    gate_->open(num_enqueued_);
+  }
+
+  void close() override {
+    abort();
+    const std::lock_guard<std::mutex> lock(enqueue_mutex_);
+    if (worker_ == nullptr) return;
+    worker_.reset();  // what is left for it does nothing any more
+    host_->close();
+    scratch_.reset();
+    try {
+      const c10::cuda::CUDAGuard guard(device_);
+      cudaEventSynchronize(copied_back_);
+      staging_.clear();
+    } catch (const std::exception&) {  // the device has failed
+    }
+  }
+
+  void check() override {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+    PS_CHECK(!aborted_, RankFailure, describe(), " was closed or aborted");
+  }
+
+  double oldest_pending_seconds() override {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    return pending_.empty() ? 0.0 : std::chrono::duration<double>(Clock::now() - pending_.front()).count();
+  }
+
+ private:
+  using HostCollective = std::function<void(char*)>;
+
+  // On the current stream: `down` fills `num_bytes` of staging memory, `collective` runs on them, `up` takes them back.
+  template <class Down, class Up>
+  void enqueue(const char* what, int64_t num_bytes, const Down& down, HostCollective collective, const Up& up) {
+    const std::lock_guard<std::mutex> lock(enqueue_mutex_);
+    PS_CHECK(worker_ != nullptr, StateError, describe(), " is closed, and ", what, " was called");
+    check();
+    const c10::cuda::CUDAGuard guard(device_);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+    char* const staged = staging_.at_least(num_bytes);
+    // The collective before, perhaps on another stream, has the staging memory until then.
+    check_cuda(cudaStreamWaitEvent(stream, copied_back_, 0), "cudaStreamWaitEvent");
+    down(staged, stream);
+    const cudaEvent_t copied = events_.take();
+    check_cuda(cudaEventRecord(copied, stream), "cudaEventRecord");
+    const uint32_t number = ++num_enqueued_;
+    gate_->enqueue_wait(stream, number);
+    up(staged, stream);
+    check_cuda(cudaEventRecord(copied_back_, stream), "cudaEventRecord");
+    {
+      const std::lock_guard<std::mutex> state_lock(state_mutex_);
+      pending_.push_back(Clock::now());
+    }
+    worker_->submit([this, number, copied, staged, run = std::move(collective)] { work(number, copied, staged, run); });
+  }
+
+  // The worker's thread.
+  void work(uint32_t number, cudaEvent_t copied, char* staged, const HostCollective& collective) {
+    std::exception_ptr failure;
+    try {
+      const c10::cuda::CUDAGuard guard(device_);
+      check_cuda(cudaEventSynchronize(copied), "cudaEventSynchronize");
+      if (!aborted_) collective(staged);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    events_.give_back(copied);
+    {
+      const std::lock_guard<std::mutex> lock(state_mutex_);
+      pending_.pop_front();
+      if (failure_ == nullptr) failure_ = failure;
+    }
+    if (failure == nullptr || aborted_) gate_->open(number);  // [Note: a gate stays closed]
+  }
+
+  // The worker's alone.
+  char* scratch(int64_t num_bytes) {
+    if (num_bytes > scratch_bytes_) {
+      scratch_.reset(new char[static_cast<size_t>(num_bytes)]);
+      scratch_bytes_ = num_bytes;
+    }
+    return scratch_.get();
+  }
+
+  void copy(void* to, const void* from, int64_t num_bytes, cudaStream_t stream) {
+    if (num_bytes == 0) return;
+    check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+  }
+
+  std::string describe() const {
+    return detail::join("the group of rank ", rank(), " of ", size(), " on cuda:", static_cast<int>(device_));
+  }
+
+  const ProcessFork made_in_ = ProcessFork::current();
+  c10::DeviceIndex device_;
+  std::unique_ptr<Communicator> host_;
+  std::unique_ptr<Gate> gate_;
+  StagingEvents events_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<uint32_t> num_enqueued_{0};
+
+  std::mutex enqueue_mutex_;  // guards the next three
+  StagingMemory staging_;
+  cudaEvent_t copied_back_ = nullptr;  // recorded behind the last collective
+  std::unique_ptr<WorkQueue> worker_;  // null: closed
+
+  std::unique_ptr<char[]> scratch_;  // for the host's mean
+  int64_t scratch_bytes_ = 0;
+
+  std::mutex state_mutex_;  // guards the rest
+  std::deque<Clock::time_point> pending_;
+  std::exception_ptr failure_;  // the first of the worker's
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device) {
+  return std::make_unique<CudaStagedCommunicator>(std::move(host), device);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,65 @@
+#include "plan/host_demand.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "memory/host_arena.h"
+
+namespace patrickstar {
+
+AheadChoice choose_ahead(const std::vector<std::pair<int64_t, int64_t>>& sizes, AheadRoom room) {
+  AheadChoice choice;
+  const auto take = [&](int64_t block_bytes, int count) {
+    const int64_t bytes = block_bytes * count;
+    if (bytes == 0 || bytes > room.num_bytes) return false;
+    room.num_bytes -= bytes;
+    if (room.spare >= bytes) {
+      room.spare -= bytes;
+    } else {
+      choice.blocks.insert(choice.blocks.end(), static_cast<size_t>(count), block_bytes);
+    }
+    return true;
+  };
+  choice.chosen.assign(sizes.size(), Ahead::kNothing);
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    if (take(sizes[chunk].second, 1)) choice.chosen[chunk] = Ahead::kParam;
+  }
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    if (choice.chosen[chunk] == Ahead::kNothing) continue;
+    if (!take(sizes[chunk].first, 3)) break;
+    choice.chosen[chunk] = Ahead::kEverything;
+  }
+  return choice;
+}
+
+int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_homes,
+                        const std::vector<uint8_t>& states_on_device, int64_t host_limit_bytes, NewValuesAhead ahead,
+                        Backwards backwards) {
+  int64_t mapped = 0;  // for homes
+  int64_t left = 0;    // of that, by states that have moved
+  int64_t accumulated = 0;
+  int64_t largest = 0;
+  std::vector<std::pair<int64_t, int64_t>> sizes(layout.chunks().size());
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const ChunkSpec& spec = layout.chunk(chunk);
+    const bool moved = spec.trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
+    if (first_homes[static_cast<size_t>(chunk)] == Tier::kDevice) continue;
+    mapped += home_bytes(spec);
+    if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
+    if (spec.trainable) largest = std::max(largest, spec.num_bytes(layout.grad_home()));
+    if (moved) left += home_bytes(spec);
+    if (!moved && spec.trainable) {
+      sizes[static_cast<size_t>(chunk)] = {spec.num_bytes(ArrayKind::kMaster), spec.num_bytes(layout.param_home())};
+    }
+  }
+  if (mapped == 0) return 0;
+  int64_t peak = mapped + accumulated + largest + HostArena::most_rounding_bytes(mapped);
+  if (ahead == NewValuesAhead::kWhereThereIsRoom && backwards == Backwards::kOne) {
+    const int64_t reserved = reserved_gradient_bytes(layout);
+    const AheadChoice choice = choose_ahead(sizes, {host_limit_bytes - mapped + left - reserved, left});
+    peak += std::accumulate(choice.blocks.begin(), choice.blocks.end(), int64_t{0}) + reserved;
+  }
+  return std::min(peak, host_limit_bytes);
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,173 @@
+"""How the examples behave as commands: errors of one line, Ctrl-C that saves, output folders that are not written over.
+
+Import it before torch and transformers; it sets the environment variables that these read when they load.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets cuBLAS be deterministic
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on shared cores, spinning threads are ten times slower
+
+import errno
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from patrickstar import CheckpointError, MemoryBudgetError
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a run that Ctrl-C ended."""
+
+_SECONDS_BETWEEN_PRESSES = 1.0
+"""A signal that comes sooner after another is the same Ctrl-C, seen by a process and handed on by its launcher."""
+
+
+class UsageError(Exception):
+    """Something that the user gave cannot be used; the message is one line that says what to give instead."""
+
+
+class StoppedError(Exception):
+    """The user ended the run. ``checkpoint`` is the folder that ``--resume`` goes on from, None if there is none."""
+
+    def __init__(self, step: int, checkpoint: Path | None):
+        super().__init__(f"ended after step {step}")
+        self.step = step
+        self.checkpoint = checkpoint
+
+
+class StopRequest:
+    """Whether the user has asked a training run to end: Ctrl-C, or the signal with which schedulers end a job.
+
+    The step that is being made is finished first. The second Ctrl-C raises KeyboardInterrupt, at an instant at which
+    the engine stays whole (patrickstar/engine/interrupts.py).
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self._made_at = 0.0
+
+    def receive(self, signum: int, frame: FrameType | None) -> None:
+        """The signals' handler."""
+        now = time.monotonic()
+        if not self.is_made:
+            self.is_made, self._made_at = True, now
+            print("\nfinishing this step; once more to end at once", file=sys.stderr, flush=True)
+        elif now - self._made_at > _SECONDS_BETWEEN_PRESSES:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Within the block Ctrl-C and SIGTERM are requests to end; afterwards they are what they were."""
+    request = StopRequest()
+    before = {signum: signal.signal(signum, request.receive) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def python_command(*words: object) -> str:
+    """A command line for the Python that runs this, with the path on which it finds its packages."""
+    path = os.environ.get("PYTHONPATH")
+    prefix = f"PYTHONPATH={shlex.quote(path)} " if path else ""
+    return prefix + shlex.join([sys.executable, *map(str, words)])
+
+
+def resuming_command(script: str, argv: Sequence[str]) -> str:
+    """The command line that goes on with the run of ``script`` that ``argv`` began."""
+    flags = [word for word in argv if word not in ("--resume", "--overwrite")]
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={size}"] if size else []
+    return python_command(*launcher, shown_path(script), *flags, "--resume")
+
+
+def shown_path(path: str | Path) -> str:
+    """``path`` as one would type it in the current folder."""
+    path, here = Path(path).resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def run_command(body: Callable[[], int], script: str, argv: Sequence[str]) -> int:
+    """The exit code of ``body``, which is ``script`` with the arguments ``argv``: its own, 2 when what the user gave is
+    wrong, 1 when the model or a checkpoint does not fit, 130 after Ctrl-C. Errors that a user can cause are one line,
+    on rank 0.
+    """
+    try:
+        return body()
+    except UsageError as error:
+        return refuse(script, error, 2)
+    except (MemoryBudgetError, CheckpointError) as error:
+        return refuse(script, error, 1)
+    except StoppedError as stop:
+        if _is_first_rank():
+            print(f"ended after step {stop.step}", end="")
+            if stop.checkpoint is None:
+                print("; nothing was saved", flush=True)
+            else:
+                print(f"; saved to {stop.checkpoint}; go on with\n  {resuming_command(script, argv)}", flush=True)
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        return refuse(script, "ended by Ctrl-C; nothing was saved", INTERRUPTED)
+
+
+def refuse(script: str, error: object, exit_code: int) -> int:
+    """Says, on rank 0, in one line what all ranks found wrong; returns ``exit_code``."""
+    if _is_first_rank():
+        print(f"{Path(script).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK") or 0) == 0
+
+
+def prepare_output(folder: Path, written: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
+    """Makes ``folder`` for a run's output, before anything is loaded.
+
+    Args:
+        folder: for all of the output.
+        written: folders in it that the run makes; ``overwrite`` removes those that are there.
+        resume: whether what is there is gone on with.
+        overwrite: whether what is there may be lost.
+
+    Raises:
+        UsageError: it is not empty and neither flag was given, or it cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output-dir {folder} is no folder; give another one")
+    if not (resume or overwrite) and folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(
+            f"--output-dir {folder} exists and is not empty; give --resume to go on with its run, --overwrite to "
+            "replace it, or another folder"
+        )
+    make_writable("--output-dir", folder)
+    if overwrite and not resume and _is_first_rank():
+        for path in written:
+            if path.exists():
+                shutil.rmtree(path)
+
+
+def make_writable(flag: str, folder: Path) -> None:
+    """Makes ``folder``, which ``flag`` names, if there is none.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"{flag} {folder} cannot be written ({error.strerror}); give another folder") from error

@@ -1,0 +1,120 @@
+"""Questions about Python's standard library, with answers from its docstrings; a tokenizer and a small Llama for them.
+
+Every function is asked about in several ways. Of some functions one of the questions is held out: to answer it the
+model must have learned what is asked about, not how.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from .conversations import Conversation, question
+
+USER, ASSISTANT, SYSTEM, END, PAD = "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"
+
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+HELD_OUT_SHARE = 0.25
+"""Of the functions, one of whose questions is held out."""
+
+_MODULES = ("builtins", "math", "os.path", "random", "itertools", "shutil", "time")
+_SKIPPED = ("bytes", "bytearray", "memoryview", "random.Random", "random.SystemRandom")  # others have their methods
+_QUESTIONS = ("What does {} do?", "What is {} for?", "Explain {}.")
+_SIGNATURE = re.compile(r"^[\w.]+\(.*?\)(\s*->\s*\S+)?(\s|$)")
+_SENTENCE = re.compile(r"(.{12,110}?\.)\s")
+
+
+def python_questions(seed: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Conversations to learn from, and those that are held out."""
+    chance = random.Random(seed)
+    train, held_out = [], []
+    for name, answer in sorted(_answers().items()):
+        asked = [question(form.format(f"`{name}`"), answer, origin=name) for form in _QUESTIONS]
+        if chance.random() < HELD_OUT_SHARE:
+            held_out.append(asked.pop(chance.randrange(len(asked))))
+        train += asked
+    chance.shuffle(held_out)
+    return train, held_out
+
+
+def _answers() -> dict[str, str]:
+    """The first sentence of the docstring of each function, by its name."""
+    found = {}
+    for name, value in _functions():
+        text = inspect.getdoc(value) or ""
+        for paragraph in text.split("\n\n"):
+            words = _SIGNATURE.sub("", " ".join(paragraph.split()))
+            sentence = _SENTENCE.match(f"{words} ")
+            if sentence and words.isascii():
+                found[name] = sentence[1]
+                break
+    return found
+
+
+def _functions() -> Iterator[tuple[str, Any]]:
+    """Public functions, classes and their methods, with the names that one writes."""
+    for module_name in _MODULES:
+        module = importlib.import_module(module_name)
+        prefix = "" if module_name == "builtins" else f"{module_name}."
+        for name, value in sorted(vars(module).items()):
+            if name.startswith("_") or not callable(value) or _is_imported(value, module):
+                continue
+            if inspect.isclass(value) and issubclass(value, BaseException):
+                continue
+            yield prefix + name, value
+            if inspect.isclass(value) and prefix + name not in _SKIPPED:
+                for method, function in sorted(vars(value).items()):
+                    if not method.startswith("_") and callable(function):
+                        yield f"{prefix}{name}.{method}", function
+
+
+def _is_imported(value: Any, module: Any) -> bool:
+    """Whether ``module`` has ``value`` from a module of another purpose."""
+    home = getattr(value, "__module__", None)
+    return home not in (None, module.__name__, "posixpath", "ntpath", "genericpath", f"_{module.__name__}")
+
+
+def train_tokenizer(conversations: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the words of ``conversations`` and a chat template of one token for each role."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD, USER, ASSISTANT, SYSTEM],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [message.content for conversation in conversations for message in conversation.messages]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=_TEMPLATE)
+
+
+def small_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seq_len: int) -> LlamaConfig:
+    """A Llama with heads of 64 elements (or one head), and one matrix for embedding and output."""
+    heads = max(1, hidden // 64)
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=-(-hidden * 8 // 3 // 32) * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max(seq_len, 512),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )

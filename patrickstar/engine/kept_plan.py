@@ -1,0 +1,242 @@
+"""What a session does with the cache of plans: it begins with that of an earlier run like it, and keeps its own.
+
+[Note: kept plans] Runs are alike when model, layout, configured budgets, machine, versions and the shapes of the step's
+inputs are. So the lookup waits for the first training forward, whose inputs are known then; of several ranks the first
+one's plan is sent to the others. What a plan says of a step that then goes otherwise costs time and changes no number:
+such a step fetches on demand, and activations beyond the plan's tide make chunks leave, as in any step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import patrickstar
+from patrickstar import _C
+from patrickstar.config import Config
+from patrickstar.engine.core_setup import current_plan
+from patrickstar.machine.host_memory import usable_bytes
+from patrickstar.module.preprocess import SortedParams
+from patrickstar.planning.plan_cache import PlanCache, cache_folder, key_of
+from patrickstar.planning.step_plan import VERSION, Plan
+from patrickstar.ranks.distributed import RankGroups
+
+logger = logging.getLogger("patrickstar")
+
+_MOST_STEPS = 32  # of a run are looked at
+_MOST_FORWARDS = 1024  # of a step
+_CONFIG_KEYS = {
+    "client": {"mem_tracer"},
+    "delays": True,
+    "device_memory": True,
+    "gradient_accumulation_steps": True,
+    "host_memory": True,
+    "host_threads": True,
+    "optimizer": {"speculation": True, "params": {"use_hybrid_adam"}},
+    "use_cpu_embedding": True,
+}
+"""What of the configuration makes plans differ. Budgets as they are configured: those that follow from what happens to
+be free differ from run to run, and a plan is made for the budgets at hand in any case.
+"""
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a forward: positional ones, and keywords."""
+
+
+def adopt_plan(runtime: _C.Runtime, plan: Plan) -> None:
+    """The first step of ``runtime``, which is still to come, will replay ``plan``. All ranks must call it."""
+    runtime.adopt_timeline(plan.timeline, plan.times.as_core() if plan.times is not None else None)
+
+
+class NoKeptPlan:
+    """Where no plan is looked up or kept."""
+
+    def begin_forward(self, inputs: Inputs | None) -> None:
+        """Nothing is to be done before a training forward."""
+
+    def end_step(self) -> None:
+        """Nothing is to be done after a step."""
+
+    def close(self) -> None:
+        """Nothing is to be done at the end."""
+
+
+class KeptPlan(NoKeptPlan):
+    """See the module's docstring.
+
+    Args:
+        cache: on this rank; None: it reads and keeps nothing, but takes what the first rank sends.
+        facts: what holds for this run beside the shapes of its inputs.
+        ranks: those that train together.
+        runtime: before its first step.
+        layout: its chunks.
+    """
+
+    def __init__(
+        self,
+        cache: PlanCache | None,
+        facts: dict[str, Any],
+        ranks: RankGroups,
+        runtime: _C.Runtime,
+        layout: _C.Layout,
+    ):
+        self._cache = cache if ranks.context.rank == ranks.members[0] else None
+        self._facts = facts
+        self._ranks = ranks
+        self._runtime = runtime
+        self._layout = layout
+        self._key = ""  # none before the first training forward
+        self._kept: Plan | None = None  # what is in the cache
+        self._num_plans_when_kept = -1
+        self._is_over = False
+        self._num_steps = 0
+        self._shapes: list[Any] = []  # of the running step's forwards
+        self._last_shapes: list[Any] = []
+        self._first_shapes: Any = None
+        self._num_plans = -1  # that were made when the last step ended
+
+    def begin_forward(self, inputs: Inputs | None) -> None:
+        """Before each training forward; before the first one a kept plan is adopted. Within a call of all ranks.
+
+        Args:
+            inputs: those of the module's call; None: they are not known.
+        """
+        if self._is_over or len(self._shapes) == _MOST_FORWARDS:
+            return
+        shapes = None if inputs is None else [_shape(leaf) for leaf in tree_leaves(inputs)]
+        self._shapes.append(shapes)
+        if self._key:
+            return
+        self._first_shapes = shapes
+        self._key = key_of({**self._facts, "inputs": shapes})
+        plan = self._common_plan()
+        if plan is not None:
+            adopt_plan(self._runtime, plan)
+            self._note_kept(plan)
+            logger.debug("the first step replays the plan of an earlier run like this one")
+        self._is_over = self._cache is None
+
+    def _common_plan(self) -> Plan | None:
+        """What the first rank finds, on all ranks."""
+        plan = self._find() if self._cache is not None else None
+        if len(self._ranks.members) == 1:
+            return plan
+        text = "" if plan is None else plan.to_json()
+        text = self._ranks.control.exchange(text.encode(), "the plan to begin with")[0].decode()
+        return Plan.from_json(text, "the first rank's plan") if text else None
+
+    def _find(self) -> Plan | None:
+        assert self._cache is not None
+        plan = self._cache.load(self._key)
+        if plan is None:
+            return None
+        try:
+            plan.check_layout(self._layout, "a kept plan")
+        except ValueError as error:  # somebody put it there
+            logger.debug("a kept plan is not used: %s", error)
+            return None
+        return plan
+
+    def end_step(self) -> None:
+        """After each step. A plan is kept when it is settled: a step like the one before has replayed it, and made no
+        other one. The first that was made with measured times is the last.
+        """
+        if self._is_over:
+            return
+        self._num_steps += 1
+        num_plans = self._count_plans()
+        is_settled = self._is_usual(self._shapes) and self._shapes == self._last_shapes and num_plans == self._num_plans
+        self._last_shapes, self._shapes, self._num_plans = self._shapes, [], num_plans
+        if is_settled:
+            self._keep()
+        is_timed = is_settled and self._runtime.step_times() is not None
+        self._is_over = self._num_steps >= _MOST_STEPS or is_timed
+
+    def close(self) -> None:
+        """Before the runtime is closed: a run that was too short to settle keeps what it would replay next."""
+        if not self._is_over and self._is_usual(self._last_shapes):
+            self._keep()
+
+    def _is_usual(self, shapes: list[Any]) -> bool:
+        """Whether a step of these forwards is one that the key says."""
+        return shapes[:1] == [self._first_shapes]
+
+    def _keep(self) -> None:
+        if self._cache is None or self._count_plans() == self._num_plans_when_kept or not self._runtime.timeline():
+            return
+        plan = current_plan(self._runtime, self._layout)
+        if plan.steps and plan != self._kept:
+            self._cache.save(self._key, plan)
+        self._note_kept(plan)
+
+    def _note_kept(self, plan: Plan) -> None:
+        self._kept = plan
+        self._num_plans_when_kept = self._count_plans()
+
+    def _count_plans(self) -> int:
+        return self._runtime.report()["num_plans"]
+
+
+def make_kept_plan(
+    module: nn.Module,
+    params: SortedParams,
+    config: Config,
+    ranks: RankGroups,
+    runtime: _C.Runtime,
+    layout: _C.Layout,
+) -> NoKeptPlan:
+    """For a session that is about to begin. Nothing is looked up where the configuration names a plan, nor where a
+    single rank is to keep none.
+    """
+    folder = cache_folder(config.plan_cache)
+    if config.plan is not None or (folder is None and len(ranks.members) == 1):
+        return NoKeptPlan()
+    cache = PlanCache(folder) if folder is not None else None
+    facts = run_facts(module, params, config, ranks, layout)
+    return KeptPlan(cache, facts, ranks, runtime, layout)
+
+
+def run_facts(
+    module: nn.Module, params: SortedParams, config: Config, ranks: RankGroups, layout: _C.Layout
+) -> dict[str, Any]:
+    """What two runs have in common whose plans serve each other, in JSON's types."""
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    return {
+        "versions": [patrickstar.__version__, torch.__version__, VERSION],
+        "modules": [
+            [name, type(child).__qualname__, bool(getattr(child, "gradient_checkpointing", False))]
+            for name, child in module.named_modules()
+        ],
+        "chunked": [
+            [spec.name, list(spec.param.shape), str(spec.compute_dtype), spec.trained] for spec in params.chunked
+        ],
+        "managed": [
+            [spec.name, list(spec.param.shape), str(spec.param.dtype), spec.on_host, spec.trained]
+            for spec in params.managed
+        ],
+        "chunks": [[chunk["numel"], chunk["dtype"].name, chunk["trainable"]] for chunk in chunks],
+        "config": config.model_dump(mode="json", include=_CONFIG_KEYS),
+        "machine": _machine_facts(ranks.context.device),
+        "ranks": [len(ranks.members), ranks.context.local_world_size],
+    }
+
+
+def _machine_facts(device: torch.device) -> list[Any]:
+    """Host memory to the next power of two: a virtual machine's grows as it is touched."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        on_device = [properties.name, properties.total_memory]
+    else:
+        on_device = ["simulated", 0]
+    cpus = len(os.sched_getaffinity(0))
+    return [*on_device, platform.machine(), cpus, usable_bytes().bit_length()]
+
+
+def _shape(leaf: Any) -> Any:
+    return [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else type(leaf).__name__

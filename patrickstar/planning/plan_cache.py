@@ -1,0 +1,137 @@
+"""Plans of earlier runs, in a folder: a run like one of them plans from its first step on.
+
+An entry is a file of two lines: the SHA-256 of the second, and that, which is the plan's JSON. Its name is a digest of
+all that makes two runs alike (:func:`key_of`). What cannot be read, or is something else, counts as not there; what
+cannot be written is not kept. Neither is an error: a run without an entry plans after its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from patrickstar.planning.step_plan import Plan
+
+VARIABLE = "PATRICKSTAR_PLAN_CACHE"
+"""The environment variable that counts where the configuration does not say: ``0``, ``1`` or a folder."""
+
+logger = logging.getLogger("patrickstar")
+
+_ENTRY = re.compile(r"[0-9a-f]{64}\.json")
+_UNFINISHED = ".unfinished"
+_SECONDS_TO_FINISH = 3600
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The name of the entry for runs of which ``facts`` hold: values of JSON's types, in any order of keys."""
+    text = json.dumps(facts, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_folder(setting: bool | str | None) -> Path | None:
+    """The folder that the configuration's ``plan_cache`` means; None: no plan is kept."""
+    if setting is None:
+        said = os.environ.get(VARIABLE) or "1"
+        setting = {"0": False, "1": True}.get(said, said)
+    if isinstance(setting, str):
+        return Path(setting)
+    return _default_folder() if setting else None
+
+
+def _default_folder() -> Path | None:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # others are to be ignored, says the specification
+        return base / "patrickstar"
+    try:
+        return Path.home() / ".cache" / "patrickstar"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+class PlanCache:
+    """The plans in a folder. Processes may read and write it at once: an entry is there as a whole or not at all, and
+    of two writers the last one's stays.
+
+    Args:
+        folder: made when the first plan is kept.
+        most_entries: how many plans are kept; those that were used least lately go.
+        most_bytes: how large they may be together.
+    """
+
+    def __init__(self, folder: Path, most_entries: int = 64, most_bytes: int = 64 * 2**20):
+        self.folder = folder
+        self._most_entries = most_entries
+        self._most_bytes = most_bytes
+
+    def load(self, key: str) -> Plan | None:
+        """The plan that was kept under ``key``, or None."""
+        path = self._path(key)
+        try:
+            digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+            if digest != _digest(text):
+                raise ValueError(f"{path} is damaged")
+            plan = Plan.from_json(text, str(path))
+            os.utime(path)  # used
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.debug("a kept plan is not used: %s", error)
+            return None
+        return plan
+
+    def save(self, key: str, plan: Plan) -> None:
+        """Keeps ``plan`` under ``key``, in the place of what was there."""
+        text = plan.to_json()
+        entry = f"{_digest(text)}\n{text}".encode()
+        if len(entry) > self._most_bytes:
+            logger.debug("a plan of %d bytes is not kept: all may take %d", len(entry), self._most_bytes)
+            return
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write(self._path(key), entry)
+            self._make_room()
+        except OSError as error:
+            logger.debug("a plan is not kept: %s", error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _write(self, path: Path, entry: bytes) -> None:
+        with tempfile.NamedTemporaryFile(suffix=_UNFINISHED, dir=self.folder, delete=False) as file:
+            unfinished = Path(file.name)
+            try:
+                file.write(entry)
+                file.flush()
+                unfinished.replace(path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+
+    def _make_room(self) -> None:
+        """Removes entries beyond the bounds, and what writers that were killed have left."""
+        entries = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                status = path.stat()
+                if path.name.endswith(_UNFINISHED) and time.time() - status.st_mtime > _SECONDS_TO_FINISH:
+                    path.unlink()
+                elif _ENTRY.fullmatch(path.name):
+                    entries.append((status.st_mtime_ns, status.st_size, path))
+        num_bytes = 0
+        for index, (_used, size, path) in enumerate(sorted(entries, reverse=True)):
+            num_bytes += size
+            if index >= self._most_entries or num_bytes > self._most_bytes:
+                path.unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,162 @@
+"""bfloat16 with updates that are committed in backward: 12 bytes per parameter, and no bit is another one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from patrickstar import _C, MemoryBudgetError
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.models import MODELS, Case, gpt2, token_batch
+from tests.training import assert_same, least_device_memory, make_config, train
+
+GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
+STEPS = 3
+
+
+def config_of(speculation, *, on_device=True, **more):
+    config = make_config("bf16", default_chunk_size=4096, **more)
+    config["optimizer"]["speculation"] = speculation
+    config["optimizer"]["params"]["use_hybrid_adam"] = on_device
+    return config
+
+
+def is_split(engine):
+    layout = engine._session.layout
+    return all(layout.chunk(i)["master"] == _C.StateType.LOWER_HALF for i in range(layout.num_chunks))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lora", "shared", "mixture_of_experts"])
+def test_no_number_changes(name):
+    case = MODELS[name]
+    expected = train(case, config_of("never"), steps=3)
+    least = least_device_memory(case, config_of("commit", on_device=False), steps=3)
+    budgets = [(None, True), (None, False), (least, True), (least * 2, True)]
+    for device_bytes, on_device in budgets:
+        run = train(case, config_of("commit", on_device=on_device, device_memory=device_bytes), steps=3)
+        assert_same(run, expected)
+        assert run.report["num_committed_updates"] >= 3
+
+
+@functools.cache
+def expected_run():
+    return train(GPT2, config_of("never"), steps=STEPS)
+
+
+@functools.cache
+def least_device():
+    """Of the committed form, whose states are all on the host."""
+    return least_device_memory(GPT2, config_of("commit", on_device=False), steps=2)
+
+
+def budgets_of(host_bytes_per_param, more_device_bytes=0):
+    count = expected_run().report["num_chunk_elements"]
+    return {"host_memory": int(host_bytes_per_param * count), "device_memory": least_device() + int(more_device_bytes)}
+
+
+def test_twelve_bytes_per_parameter():
+    """The host holds a model in 12.5 bytes per parameter, gradients on their way included, where 14 were needed."""
+    run = train(GPT2, config_of("commit", **budgets_of(12.5)), steps=STEPS)
+    assert_same(run, expected_run())
+    print(f"{run.report['host_peak_bytes'] / run.report['num_chunk_elements']:.2f} bytes per parameter")
+    assert run.report["num_committed_updates"] == STEPS * run.report["num_chunks"]
+    for speculation in ("never", "always"):
+        with pytest.raises(MemoryBudgetError):
+            train(GPT2, config_of(speculation, **budgets_of(12.5)), steps=STEPS)
+
+
+@pytest.mark.parametrize("host_share", [11.0, 7.0, 3.0])
+def test_states_on_both_sides(host_share):
+    """What the host lacks of 12 bytes per parameter the device has, beside the least that it needs. Random delays on
+    every queue show a wait that is missing.
+    """
+    count = expected_run().report["num_chunk_elements"]
+    budgets = budgets_of(host_share, (12.6 - host_share) * count)
+    delays = {"max_random_us": 500, "seed": int(host_share)}
+    run = train(GPT2, config_of("commit", delays=delays, **budgets), steps=STEPS)
+    assert_same(run, expected_run())
+    assert 0 < run.report["num_device_state_chunks"] < run.report["num_chunks"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("never", "commit"), ("commit", "never")])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_checkpoint_of_one_form_goes_on_in_the_other(before, after, on_device, tmp_path):
+    case = MODELS["gpt2"]
+
+    def go_on(speculation, steps, *, load, save=False):
+        engine, optimizer = initialize_engine(case.build, 0, config_of(speculation, on_device=on_device))
+        with engine:
+            assert is_split(engine) == (speculation == "commit")
+            if load:
+                engine.load_checkpoint(tmp_path)
+            generator = torch.Generator().manual_seed(steps)
+            for _ in range(steps):
+                engine.backward(case.loss(engine(**case.batch(generator))))
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                engine.save_checkpoint(tmp_path)
+            return {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
+
+    torch.manual_seed(0)
+    saved = go_on(before, 3, load=False, save=True)
+    torch.manual_seed(1)
+    assert_same_bits(go_on(after, 0, load=True), saved)
+    assert_same_bits(go_on(after, 4, load=True), go_on(before, 4, load=True))
+
+
+def test_values_halfway_between_two_compute_values():
+    """Weights as a float16 checkpoint has them: one in sixteen is the tie that 16 bits alone do not tell apart."""
+    torch.manual_seed(0)
+    weights = {name: value.half().float() for name, value in gpt2().state_dict().items()}
+    for on_device in (True, False):
+        config = config_of("commit", on_device=on_device)
+        engine, optimizer = initialize_engine(gpt2, 0, config)
+        with engine:
+            engine.load_state_dict(weights)
+            assert_same_bits(engine.state_dict(), weights)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            engine.backward(engine(**token_batch(torch.Generator().manual_seed(0)))["loss"])
+            optimizer.step()
+            assert_same_bits(engine.state_dict(), weights)
+            assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state_dict()["state"].values())
+
+
+def test_unfreezing():
+    """States of what was frozen are the lower halves of values that have none."""
+
+    def run(speculation):
+        torch.manual_seed(0)
+        engine, optimizer = initialize_engine(frozen, 0, config_of(speculation))
+        losses = []
+        with engine:
+            generator = torch.Generator().manual_seed(0)
+            for step in range(5):
+                if step == 2:
+                    engine.module.requires_grad_(True)
+                loss = engine(**token_batch(generator))["loss"]
+                losses.append(loss.item())
+                engine.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return losses, engine.state_dict()
+
+    assert_same_bits(run("commit"), run("never"))
+
+
+def frozen():
+    model = gpt2()
+    model.transformer.wte.requires_grad_(False)
+    model.transformer.h[0].requires_grad_(False)
+    return model
+
+
+def test_the_form_is_for_committed_bfloat16():
+    for config, expected in ((config_of("commit"), True), (config_of("never"), False), (make_config("fp32"), False)):
+        engine, _ = initialize_engine(gpt2, 0, config)
+        with engine:
+            assert is_split(engine) == expected
