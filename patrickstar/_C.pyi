@@ -496,7 +496,7 @@ class Layout:
         chunk_numel: int,
         num_ranks: int = 1,
         rank: int = 0,
-        bf16_master: StateType = ...,
+        bf16_master: StateType = StateType.FLOAT32,
     ) -> Layout: ...
     @property
     def num_chunks(self) -> int: ...
