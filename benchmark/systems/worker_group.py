@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from benchmark.systems import Job
 from patrickstar import _C
+from patrickstar.planning.plan_cache import VARIABLE as PLAN_CACHE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOG_TAIL_BYTES = 4000
@@ -129,9 +130,10 @@ def worker_command(job: Job) -> list[str]:
 
 def rank_environment(rank: int, num_ranks: int, store_port: int) -> dict[str, str]:
     """This process's environment with what torchrun would set. Several ranks divide the cores for their OpenMP threads
-    (PyTorch's CPU optimizers) evenly, where torchrun would give each one; ``OMP_NUM_THREADS`` of the user stays.
+    (PyTorch's CPU optimizers) evenly, where torchrun would give each one; ``OMP_NUM_THREADS`` of the user stays. No
+    plan of an earlier run is used unless the user says so: first steps do not depend on what ran before.
     """
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", PLAN_CACHE: "0"}
     if num_ranks > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, _C.num_available_cpus() // num_ranks))
     return {

@@ -17,6 +17,7 @@
 #include "backend/backend.h"
 #include "backend/cuda_check.h"
 #include "backend/cuda_delay.h"
+#include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
 
 namespace patrickstar {
@@ -27,45 +28,16 @@ namespace {
 constexpr double kHeadroomRatio = 0.04;
 constexpr size_t kAggregate = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
 
-// Events are reused: creating one costs microseconds and takes a driver lock.
-class EventPool {
- public:
-  explicit EventPool(unsigned int flags) : flags_(flags) {}
-  ~EventPool() {
-    for (cudaEvent_t event : free_) cudaEventDestroy(event);
-  }
-  cudaEvent_t take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.empty()) {
-      cudaEvent_t event = nullptr;
-      PS_CUDA_CHECK(cudaEventCreateWithFlags(&event, flags_));
-      return event;
-    }
-    cudaEvent_t event = free_.back();
-    free_.pop_back();
-    return event;
-  }
-  void give_back(cudaEvent_t event) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(event);
-  }
-
- private:
-  unsigned int flags_;
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;
-};
-
 struct CudaEvent final : EventState {
-  explicit CudaEvent(std::shared_ptr<EventPool> event_pool) : pool(std::move(event_pool)), event(pool->take()) {}
+  explicit CudaEvent(std::shared_ptr<CudaEventPool> event_pool) : pool(std::move(event_pool)), event(pool->take()) {}
   ~CudaEvent() override { pool->give_back(event); }
 
-  std::shared_ptr<EventPool> pool;
+  std::shared_ptr<CudaEventPool> pool;
   cudaEvent_t event;
 };
 
 struct CudaMark final : MarkState {
-  explicit CudaMark(std::shared_ptr<EventPool> event_pool) : timed(std::move(event_pool)) {}
+  explicit CudaMark(std::shared_ptr<CudaEventPool> event_pool) : timed(std::move(event_pool)) {}
 
   CudaEvent timed;
 };
@@ -110,8 +82,8 @@ class CudaBackend final : public Backend {
  public:
   CudaBackend(int device, int64_t limit_bytes, int64_t rounding_bytes)
       : device_(static_cast<c10::DeviceIndex>(device)),
-        events_(std::make_shared<EventPool>(cudaEventDisableTiming)),
-        timed_events_(std::make_shared<EventPool>(cudaEventDefault)),
+        events_(std::make_shared<CudaEventPool>(cudaEventDisableTiming)),
+        timed_events_(std::make_shared<CudaEventPool>(cudaEventDefault)),
         segments_(rounding_bytes > 0 ? Segments::kExpandable : Segments::kFixed),
         compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
     const c10::cuda::CUDAGuard guard(device_);
@@ -311,8 +283,8 @@ class CudaBackend final : public Backend {
     return queue == Queue::kCompute ? compute_ : streams_[static_cast<size_t>(queue)];
   }
   c10::DeviceIndex device_;
-  std::shared_ptr<EventPool> events_;
-  std::shared_ptr<EventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
+  std::shared_ptr<CudaEventPool> events_;
+  std::shared_ptr<CudaEventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
   Segments segments_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;

@@ -102,6 +102,7 @@ void register_memory(py::module_& module) {
            [](AddressedArena& self, int64_t num_bytes) {
              return self.keep(self.arena().try_allocate_prepared(num_bytes));
            })
+      .def_property_readonly("is_preparing", [](AddressedArena& self) { return self.arena().is_preparing(); })
       .def_property_readonly("unreserved_bytes", of_arena(&HostArena::unreserved_bytes))
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))

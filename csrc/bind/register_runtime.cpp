@@ -294,6 +294,7 @@ void register_runtime(py::module_& module) {
       .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
       .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
+      .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())

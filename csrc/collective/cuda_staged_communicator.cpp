@@ -29,6 +29,8 @@
 #include <utility>
 #include <vector>
 
+#include "backend/cuda_check.h"
+#include "backend/cuda_event_pool.h"
 #include "collective/communicator.h"
 #include "common/check.h"
 #include "common/process_fork.h"
@@ -40,19 +42,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void check_cuda(cudaError_t error, const char* call) {
-  PS_CHECK(error == cudaSuccess, SystemError, call, " failed: ", cudaGetErrorString(error));
-}
-
 // A number in host memory that only grows, and for which streams wait. open() from any thread.
 class Gate {
  public:
   Gate() : wait_value_(find_wait_value()) {
     void* memory = nullptr;
-    check_cuda(cudaHostAlloc(&memory, sizeof(std::atomic<uint32_t>), cudaHostAllocMapped), "cudaHostAlloc");
+    PS_CUDA_CHECK(cudaHostAlloc(&memory, sizeof(std::atomic<uint32_t>), cudaHostAllocMapped));
     number_ = new (memory) std::atomic<uint32_t>(0);
     void* address = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&address, memory, 0), "cudaHostGetDevicePointer");
+    PS_CUDA_CHECK(cudaHostGetDevicePointer(&address, memory, 0));
     address_ = reinterpret_cast<CUdeviceptr>(address);
   }
   ~Gate() { cudaFreeHost(number_); }
@@ -127,34 +125,7 @@ class StagingMemory {
   int64_t num_bytes_ = 0;
 };
 
-// Events that the worker waits for and gives back. Any thread.
-class StagingEvents {
- public:
-  ~StagingEvents() {
-    for (cudaEvent_t event : free_) cudaEventDestroy(event);
-  }
-  cudaEvent_t take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.empty()) {
-      cudaEvent_t event = nullptr;
-      check_cuda(cudaEventCreateWithFlags(&event, kFlags), "cudaEventCreateWithFlags");
-      return event;
-    }
-    cudaEvent_t event = free_.back();
-    free_.pop_back();
-    return event;
-  }
-  void give_back(cudaEvent_t event) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(event);
-  }
-
- private:
-  static constexpr unsigned int kFlags = cudaEventDisableTiming | cudaEventBlockingSync;  // the cores are all ranks'
-
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;
-};
+constexpr unsigned int kEventFlags = cudaEventDisableTiming | cudaEventBlockingSync;  // the cores are all ranks'
 
 class CudaStagedCommunicator final : public Communicator {
  public:
@@ -253,14 +224,14 @@ class CudaStagedCommunicator final : public Communicator {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
     char* const staged = staging_.at_least(num_bytes);
     // The collective before, perhaps on another stream, has the staging memory until then.
-    check_cuda(cudaStreamWaitEvent(stream, copied_back_, 0), "cudaStreamWaitEvent");
+    PS_CUDA_CHECK(cudaStreamWaitEvent(stream, copied_back_, 0));
     down(staged, stream);
     const cudaEvent_t copied = events_.take();
-    check_cuda(cudaEventRecord(copied, stream), "cudaEventRecord");
+    PS_CUDA_CHECK(cudaEventRecord(copied, stream));
     const uint32_t number = ++num_enqueued_;
     gate_->enqueue_wait(stream, number);
     up(staged, stream);
-    check_cuda(cudaEventRecord(copied_back_, stream), "cudaEventRecord");
+    PS_CUDA_CHECK(cudaEventRecord(copied_back_, stream));
     {
       const std::lock_guard<std::mutex> state_lock(state_mutex_);
       pending_.push_back(Clock::now());
@@ -273,7 +244,7 @@ class CudaStagedCommunicator final : public Communicator {
     std::exception_ptr failure;
     try {
       const c10::cuda::CUDAGuard guard(device_);
-      check_cuda(cudaEventSynchronize(copied), "cudaEventSynchronize");
+      PS_CUDA_CHECK(cudaEventSynchronize(copied));
       if (!aborted_) collective(staged);
     } catch (...) {
       failure = std::current_exception();
@@ -298,7 +269,7 @@ class CudaStagedCommunicator final : public Communicator {
 
   void copy(void* to, const void* from, int64_t num_bytes, cudaStream_t stream) {
     if (num_bytes == 0) return;
-    check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    PS_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault, stream));
   }
 
   std::string describe() const {
@@ -309,7 +280,7 @@ class CudaStagedCommunicator final : public Communicator {
   c10::DeviceIndex device_;
   std::unique_ptr<Communicator> host_;
   std::unique_ptr<Gate> gate_;
-  StagingEvents events_;
+  CudaEventPool events_{kEventFlags};
   std::atomic<bool> aborted_{false};
   std::atomic<uint32_t> num_enqueued_{0};
 

@@ -323,14 +323,16 @@ void Pager::ensure_block(ArrayId id) {
 }
 
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
+  // Gradients that have memory of their own until their update take that of those before them, or wait for it.
+  const bool waits = store().chunk(id.chunk).splits_master();
+  if (waits) speculation_.free_completed();
   HostBlock block = try_allocate_beside_promises(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
-  // Gradients that have memory of their own until their update wait for those before them.
-  if (store().chunk(id.chunk).splits_master()) {
+  if (waits) {
     const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate, id});
     while (!block && speculation_.await_free()) block = try_allocate_beside_promises(id);
+    if (block) return block;
   }
-  if (block) return block;
   speculation_.release_memory();
   return try_allocate_beside_promises(id);
 }

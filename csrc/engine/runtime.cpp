@@ -264,8 +264,10 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
     open->planner.begin_step();
     open->memory.tracer().begin_step();
   }
+  if (attempt != Attempt::kFirst) open->device->take_tide_peak(open->pager);
   if (tracking == Tracking::kTraining) open->recorder.begin_forward();
-  const bool last = attempt == Attempt::kLast || !open->turns.can_repeat_forward();
+  // In a replay with other ranks, chunks can make room by the host: what is missing is measured.
+  const bool last = attempt == Attempt::kLast || (open->layout().is_sharded() && open->pager.is_replaying());
   open->backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
 }
 
@@ -360,7 +362,7 @@ bool Runtime::can_repeat_forward() {
   return open->turns.can_repeat_forward();
 }
 
-void Runtime::undo_forward(Vacate what) {
+void Runtime::undo_forward() {
   const Entry open = compute();
   open->tracker.release_all();
   open->backend().reclaim();
@@ -370,8 +372,11 @@ void Runtime::undo_forward(Vacate what) {
     open->memory.tracer().abandon();
   }
   open->tracker.set_tracking(Tracking::kUntracked);
+}
+
+void Runtime::vacate_device(Vacate what) {
+  const Entry open = compute();
   open->pager.vacate(what);
-  open->device->take_tide_peak(open->pager);
 }
 
 void Runtime::abort_forward() {

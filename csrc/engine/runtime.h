@@ -104,9 +104,11 @@ class Runtime final : public UseListener {
   // it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
   bool keep_joint_backward();
   // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if it
-  // had not begun, with off the device what can leave it. Its activations are gone by then.
+  // had not begun. Its activations are gone by then.
   bool can_repeat_forward();
-  void undo_forward(Vacate what);
+  void undo_forward();
+  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
+  void vacate_device(Vacate what);
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
   void abort_forward();
   // An exception left the backward: what it held is released, its gradients are forgotten.

@@ -118,7 +118,6 @@ void Speculation::cancel_all() {
 }
 
 void Speculation::free_after(HostBlock block, Event after) {
-  free_completed();
   if (block) leaving_.emplace_back(std::move(after), std::move(block));
 }
 

@@ -79,6 +79,8 @@ class Speculation {
   void cancel_all();
   // Frees `block` once `after` is complete.
   void free_after(HostBlock block, Event after);
+  // Those of completed ones.
+  void free_completed();
   // Waits until the next of those blocks is free. False: there is none.
   bool await_free();
   // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some backwards
@@ -94,7 +96,6 @@ class Speculation {
   Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
   bool allows(int64_t num_bytes) const { return num_bytes + reserve_bytes_ <= arena_.free_bytes(); }
   void reserve(std::vector<int64_t> blocks);
-  void free_completed();
 
   HostArena& arena_;
   HostUpdates& updates_;

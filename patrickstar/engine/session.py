@@ -296,7 +296,8 @@ class Session:
                         "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
                     )
                 start.rewind()
-                self.runtime.undo_forward(what)
+                self.runtime.undo_forward()
+                self.runtime.vacate_device(what)
                 attempt = _C.Attempt.AGAIN
             return self._forward(call, signals, _C.Attempt.LAST)
         except BaseException:

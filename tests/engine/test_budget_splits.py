@@ -116,7 +116,7 @@ def test_accumulation_is_known_before_the_first_step():
     elements = unlimited.report["num_chunk_elements"]
     assert 0 <= several - once - 6 * elements <= 8192 * unlimited.report["num_chunks"]  # whole pages
     count = 0
-    for device_share, share in itertools.product(DEVICES[::2], SUMS[:2]):
+    for device_share, share in itertools.product(DEVICES[::2], SUMS[:1]):
         device_bytes = int(least_device * device_share)
         host_bytes = int((least_device + several) * share) - device_bytes
         if host_bytes > 0:
@@ -124,7 +124,7 @@ def test_accumulation_is_known_before_the_first_step():
             run = train(GPT2, accumulating(config, **limits), steps=STEPS, accumulate=2)
             assert_same(run, unlimited)
             count += 1
-    assert count >= 5
+    assert count >= 3
     small = {"device_memory": least_device, "host_memory": once}
     with pytest.raises(MemoryBudgetError, match=r"gradients that accumulate \(gradient_accumulation_steps\)") as caught:
         initialize_engine(GPT2.build, 0, accumulating(config, **small))

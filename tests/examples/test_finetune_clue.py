@@ -128,15 +128,6 @@ def test_two_ranks_classify_as_one_with_their_batches_together(tmp_path):
         assert figure(two.stdout, number) == pytest.approx(figure(one.stdout, number), rel=1e-3)
 
 
-def test_two_ranks_train_a_language_model_first(tmp_path):
-    write_pair_task(tmp_path)
-    flags = ("--data", tmp_path, *SMALL, "--lm-epochs", 0.5, "--steps", 4, "--output-dir", tmp_path / "output")
-    result = run_example("finetune_clue.py", *flags, ranks=2, timeout_seconds=120)
-    assert result.returncode == 0
-    assert result.stdout.count("training loss") == 2
-    assert is_png(tmp_path / "output" / "clue-bert-lm-curves.png")
-
-
 def test_without_data_says_where_clue_is():
     result = run_example("finetune_clue.py")
     assert result.returncode == 2

@@ -372,10 +372,9 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folders, chat, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["full", "lora"])
-def test_two_ranks_train_as_one_with_their_batches_together(lora, example, folders, chat, monkeypatch, tmp_path):
+def test_two_ranks_train_as_one_with_their_batches_together(example, folders, chat, monkeypatch, tmp_path):
     """Each label weighs the same, although the ranks' rows have different numbers of them; answers are printed once."""
-    flags = ["--model", folders("llama"), "--data", chat, "--steps", 4, "--clip", 0, "--lr", "1e-3", *lora]
+    flags = ["--model", folders("llama"), "--data", chat, "--steps", 4, "--clip", 0, "--lr", "1e-3"]
     one = run(example, monkeypatch, *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
     rest = ["--lr", "1e-3", "--precision", "fp32", "--samples", 1, "--sample-tokens", 4, "--batch-size", 2]
     two = run_example("finetune_llm.py", *flags, *rest, "--output-dir", tmp_path / "two", ranks=2, timeout_seconds=200)
@@ -383,8 +382,7 @@ def test_two_ranks_train_as_one_with_their_batches_together(lora, example, folde
     assert two.stdout.count("answers after the training") == two.stdout.count("saved to") == 1
     assert figure(two.stdout, r"held-out loss +([0-9.]+)") == pytest.approx(one.run.final.loss, rel=1e-4)
     assert figure(two.stdout, r"training loss +([0-9.]+)") == pytest.approx(one.run.scores[-1].loss, rel=1e-4)
-    name = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
-    weights = [load_file(tmp_path / folder / name) for folder in ("one", "two")]
+    weights = [load_file(tmp_path / folder / "model" / "model.safetensors") for folder in ("one", "two")]
     for key, value in weights[0].items():
         torch.testing.assert_close(weights[1][key], value, rtol=1e-2, atol=1e-3)
 

@@ -168,12 +168,12 @@ def case_of(name, batch=16, ranks=1):
 
 
 def recorded_runs():
-    """PatrickStar's in these files, and in those of several GPUs: file and place in it. One of those was made before
+    """PatrickStar's GPTs in these files, and in those of four GPUs: file and place in it. One of those was made before
     updates in two passes, where the host had no room for others ahead of the step.
     """
     names = ["4.3b-24gib", "4.3b-24gib-defaults", "4.3b-whole-gpu"]
     names += ["6.3b-24gib", "6.3b-24gib-defaults", "10.5b", "16.1b"]
-    several = sorted(path for path in RESULTS.glob("h200x*.json") if path.stem != "h200x4-compare-21b-24gib")
+    several = sorted(path for path in RESULTS.glob("h200x4*.json") if path.stem != "h200x4-compare-21b-24gib")
     for path in [*(RESULTS / f"h200-compare-{name}.json" for name in names), *several]:
         for index, run in enumerate(json.loads(path.read_text()).get("systems", [])):
             if run["system"] == "patrickstar" and run.get("step_seconds"):
