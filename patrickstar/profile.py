@@ -8,11 +8,12 @@ summary, which it also prints. The script is run as it is; it learns of the requ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from patrickstar.command.flags import CommandParser, at_least_1
@@ -39,9 +40,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     if not script.is_file():
         parser.error(f"there is no script {script}")
     folder = Path(options.output).resolve()  # the script may change its directory
-    os.environ[PROFILE_VARIABLE] = f"{options.step},{folder}"
     began = time.time_ns()
-    status = _run(script, options.args)
+    with _requested(f"{options.step},{folder}"):
+        status = _run(script, options.args)
     summaries = [file for file in folder.glob("step*.txt") if file.stat().st_mtime_ns >= began - 10**7]
     for file in summaries:
         print(file.read_text(encoding="utf-8"), end="")
@@ -49,6 +50,20 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     if not summaries:
         print(f"no step was profiled: the script ran no engine for {options.step} steps", file=sys.stderr)
     return status or (0 if summaries else 1)
+
+
+@contextlib.contextmanager
+def _requested(request: str) -> Iterator[None]:
+    """Within the block engines of this process, and of those that it starts, profile the requested step."""
+    before = os.environ.get(PROFILE_VARIABLE)
+    os.environ[PROFILE_VARIABLE] = request
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PROFILE_VARIABLE]
+        else:
+            os.environ[PROFILE_VARIABLE] = before
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
