@@ -120,7 +120,8 @@ def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
     config._attn_implementation = "sdpa"
     model = model_class(config)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 

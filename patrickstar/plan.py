@@ -26,6 +26,7 @@ from typing import Any
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
 from patrickstar.config import Speculation
 from patrickstar.machine import host_memory
+from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.known_models import KNOWN_MODELS
@@ -35,9 +36,9 @@ from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting
 from patrickstar.planning.step_plan import Plan
 from patrickstar.sizes import enough_size, show_size
 
-__all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
+_GRAIN = 2**28
 
-_OF_THE_GPU = 0.8
+__all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.plan") -> int:
@@ -61,7 +62,7 @@ def _parser(prog: str) -> CommandParser:
     )
     work.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, default=False,
-        help="compute activations again in backward",
+        help="compute activations again in backward (default: they are kept)",
     )  # fmt: skip
     work.add_argument(
         "--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
@@ -88,7 +89,7 @@ def _parser(prog: str) -> CommandParser:
     engine = parser.add_argument_group("the engine's configuration")
     engine.add_argument(
         "--device-memory", type=memory_size, metavar="SIZE",
-        help="device_memory of each engine, such as 24GiB (default: 80 %% of the GPU's)",
+        help="device_memory of each engine, such as 24GiB (default: what an engine would take of the GPU)",
     )  # fmt: skip
     engine.add_argument(
         "--host-memory", type=memory_size, metavar="SIZE",
@@ -127,6 +128,7 @@ def _question(args: argparse.Namespace) -> Question:
         )
     machine = _machine(args)
     check_precision(args.precision, machine)
+    cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
     return Question(
         workload=Workload(
             model=args.model,
@@ -138,13 +140,13 @@ def _question(args: argparse.Namespace) -> Question:
         ),
         machine=machine,
         setting=Setting(
-            device_bytes=args.device_memory or int(_OF_THE_GPU * machine.gpu_bytes),
-            host_bytes=args.host_memory or host_memory.default_budget_bytes(),
+            device_bytes=args.device_memory or _usual_device_bytes(machine, cluster),
+            host_bytes=args.host_memory or _in_words(host_memory.default_budget_bytes()),
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
             accumulation=args.gradient_accumulation,
         ),
-        cluster=Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link)),
+        cluster=cluster,
         chunk_numel=_chunk_numel(args.chunk_numel),
         clipping=args.clip,
     )
@@ -160,6 +162,15 @@ def _machine(args: argparse.Namespace) -> Machine:
     )
     machine = given_host(machine, cores=args.cpu_cores, gbps=args.host_bandwidth)
     return measured(machine) if args.measure else machine
+
+
+def _usual_device_bytes(machine: Machine, cluster: Cluster) -> int:
+    return _in_words(expected_device_bytes(machine.gpu_bytes, by_nccl=cluster.num_ranks > 1))
+
+
+def _in_words(num_bytes: int) -> int:
+    """As much as a configuration says in a short text, and not more."""
+    return max(num_bytes // _GRAIN * _GRAIN, min(num_bytes, _GRAIN))
 
 
 def _chunk_numel(text: str) -> int | None:
@@ -292,7 +303,16 @@ def _cluster_lines(answer: Answer) -> list[str]:
 
 
 def _refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
-    return [f"does not fit: {refusal}", _work(question)]
+    return [f"does not fit: {refusal}", _work(question), _budgets(question)]
+
+
+def _budgets(question: Question) -> str:
+    device, host = question.setting.device_bytes, question.setting.host_bytes
+    return (
+        f"budgets: {show_size(device)} of the {question.machine.name}'s {show_size(question.machine.gpu_bytes)}, "
+        f"{show_size(host)} of host memory (--device-memory, --host-memory; by default what an engine would take of "
+        "that GPU and of this machine)"
+    )
 
 
 def _advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> list[str]:

@@ -57,6 +57,11 @@ def enough_size(num_bytes: int) -> str:
     return f"{_number(math.ceil(num_bytes / scale * 100) / 100, 2)}{unit}"
 
 
+def size_in_words(num_bytes: int) -> int:
+    """The bytes that :func:`enough_size` says, which are not fewer."""
+    return parse_size(enough_size(num_bytes)) or num_bytes
+
+
 def show_shortage(needed_bytes: int, there_bytes: int) -> str:
     """What is needed, there and short, in one unit: ``needs 948 GiB, has 582, short by 366``."""
     unit, scale = _unit_for(needed_bytes)

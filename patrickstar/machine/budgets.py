@@ -26,6 +26,8 @@ class Budgets:
 # they are used; NCCL, where it connects ranks, has buffers beside.
 _DEVICE_RESERVE_SHARE = 0.02
 _COLLECTIVES_RESERVE_BYTES = 3 * 2**29
+# What CUDA itself takes of a GPU in a process that computes there.
+_CONTEXT_BYTES = 2**29
 
 
 def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1, num_device_ranks: int = 1) -> Budgets:
@@ -66,6 +68,15 @@ def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl:
     free, total = torch.cuda.mem_get_info(device)
     if ratio is not None:
         return int(total * ratio) // sharers
-    reserve = int(total * _DEVICE_RESERVE_SHARE) + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
     own = torch.cuda.memory_reserved(device)
-    return max(free // sharers + own - reserve, total // 100)
+    return max(free // sharers + own - device_reserve_bytes(total, by_nccl), total // 100)
+
+
+def device_reserve_bytes(total: int, by_nccl: bool) -> int:
+    """What an engine leaves of a GPU of ``total`` bytes; ``by_nccl``: NCCL connects its ranks."""
+    return int(total * _DEVICE_RESERVE_SHARE) + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
+
+
+def expected_device_bytes(total: int, by_nccl: bool) -> int:
+    """The budget that an engine would take of a GPU of ``total`` bytes which nobody else uses, for plans without it."""
+    return max(total - _CONTEXT_BYTES - device_reserve_bytes(total, by_nccl), total // 100)

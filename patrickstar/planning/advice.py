@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from patrickstar.config import Speculation
+from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
-from patrickstar.sizes import enough_size, parse_size, show_size
+from patrickstar.sizes import enough_size, show_size, size_in_words
 
 LEAST_GAIN = 0.01
 """Of tokens per second: what helps by less is not worth a line."""
 
 _MORE_DEVICE_MEMORY = (1.25, 1.5, 2.0, 4.0)
-_OF_THE_GPU = 0.98  # what an engine takes at most where nobody says (docs/guides/budgets.md)
 _MORE_GPUS = (2, 4, 8)
 _LENGTH_UNIT = 128
+_MOST_CHANGES = 8
 _TRIES = 4
 
 
@@ -26,7 +27,7 @@ class Proposal:
     """A question that differs in one part."""
 
     kind: str
-    """Of several of a kind the cheapest good one is kept."""
+    """Which part; of several proposals for one the cheapest good one is kept."""
     text: str
     """What is done, in words."""
     flags: tuple[str, ...]
@@ -71,6 +72,8 @@ def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> li
         found += _host_memory_that_fits(planner, question, refusal)
     if refusal.least_device_bytes is not None:
         found += _largest_that_fits(planner, question, refusal)
+    if not found:
+        found = _changes_together(planner, question, refusal)
     return _best_of_each_kind(found)
 
 
@@ -119,9 +122,9 @@ def _proposals(answer: Answer) -> Iterator[Proposal]:
 
 
 def _device_memory(question: Question) -> Iterator[Proposal]:
-    given, most = question.setting.device_bytes, int(_OF_THE_GPU * question.machine.gpu_bytes)
+    given, most = question.setting.device_bytes, _most_device_bytes(question)
     wanted = {min(int(given * share), most) for share in _MORE_DEVICE_MEMORY}
-    for num_bytes in sorted(_rounded(wish) for wish in wanted if wish > given):
+    for num_bytes in sorted(size_in_words(wish) for wish in wanted if wish > given):
         yield _more_device_memory(question, num_bytes)
 
 
@@ -142,7 +145,7 @@ def _host_memory(answer: Answer) -> Iterator[Proposal]:
     if not is_all_ahead or case.num_parameters_first:
         wanted.append((14, "for updates to be whole in backward"))
     for bytes_each, what in wanted:
-        num_bytes = _rounded(case.least_host_bytes + bytes_each * trained + 2**30)
+        num_bytes = size_in_words(case.least_host_bytes + bytes_each * trained + 2**30)
         if num_bytes > question.setting.host_bytes:
             text = f"{show_size(num_bytes)} of host memory, {what}"
             flags = ("--host-memory", enough_size(num_bytes))
@@ -178,9 +181,9 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
     least_device = refusal.least_device_bytes
     if least_device is not None and not question.workload.checkpointing:
         yield _checkpointing(question)
-    if least_device is not None and least_device <= question.machine.gpu_bytes:
+    if least_device is not None and least_device <= _most_device_bytes(question):
         for share in (1.0, 1.1, 1.25):
-            yield _more_device_memory(question, _rounded(int(least_device * share)))
+            yield _more_device_memory(question, size_in_words(int(least_device * share)))
     if refusal.least_host_bytes is not None:
         yield from _device_memory(question)
     for factor in _MORE_GPUS:
@@ -198,9 +201,7 @@ def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNo
     for _ in range(_TRIES):
         if refusal.least_host_bytes is None:
             break
-        num_bytes = _rounded(refusal.least_host_bytes)
-        text, flags = f"{show_size(num_bytes)} of host memory", ("--host-memory", enough_size(num_bytes))
-        proposal = _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+        proposal = _more_host_memory(question, refusal.least_host_bytes)
         try:
             return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
         except DoesNotFitError as error:
@@ -213,7 +214,7 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
     work = question.workload
 
     def batch_of(count: int) -> Proposal:
-        text, flags = f"{count} sequences at a time is the largest batch that fits", ("--batch-size", str(count))
+        text, flags = f"{_sequences(count)}, the largest batch that fits", ("--batch-size", str(count))
         return _other_work("batch", text, flags, question, batch=count)
 
     found = _largest(planner, batch_of, work.batch, refusal) if work.batch > 1 else None
@@ -268,7 +269,67 @@ def _largest(
     return best
 
 
+# Where no single change is enough
+
+
+def _changes_together(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
+    """Changes one after the other, each for what the refusal before it asks for, until it fits."""
+    changes: dict[str, Proposal] = {}
+    for _ in range(_MOST_CHANGES):
+        change = _next_change(question, refusal)
+        if change is None:
+            break
+        changes[change.kind] = change  # in place of an earlier one of its kind, from which it began
+        question = change.question
+        try:
+            answer = planner.answer(question)
+        except DoesNotFitError as error:
+            refusal = error
+            continue
+        text = "; ".join(change.text for change in changes.values())
+        flags = tuple(flag for change in changes.values() for flag in change.flags)
+        proposal = Proposal(kind="together", text=text, flags=flags, question=question)
+        return [Advice(proposal=proposal, answer=answer)]
+    return []
+
+
+def _next_change(question: Question, refusal: DoesNotFitError) -> Proposal | None:
+    """The one that costs least of those that may mend the refusal."""
+    work = question.workload
+    if refusal.least_host_bytes is not None:
+        return _more_host_memory(question, refusal.least_host_bytes)
+    if refusal.least_device_bytes is None:
+        return None
+    if not work.checkpointing:
+        return _checkpointing(question)
+    if question.setting.device_bytes < refusal.least_device_bytes <= _most_device_bytes(question):
+        return _more_device_memory(question, size_in_words(refusal.least_device_bytes))
+    if work.batch > 1:
+        count = work.batch // 2
+        return _other_work("batch", _sequences(count), ("--batch-size", str(count)), question, batch=count)
+    if work.length > _LENGTH_UNIT:
+        length = work.length // 2
+        return _other_work("length", f"{length} tokens each", ("--seq-len", str(length)), question, length=length)
+    return None
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequences at a time" if count > 1 else "one sequence at a time"
+
+
 # Questions that differ in one part
+
+
+def _more_host_memory(question: Question, least_bytes: int) -> Proposal:
+    num_bytes = size_in_words(least_bytes)
+    text, flags = f"{show_size(num_bytes)} of host memory", ("--host-memory", enough_size(num_bytes))
+    return _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+
+
+def _most_device_bytes(question: Question) -> int:
+    """What an engine may have of the GPU."""
+    by_nccl = question.cluster.num_ranks > 1
+    return max(expected_device_bytes(question.machine.gpu_bytes, by_nccl), question.setting.device_bytes)
 
 
 def _checkpointing(question: Question) -> Proposal:
@@ -284,8 +345,3 @@ def _other_work(kind: str, text: str, flags: tuple[str, ...], question: Question
 def _other_setting(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
     setting = dataclasses.replace(question.setting, **changes)
     return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, setting=setting))
-
-
-def _rounded(num_bytes: int) -> int:
-    """The size that a flag says, which is not less."""
-    return parse_size(enough_size(num_bytes)) or num_bytes

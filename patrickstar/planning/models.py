@@ -122,7 +122,9 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora
         if lora_rank > 0:
             _adapt(module, lora_rank)
     if checkpointing:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+        # Its name since transformers 5.10 or so; the older one warns there.
+        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
     return PlannedModel(
         module=module,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
 from patrickstar.planning.uses import StepUses
-from patrickstar.sizes import enough_size, show_shortage, show_size
+from patrickstar.sizes import enough_size, show_shortage, show_size, size_in_words
 
 # Of choosing a plan and learning what it takes of the host's memory.
 _ROUNDS = 4
@@ -300,10 +301,11 @@ class Predictor:
         for _ in range(_HALVINGS):
             budget.margin_use_ratio = (low + high) / 2
             low, high = (low, budget.margin_use_ratio) if self._num_states(budget) > count else ((low + high) / 2, high)
-        budget.margin_use_ratio = low
-        if low == 0.0 or self._num_states(budget) != count:
-            return None
-        return dataclasses.replace(setting, margin_use_ratio=low)
+        for ratio in (math.floor(low * 1000) / 1000, low):  # one to read where it does as well
+            budget.margin_use_ratio = ratio
+            if ratio > 0.0 and self._num_states(budget) == count:
+                return dataclasses.replace(setting, margin_use_ratio=ratio)
+        return None
 
     def _with_less_host(self, setting: Setting, count: int, num_whole: int) -> Setting | None:
         """The ``host_memory`` that makes an engine have so many chunks' states on the device, and of the others update
@@ -312,7 +314,7 @@ class Predictor:
         if not setting.updates_take_memory:
             return None
         on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
-        num_bytes = self._bytes_ahead(count) + sum(map(_state_bytes, on_host[:num_whole]))
+        num_bytes = size_in_words(self._bytes_ahead(count) + sum(map(_state_bytes, on_host[:num_whole])))
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:

@@ -22,7 +22,7 @@ from patrickstar.planning.prediction import DoesNotFitError, Setting
 MIB = 2**20
 # A small model on a small GPU behaves as a large one on a large one: slow host and link, few operations at a time.
 SMALL_GPU = given_host(
-    given_gpu(MACHINES["a10"], tflops=2.0, gbps=60.0, num_bytes=1024 * MIB, link_gbps=1.0), cores=2, gbps=10.0
+    given_gpu(MACHINES["a10"], tflops=2.0, gbps=60.0, num_bytes=1600 * MIB, link_gbps=1.0), cores=2, gbps=10.0
 )
 FAST_LINK = given_gpu(SMALL_GPU, link_gbps=20.0)
 WORK = Workload(model="gpt:512x8", batch=4, length=128)
@@ -156,6 +156,18 @@ def test_too_little_host_memory_is_answered_with_what_would_do(planner):
 def run(capsys, *words, expect=0):
     assert main([*words, "--json"]) == expect
     return json.loads(capsys.readouterr().out)
+
+
+def test_several_changes_are_proposed_where_no_single_one_is_enough(planner):
+    question = ask(120, 200)
+    with pytest.raises(DoesNotFitError) as refused:
+        planner.answer(question)
+    (advice,) = rescue(planner, question, refused.value)
+    assert advice.proposal.kind == "together"
+    assert {"--host-memory", "--checkpointing"} <= set(advice.proposal.flags)
+    flags = [flag for flag in advice.proposal.flags if flag.startswith("--")]
+    assert len(flags) == len(set(flags))
+    assert advice.answer.question == advice.proposal.question
 
 
 SMALL = ["--model", "gpt:128x4", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB"]
