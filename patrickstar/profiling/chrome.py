@@ -47,8 +47,8 @@ def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[
             continue  # one rank
         events.append(_name("thread_name", row, name))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
-    for index, moment in enumerate(trace["moments"]):
-        events.append(_moment(index, moment, layers.of_moment(moment)))
+    for index, (moment, names) in enumerate(zip(trace["moments"], layers.of_moments(trace["moments"]), strict=True)):
+        events.append(_moment(index, moment, names))
     begin, end = trace["optimizer_begin_seconds"], trace["seconds"]
     skipped = trace["outcome"] == _C.StepOutcome.SKIPPED
     name = "optimizer step (skipped)" if skipped else "optimizer step"

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from patrickstar import _C
+
 
 def layer_of(param_name: str) -> str:
     """The layer that a parameter belongs to: its module's path as far as the first number in it.
@@ -32,14 +34,35 @@ class ChunkLayers:
     def __init__(self, params_of_chunks: Sequence[Sequence[str]]):
         self._layers = [tuple(dict.fromkeys(map(layer_of, names))) for names in params_of_chunks]
 
-    def of_moment(self, moment: dict[str, Any]) -> tuple[str, ...]:
-        """The layers that may have run in a traced moment, in the order of registration; mostly one."""
-        chunks = list(dict.fromkeys(chunk for chunk, _ in moment["acquired"]))
+    def of_moments(self, moments: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+        """For each traced moment the layers that may have run in it, in the order of registration; mostly one.
+
+        A chunk of small parameters (biases, norms) has some of many layers, which the moments beside it narrow down: a
+        norm mostly runs before the rest of its layer in forward and behind it in backward. Where it
+        cannot be that one's, it comes after the layer on its other side.
+        """
+        found = [self._of_chunks([chunk for chunk, _ in moment["acquired"]]) for moment in moments]
+        narrowed = list(found)
+        for index, layers in enumerate(found):
+            way = 1 if moments[index]["phase"] == _C.Phase.FORWARD else -1
+            rest, before = (_only(found, near) for near in (index + way, index - way))
+            if len(layers) > 1 and rest in layers:
+                narrowed[index] = (rest,)
+            elif len(layers) > 1 and before in layers:
+                narrowed[index] = layers[layers.index(before) :]
+        return narrowed
+
+    def _of_chunks(self, chunks: Sequence[int]) -> tuple[str, ...]:
         if not chunks:
             return ()
-        found = [self._layers[chunk] for chunk in chunks]
+        found = [self._layers[chunk] for chunk in dict.fromkeys(chunks)]
         common = tuple(layer for layer in found[0] if all(layer in layers for layers in found))
         return common or tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+def _only(found: Sequence[tuple[str, ...]], index: int) -> str | None:
+    """The layer of the moment, where it is one."""
+    return found[index][0] if 0 <= index < len(found) and len(found[index]) == 1 else None
 
 
 def short_names(layers: Sequence[str]) -> str:

@@ -48,8 +48,8 @@ _QUEUES = {
     "Adam on the device": ((_C.Track.DEVICE_ADAM,), "#4e5d94"),
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_MOST_LABELS = 56
-"""Names of layers that fit side by side above a picture of this width, written upwards."""
+_LABELS_PER_INCH = 4.5
+"""Names of layers, written upwards, that fit side by side above a picture, by its width."""
 
 
 def draw(trace: dict[str, Any], step: int, path: Path, layers: ChunkLayers) -> None:
@@ -86,12 +86,14 @@ def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, f
     """(label, begin, end) in milliseconds of each run of moments, within forward or backward, in which the same layers
     ran.
     """
-    named = [(moment["phase"], short_names(layers.of_moment(moment)), moment) for moment in trace["moments"]]
+    moments = trace["moments"]
+    labels = map(short_names, layers.of_moments(moments))
+    named = [(moment["phase"], label, moment) for moment, label in zip(moments, labels, strict=True)]
     spans = []
     for (_, label), group in itertools.groupby(named, lambda entry: entry[:2]):
-        moments = [moment for *_, moment in group]
-        end = moments[-1]["begin_seconds"] + moments[-1]["seconds"]
-        spans.append((label, moments[0]["begin_seconds"] * 1e3, end * 1e3))
+        together = [moment for *_, moment in group]
+        end = together[-1]["begin_seconds"] + together[-1]["seconds"]
+        spans.append((label, together[0]["begin_seconds"] * 1e3, end * 1e3))
     return spans
 
 
@@ -160,7 +162,8 @@ def draw_queues(axes: Axes, trace: dict[str, Any]) -> None:
 def name_layers(axes: Axes, trace: dict[str, Any], layers: ChunkLayers) -> None:
     """Names the layers above ``axes``, whose limits are set, when they ran; as many as there is room for."""
     begin, end = axes.get_xlim()
-    kept = thinned(layer_spans(trace, layers), (end - begin) / _MOST_LABELS)
+    most = _LABELS_PER_INCH * axes.figure.get_size_inches()[0]
+    kept = thinned(layer_spans(trace, layers), (end - begin) / most)
     above = axes.secondary_xaxis("top")
     above.set_xticks([middle for _, middle in kept], [label for label, _ in kept], rotation=90, fontsize=8)
 

@@ -139,7 +139,7 @@ def test_the_layers_of_moments(result):
     """Forward meets them in the order of registration, backward the other way round; the tied embedding is the head."""
     order = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f"]
     for phase, way in ((_C.Phase.FORWARD, 1), (_C.Phase.BACKWARD, -1)):
-        found = [result.layers.of_moment(m) for m in result.trace["moments"] if m["phase"] == phase]
+        found = result.layers.of_moments([m for m in result.trace["moments"] if m["phase"] == phase])
         assert {layer for layers in found for layer in layers} <= set(order)
         first = [order.index(layers[0]) for layers in found if order[0] not in layers]
         assert first == sorted(first)[::way]
@@ -164,14 +164,18 @@ def test_the_layer_of_a_parameter(param, layer):
 def test_layers_that_chunks_share():
     layers = ChunkLayers([["m.h.0.w", "m.h.1.w"], ["m.h.1.w", "m.h.2.w"], ["m.h.3.w"], ["bias"]])
 
-    def of(*chunks):
-        return layers.of_moment({"acquired": [(chunk, _C.ArrayKind.PARAM) for chunk in chunks]})
+    def of(*moments, phase=_C.Phase.FORWARD):
+        acquired = ([(chunk, _C.ArrayKind.PARAM) for chunk in chunks] for chunks in moments)
+        return layers.of_moments([{"phase": phase, "acquired": arrays} for arrays in acquired])
 
-    assert of(0, 1) == ("m.h.1",)
-    assert of(0) == ("m.h.0", "m.h.1")
-    assert of(0, 2) == ("m.h.0", "m.h.1", "m.h.3")
-    assert of() == ()
-    assert [short_names(of(*chunks)) for chunks in ((0, 1), (0,), (3,), ())] == ["h.1", "h.0–h.1", "", ""]
+    assert of([0, 1], [], [0, 2], [3]) == [("m.h.1",), (), ("m.h.0", "m.h.1", "m.h.3"), ("",)]
+    assert of([0], [3], [0]) == [("m.h.0", "m.h.1"), ("",), ("m.h.0", "m.h.1")]
+    assert of([0, 1], [1], [2]) == [("m.h.1",), ("m.h.1", "m.h.2"), ("m.h.3",)]
+    both = ChunkLayers([["h.0.w"], ["h.1.w"], ["h.0.b", "h.1.b"]])
+    moments = [{"phase": None, "acquired": [(chunk, None)]} for chunk in (0, 2, 1)]
+    for phase, layer in ((_C.Phase.FORWARD, "h.1"), (_C.Phase.BACKWARD, "h.0")):
+        assert both.of_moments([{**moment, "phase": phase} for moment in moments])[1] == (layer,)
+    assert [short_names(names) for names in (("m.h.1",), ("m.h.0", "m.h.1"), ("",), ())] == ["h.1", "h.0–h.1", "", ""]
 
 
 def test_a_trace_without_transfers(tmp_path):
