@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patrickstar import checkpointing, comm, ops, utils, zero
-    from patrickstar._C import MemoryBudgetError, RankFailure, StateError
+    from patrickstar._C import MemoryBudgetError, RankFailure, RankMismatch, StateError
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
     from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "MemoryBudgetError",
     "RankFailure",
+    "RankMismatch",
     "StateError",
     "TrainingEngine",
     "add_config_arguments",
@@ -46,6 +47,7 @@ _HOMES = {
     "CheckpointError": "patrickstar.checkpoint",
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
+    "RankMismatch": "patrickstar._C",
     "StateError": "patrickstar._C",
     "TrainingEngine": "patrickstar.deepspeed",
     "add_config_arguments": "patrickstar.deepspeed",

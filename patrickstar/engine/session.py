@@ -41,7 +41,7 @@ from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.step_plan import Plan
-from patrickstar.profiling import make_profiler
+from patrickstar.profiling import ChunkLayers, make_profiler
 from patrickstar.ranks.distributed import RankGroups
 
 logger = logging.getLogger("patrickstar")
@@ -199,7 +199,11 @@ class Session:
         self._teardown.callback(self._trained.remove)
         self._trained.attach()
         self._profiler = make_profiler(
-            self.runtime, self.config.profile, self.ranks.context.rank, len(self.ranks.members)
+            self.runtime,
+            self.config.profile,
+            self.chunk_layers,
+            self.ranks.context.rank,
+            len(self.ranks.members),
         )
         if self._profiler is not None:
             self._teardown.callback(self._profiler.close)
@@ -210,6 +214,13 @@ class Session:
     def has_param(self, param: nn.Parameter) -> bool:
         """Whether it is one of the module's parameters that this engine has."""
         return param in self._own_params
+
+    @property
+    def chunk_layers(self) -> ChunkLayers:
+        """Which layers of the module lie in which chunk."""
+        params = self.plan_of_params.chunked
+        chunks = (self.layout.chunk(chunk)["params"] for chunk in range(self.layout.num_chunks))
+        return ChunkLayers([[params[param].name for param in chunk] for chunk in chunks])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
