@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
@@ -25,7 +24,6 @@ from tests.integrations.trainer_runs import (
     make_trainer,
     train,
 )
-from tests.pages import ROOT
 
 
 def bare(cls, folder, **more):
@@ -89,17 +87,17 @@ print(json.dumps([sys.argv[2:], type(trainer).__mro__[1].__name__, trainer.engin
 """
 
 
-def test_a_script_runs_as_it_is(tmp_path):
-    """Flags before it are the command's, those after it its own; one flag of the command wins over the file."""
+def test_a_script_runs_as_it_is(tmp_path, capsys, monkeypatch):
+    """Flags before it are the command's, those after it its own; a flag of the command wins over the file."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     script, config = tmp_path / "script.py", tmp_path / "config.json"
     script.write_text(SCRIPT)
     config.write_text(json.dumps({"device_memory": "1MiB", "default_chunk_size": 8192, "scheduler": None}))
-    command = [sys.executable, "-m", "patrickstar", "run", "--config", config, "--device-memory", "450KiB"]
-    done = subprocess.run(
-        [*command, script, tmp_path / "out", "--device-memory", "3"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [["--device-memory", "3"], "PatrickStarTrainerMixin", 450 * 1024]
+    flags = ["--config", str(config), "--device-memory", "450KiB"]
+    assert main(["run", *flags, str(script), str(tmp_path / "out"), "--device-memory", "3"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == [["--device-memory", "3"], "PatrickStarTrainerMixin", 450 * 1024]
 
 
 @pytest.mark.parametrize(
