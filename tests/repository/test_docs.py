@@ -105,7 +105,7 @@ def test_commands_take_the_flags_that_pages_show():
         for flag in (word.partition("=")[0] for word in own if word.startswith("--")):
             assert re.search(rf"{flag}\b", helps[module, subcommand]), f"{page}: {module} {subcommand} has no {flag}"
         found.add(room)
-    assert found >= {"plan", "profile", "checkpoint", "env", "config", "bench"}
+    assert found >= {"plan", "run", "profile", "checkpoint", "env", "config", "bench"}
 
 
 def test_example_scripts_take_the_flags_that_pages_show():
