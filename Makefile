@@ -54,7 +54,7 @@ docs: build  ## docs/ as HTML, into build/docs
 	$(RUN) --extras docs --apart docs -- -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-wheel:  ## build, check and try a wheel for the PyTorch that is here, into dist/ (ARGS="--torch 2.6.0 2.13.0": for these)
+wheel:  ## build, check and try a wheel for the PyTorch that is here, into dist/ (ARGS="--torch 2.6.0 2.13.0")
 	$(RUN) --extras build,wheel -- tools/wheel.py $(ARGS)
 
 env:  ## what this machine offers, what is missing, what mends it
