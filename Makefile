@@ -5,6 +5,7 @@ ARGS ?=
 JOBS ?= 2
 GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
+QUIET = $(if $(filter 1,$(V)),,@)
 
 .PHONY: help build demo test test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
@@ -13,8 +14,8 @@ help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
 build:  ## compile what changed of the extension, in place, and install that editable (V=1: whole commands)
-	@$(RUN) --extras build -- setup.py $(if $(filter 1,$(V)),,--quiet) build_ext --inplace
-	@$(RUN) --extras build --editable
+	$(QUIET)$(RUN) --extras build -- setup.py $(if $(QUIET),--quiet) build_ext --inplace
+	$(QUIET)$(RUN) --extras build --editable
 
 demo: build  ## teach a Llama to answer within less memory than its states take (examples/finetune_llm.py)
 	$(RUN) --extras build,examples --editable -- examples/finetune_llm.py --demo $(ARGS)
