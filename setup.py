@@ -5,6 +5,7 @@ MAX_JOBS as usual; V=1 prints whole commands. `python setup.py build_ext --inpla
 changed.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -92,19 +93,18 @@ def choose_compiler() -> None:
 
 
 def check_tools(torch) -> None:
-    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel on PATH."""
+    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel first on PATH."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         sys.exit(
             f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
             f"{torch.__version__}; upgrade it: {torch_command()}"
         )
     choose_compiler()
-    if shutil.which("ninja") is None:
-        try:
-            import ninja
-        except ImportError:
-            return  # PyTorch then says that it compiles without ninja, one file at a time
-        os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
+    with contextlib.suppress(ImportError):  # without it PATH's; with none PyTorch says that it compiles one by one
+        import ninja
+
+        # First, whoever builds: a ninja of another version drops the log of this one, and compiles everything again.
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
 
 
 def build_options() -> dict:
