@@ -8,6 +8,7 @@ Names are imported when they are first used, PyTorch with the first of them: `pa
 
 import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,11 +69,28 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("torch")  # the extension needs its libraries loaded
     try:
         module = importlib.import_module(_HOMES.get(name, f"patrickstar.{name}"))
+        if name == "_C":
+            _check_pytorch(module)
     except ImportError as error:
-        raise ImportError(f"{error} (python -m patrickstar.env says what is missing and what mends it)") from error
+        hint = "(python -m patrickstar.env says what is missing and what mends it)"
+        if hint in str(error):
+            raise  # from a module that this one imports
+        torch = sys.modules.get("torch")
+        reason = str(error)
+        if torch is not None and "undefined symbol" in reason:
+            reason = f"the extension was compiled against another PyTorch than {torch.__version__}: {reason}"
+        raise ImportError(f"{reason} {hint}") from error
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _check_pytorch(core: Any) -> None:
+    """Raises ImportError for an extension that was compiled against another minor version: what C++ sees differs."""
+    runs, built = sys.modules["torch"].__version__, core.build_info()["torch"]
+    if runs.split(".")[:2] != built.split(".")[:2]:
+        globals().pop("_C", None)  # the next import of it is to fail too
+        raise ImportError(f"the extension was compiled against PyTorch {built} and PyTorch {runs} is here; rebuild it")
 
 
 def __dir__() -> list[str]:
