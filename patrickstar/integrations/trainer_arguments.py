@@ -115,7 +115,7 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
         ),
     ]
     settled = with_precision(without_decided(config, decisions), precision)
-    return {**settled, "gradient_clipping": float(args.max_grad_norm)}
+    return {**settled, "gradient_clipping": float(args.max_grad_norm), "steps_per_print": 0}
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
