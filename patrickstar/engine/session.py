@@ -492,7 +492,8 @@ class Session:
     def _log_pressure(self) -> None:
         count = self.runtime.num_pressure_evictions
         if count > self._num_pressure_evictions:
-            logger.info(
+            logger.log(
+                logging.INFO if self._num_pressure_evictions == 0 else logging.DEBUG,  # once is enough to know
                 "device memory ran short for activations: %d arrays of chunks made room; the next step is planned anew",
                 count - self._num_pressure_evictions,
             )

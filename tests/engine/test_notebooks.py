@@ -78,7 +78,9 @@ def test_another_budget_in_the_same_cell(run):
 
 
 TWO_ENGINES = {
-    "a loop": ["for _ in range(2):\n    engine, optimizer = initialize_engine(Net, 0, config)\n    engines.append(engine)"],
+    "a loop": [
+        "for _ in range(2):\n    engine, optimizer = initialize_engine(Net, 0, config)\n    engines.append(engine)"
+    ],
     "other statements": [
         "teacher, _ = initialize_engine(Net, 0, config)",
         "engine, _ = initialize_engine(Net, 0, config)",
@@ -102,7 +104,9 @@ def test_two_engines_that_are_wanted(cells, run):
 def test_a_list_of_engines_that_is_made_again(run):
     """They are freed by the garbage collector, since nothing leads to them."""
     for _ in range(2):
-        run("engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n    engines.append(engine)")
+        run(
+            "engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n    engines.append(engine)"
+        )
         gc.collect()
         assert len(open_sessions()) == 2
 
