@@ -50,7 +50,8 @@ CELLS = {
     "a schedule": "engine, optimizer = initialize_engine(Net, 0, config)\n"
     "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)",
     "a magic word": "%%capture\nengine, optimizer = initialize_engine(Net, 0, config)",
-    "a function of the notebook": "def build():\n    return initialize_engine(Net, 0, config)\nengine, optimizer = build()",
+    "a function of the notebook": "def build():\n    return initialize_engine(Net, 0, config)\n"
+    "engine, optimizer = build()",
     "initialize": "import patrickstar\nengine, optimizer, *_ = patrickstar.initialize(model=Net(), config="
     '{"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})',
 }
@@ -105,7 +106,8 @@ def test_a_list_of_engines_that_is_made_again(run):
     """They are freed by the garbage collector, since nothing leads to them."""
     for _ in range(2):
         run(
-            "engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n    engines.append(engine)"
+            "engines = []\nfor _ in range(2):\n    engine, _ = initialize_engine(Net, 0, config)\n"
+            "    engines.append(engine)"
         )
         gc.collect()
         assert len(open_sessions()) == 2
