@@ -109,10 +109,10 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
     Raises:
         ValueError: ``config`` says something else.
     """
-    reporting = [key for key in _REPORTING if key in config]
+    reporting = [key for key in _REPORTING if config.get(key)]
     if reporting:
         logger.info("%s: left to the Trainer (logging_steps, report_to)", ", ".join(reporting))
-        config = {key: value for key, value in config.items() if key not in _REPORTING}
+    config = {key: value for key, value in config.items() if key not in _REPORTING}
     precision = precision_of(args)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     decisions = [
@@ -127,7 +127,7 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
         ),
     ]
     settled = with_precision(without_decided(config, decisions), precision)
-    return {**settled, "gradient_clipping": float(args.max_grad_norm)}
+    return {**settled, "gradient_clipping": float(args.max_grad_norm), "steps_per_print": 0}
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
