@@ -37,6 +37,7 @@ _KEPT = re.compile(
     r"PATH|LANG|LC_ALL|TZ|PIP_.*|(http|https|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE", re.I
 )
 _SHOWN = {"text", "output", "json"}
+_NOT_SOURCE = (".venv", ".cache", "build", "dist", "__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
 
 # What a command is told by: where it stands, itself. Its exit status, and how long it took, are told after it.
 _SHELL = """
@@ -121,13 +122,34 @@ def script(todo: list[Step], folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def newcomers_environment(home: Path, page: str) -> dict[str, str]:
-    """What a newcomer's shell has; the README's address leads git here."""
+def origin(folder: Path) -> Path:
+    """What is cloned: this checkout; where it is an unpacked archive without history, a repository of its files that is
+    made in `folder`.
+    """
+    shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)
+    if shown.returncode == 0 and Path(shown.stdout.strip()).resolve() == ROOT:
+        return ROOT
+    made = folder / "origin"
+    shutil.copytree(ROOT, made, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_SOURCE))
+    git(made, "init", "-q")
+    git(made, "add", "--all")
+    git(made, "-c", "user.name=newcomer", "-c", "user.email=newcomer@localhost", "commit", "-q", "-m", "as unpacked")
+    return made
+
+
+def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs git in `folder`, whoever owns it."""
+    command = ["git", "-C", str(folder), "-c", "safe.directory=*", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=check)
+
+
+def newcomers_environment(home: Path, page: str, cloned: Path) -> dict[str, str]:
+    """What a newcomer's shell has; the README's address leads git to `cloned`."""
     kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
     active = os.environ.get("VIRTUAL_ENV")
     if active:
         kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != f"{active}/bin")
-    settings = {f"url.{ROOT.as_uri()}.insteadOf": address for address in _CLONE.findall(page)}
+    settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)}
     if not settings:
         sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
     for number, (name, value) in enumerate([*settings.items(), ("safe.directory", "*")]):
@@ -137,13 +159,12 @@ def newcomers_environment(home: Path, page: str) -> dict[str, str]:
 
 def run(folder: Path, minutes: float) -> int:
     """Takes all steps in `folder`; the exit status."""
-    page = subprocess.run(
-        ["git", "-C", str(ROOT), "show", f"HEAD:{README}"], capture_output=True, text=True, check=True
-    ).stdout
     for name in ("home", "work", "blocks"):
         (folder / name).mkdir(parents=True)
+    cloned = origin(folder)
+    page = git(cloned, "show", f"HEAD:{README}").stdout
     todo = list(steps(page))
-    environment = newcomers_environment(folder / "home", page)
+    environment = newcomers_environment(folder / "home", page, cloned)
     file = folder / "blocks" / "readme.sh"
     file.write_text(script(todo, folder / "blocks"), encoding="utf-8")
     print(f"newcomer: {len(todo)} steps of {README} in {folder / 'work'}; PATH={environment['PATH']}", flush=True)
