@@ -127,12 +127,12 @@ def newcomers_environment(home: Path, page: str) -> dict[str, str]:
     active = os.environ.get("VIRTUAL_ENV")
     if active:
         kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != f"{active}/bin")
-    settings = {f"url.{ROOT.as_uri()}.insteadOf": address for address in _CLONE.findall(page)}
+    settings = {f"url.{ROOT.as_uri()}.insteadOf": address for address in _CLONE.findall(page)[:1]}
     if not settings:
         sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
-    for number, (name, value) in enumerate([*settings.items(), ("safe.directory", "*")]):
+    for number, (name, value) in enumerate(settings.items()):
         kept |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings) + 1)}
+    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings))}
 
 
 def run(folder: Path, minutes: float) -> int:
