@@ -32,7 +32,7 @@ README = "README.md"
 _BLOCK = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _REMARK = re.compile(r"<!--\s*(newcomer|not run):\s*(.+?)\s*-->\s*\Z", re.DOTALL)
 _HIDDEN = re.compile(r"<!--(?:(?!-->).)*?^```.*?-->", re.MULTILINE | re.DOTALL)
-_CLONE = re.compile(r"git clone (?:-\S+ )*([^\s&;|<>]+)")
+_CLONE = re.compile(r"git clone (?:\S+ )*?([^\s&;|<>]+[:/][^\s&;|<>]+)")
 _KEPT = re.compile(
     r"PATH|LANG|LC_ALL|TZ|PIP_.*|(http|https|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE", re.I
 )
