@@ -32,7 +32,7 @@ README = "README.md"
 _BLOCK = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _REMARK = re.compile(r"<!--\s*(newcomer|not run):\s*(.+?)\s*-->\s*\Z", re.DOTALL)
 _HIDDEN = re.compile(r"<!--(?:(?!-->).)*?^```.*?-->", re.MULTILINE | re.DOTALL)
-_CLONE = re.compile(r"git clone (?:-\S+ )*([^\s&;|<>]+)")
+_CLONE = re.compile(r"git clone (?:\S+ )*?([^\s&;|<>]+[:/][^\s&;|<>]+)")
 _KEPT = re.compile(
     r"PATH|LANG|LC_ALL|TZ|PIP_.*|(http|https|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE", re.I
 )
@@ -123,8 +123,8 @@ def script(todo: list[Step], folder: Path) -> str:
 
 
 def origin(folder: Path) -> Path:
-    """What is cloned: this checkout; where it is an unpacked archive without history, a repository of its files that is
-    made in `folder`.
+    """What is cloned: this checkout; where git finds no history of it, or one of somebody else's that it does not trust,
+    a repository of its files that is made in `folder`.
     """
     shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)
     if shown.returncode == 0 and Path(shown.stdout.strip()).resolve() == ROOT:
@@ -138,9 +138,8 @@ def origin(folder: Path) -> Path:
 
 
 def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs git in `folder`, whoever owns it."""
-    command = ["git", "-C", str(folder), "-c", "safe.directory=*", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=check)
+    """Runs git in `folder`."""
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=check)
 
 
 def newcomers_environment(home: Path, page: str, cloned: Path) -> dict[str, str]:
@@ -149,12 +148,12 @@ def newcomers_environment(home: Path, page: str, cloned: Path) -> dict[str, str]
     active = os.environ.get("VIRTUAL_ENV")
     if active:
         kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != f"{active}/bin")
-    settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)}
+    settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)[:1]}
     if not settings:
         sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
-    for number, (name, value) in enumerate([*settings.items(), ("safe.directory", "*")]):
+    for number, (name, value) in enumerate(settings.items()):
         kept |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
-    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings) + 1)}
+    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings))}
 
 
 def run(folder: Path, minutes: float) -> int:

@@ -52,7 +52,7 @@ done
 """
 
 
-def walk(page, folder, **variables):
+def walk(page, folder):
     script = folder / "readme.sh"
     script.write_text(newcomer.script(list(newcomer.steps(page)), folder))
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
@@ -98,8 +98,7 @@ def test_nothing_but_the_way_to_packages_is_kept(tmp_path, monkeypatch):
     assert kept["PATH"] == "/usr/bin:/bin" and not {"PYTHONPATH", "VIRTUAL_ENV"} & kept.keys()
     asked = ["git", "config", "--get-regexp", "^url"]
     told = subprocess.run(asked, env=kept, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert (
-        told.split() == [f"url.{ROOT.as_uri()}.insteadof".lower(), "https://example.com/a.git"] or ROOT.as_uri() in told
-    )
+    name, address = told.split()
+    assert ROOT.as_uri() in name and address == "https://example.com/a.git"
     with pytest.raises(SystemExit, match="has no `git clone ADDRESS`"):
         newcomer.newcomers_environment(tmp_path, "nothing")
