@@ -45,6 +45,18 @@ def keep_units(app: Sphinx, tree: nodes.document) -> None:
                 text.parent.replace(text, nodes.Text(_WITH_UNIT.sub("\\1\N{NO-BREAK SPACE}", text)))
 
 
+def show_examples(app: Sphinx, what: str, name: str, subject: object, options: object, lines: list[str]) -> None:
+    """An indented block of a docstring, behind an empty line, is code."""
+    shown: list[str] = []
+    for line in lines:
+        begins = line.startswith("    ") and shown[-1:] == [""]
+        if begins and not next((before for before in reversed(shown) if before), "").startswith(" "):
+            shown += ["::", ""]
+        shown.append(line)
+    lines[:] = shown
+
+
 def setup(app: Sphinx) -> None:
-    """What is done to each page once it is read."""
+    """What is done to docstrings, before napoleon, and to each page once it is read."""
+    app.connect("autodoc-process-docstring", show_examples, priority=400)
     app.connect("doctree-read", keep_units)

@@ -2,8 +2,8 @@
 
     from patrickstar.runtime import initialize_engine
 
-Names are imported when they are first used, PyTorch with the first of them: `patrickstar --help` is there at once, and
-`patrickstar env` runs where PyTorch or the extension is missing, and says so.
+Names are imported when they are first used, PyTorch with the first of them. So ``patrickstar --help`` is there at once,
+and ``patrickstar env`` runs where PyTorch or the extension is missing, and says so.
 """
 
 import contextlib

@@ -123,7 +123,7 @@ def script(todo: list[Step], folder: Path) -> str:
 
 
 def origin(folder: Path) -> Path:
-    """What is cloned: this checkout; where git finds no history of it, or one of somebody else's that it does not trust,
+    """What is cloned: this checkout; where git finds no history of it, or one of somebody else that it does not trust,
     a repository of its files that is made in `folder`.
     """
     shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)

@@ -150,6 +150,16 @@ def test_all_pages_are_in_the_table_of_contents():
     assert listed | {"index.md"} == there
 
 
+def test_pages_show_all_pictures_that_are_drawn():
+    """Sphinx draws them (docs/pictures.py); each has a text for those who do not see it."""
+    source = (DOCS / "pictures.py").read_text(encoding="utf-8")
+    drawn = set(re.findall(r'"(\w+)": draw_', source))
+    blocks = [block for page in PAGES for block in page.blocks("{picture}")]
+    shown = {re.search(r"^:file: (\w+)$", block.text, re.MULTILINE).group(1) for block in blocks}
+    assert shown == drawn and len(drawn) >= 4
+    assert all(re.search(r"^:alt: .{40,}$", block.text, re.MULTILINE) for block in blocks)
+
+
 def test_paths_on_the_page_about_extending_exist():
     """Of the tree's sources, tests and tools; what it proposes has no path there."""
     text = Page(DOCS / "extending.md").text
