@@ -39,13 +39,18 @@ class LossBuffer:
     @torch.no_grad()
     def add(self, loss: torch.Tensor | float) -> None:
         """The loss of a micro-batch of the present step, of one element, on the device of those before."""
+        self.reserve(loss)
         with _C.HostAllocations():
-            if self._sums is None:
-                device = loss.device if isinstance(loss, torch.Tensor) else "cpu"
-                self._sums = torch.zeros(self._capacity, dtype=torch.float64, device=device)
             slot = self._sums[len(self._counts) - 1]
             slot.add_(loss.detach().reshape(()) if isinstance(loss, torch.Tensor) else loss)
         self._counts[-1] += 1
+
+    def reserve(self, loss: torch.Tensor | float) -> None:
+        """Allocates the tensor on the device of ``loss``, unless it is there: in the first step, as all that stays."""
+        if self._sums is None:
+            device = loss.device if isinstance(loss, torch.Tensor) else "cpu"
+            with _C.HostAllocations():
+                self._sums = torch.zeros(self._capacity, dtype=torch.float64, device=device)
 
     def drop_step(self) -> None:
         """The losses of the present step so far count no more."""

@@ -152,7 +152,11 @@ class StepMonitor:
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
         """What :meth:`add_micro_batch` does with a loss."""
-        if self._is_active and (self._shows_step(self._num_steps + 1) or self._is_profiled(self._num_steps)):
+        if not self._is_active:
+            return
+        if self._is_shown():
+            self._losses.reserve(loss)
+        if self._shows_step(self._num_steps + 1) or self._is_profiled(self._num_steps):
             self._losses.add(loss)
 
     def drop_losses(self) -> None:
