@@ -134,7 +134,7 @@ def start_line(session: Session) -> str:
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""
     num_chunks = report["num_chunks"]
-    chunks = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} of {show_count(report['chunk_numel'])} elements"
+    chunks = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} of up to {show_count(report['chunk_numel'])} elements"
     states = f", optimizer states {_states(session, report)}" if _num_state_chunks(session) else ""
     dtype = str(session.config.compute_dtype).removeprefix("torch.")
     return (

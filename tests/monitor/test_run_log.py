@@ -56,7 +56,7 @@ def test_a_plain_loop(tmp_path, caplog):
     assert start == (
         f"{sizes.show_count(report['num_parameters'])} parameters in bfloat16 on a device simulated in host memory; "
         f"device budget 586 KiB, host budget {sizes.show_size(report['host_budget_bytes'])}; "
-        f"{report['num_chunks']} chunks of {sizes.show_count(report['chunk_numel'])} elements, "
+        f"{report['num_chunks']} chunks of up to {sizes.show_count(report['chunk_numel'])} elements, "
         "optimizer states all on the host"
     )
     assert re.fullmatch(r"plan: optimizer states .+; a step moves .+ up and .+ down", plan)
