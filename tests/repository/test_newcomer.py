@@ -93,7 +93,7 @@ def test_nothing_but_the_way_to_packages_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("VIRTUAL_ENV", "/env")
     monkeypatch.setenv("PATH", "/env/bin:/usr/bin:/bin")
     page = "```bash\ngit clone --depth 1 https://example.com/a.git && cd a\n```\n"
-    kept = newcomer.newcomers_environment(tmp_path, page)
+    kept = newcomer.newcomers_environment(tmp_path, page, newcomer.ROOT)
     assert kept["PIP_INDEX_URL"] and kept["https_proxy"] and kept["HOME"] == str(tmp_path)
     assert kept["PATH"] == "/usr/bin:/bin" and not {"PYTHONPATH", "VIRTUAL_ENV"} & kept.keys()
     asked = ["git", "config", "--get-regexp", "^url"]
@@ -101,4 +101,17 @@ def test_nothing_but_the_way_to_packages_is_kept(tmp_path, monkeypatch):
     name, address = told.split()
     assert ROOT.as_uri() in name and address == "https://example.com/a.git"
     with pytest.raises(SystemExit, match="has no `git clone ADDRESS`"):
-        newcomer.newcomers_environment(tmp_path, "nothing")
+        newcomer.newcomers_environment(tmp_path, "nothing", newcomer.ROOT)
+
+
+def test_an_archive_without_history_is_cloned_too(tmp_path, monkeypatch):
+    unpacked, folder = tmp_path / "unpacked", tmp_path / "folder"
+    (unpacked / "build").mkdir(parents=True)
+    folder.mkdir()
+    (unpacked / "README.md").write_text("hello\n")
+    monkeypatch.setattr(newcomer, "ROOT", unpacked)
+    cloned = newcomer.origin(folder)
+    assert newcomer.git(cloned, "show", "HEAD:README.md").stdout == "hello\n"
+    assert newcomer.git(cloned, "ls-files").stdout.split() == ["README.md"]
+    newcomer.git(unpacked, "init", "-q")
+    assert newcomer.origin(folder) == unpacked
