@@ -7,7 +7,7 @@ GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 QUIET = $(if $(filter 1,$(V)),,@)
 
-.PHONY: help build demo test test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
+.PHONY: help build demo test test-slow test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -25,7 +25,10 @@ PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -
 test: build  ## the tests that need no GPU, but slow ones, two at a time (JOBS=1 ARGS="tests/optim -k adam")
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
-test-all: build  ## those and the slow ones
+test-slow: build  ## the slow ones alone (ARGS="tests/examples": a part)
+	$(PYTEST) -m "not gpu and slow" $(ARGS)
+
+test-all: build  ## both
 	$(PYTEST) $(ARGS)
 
 test-gpu: build  ## the tests that need one, or several, GPUs (GPU_JOBS=4: four at a time)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +54,7 @@ def start_session(
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
-                built = build_module(functools.partial(_free_model, model_func))
+                built = build_module(model_func, release=close_lost_engine)
             deferred = DeferredInit.of(built.module)
             groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
             in_groups = {param for group in groups for param in group["params"]}
@@ -81,14 +80,6 @@ def start_session(
             deferred.undo()
         raise
     return session, groups
-
-
-def _free_model(model_func: Callable[[], nn.Module]) -> nn.Module:
-    """What ``model_func`` returns; an engine that had it and that nobody has any more is closed."""
-    module = model_func()
-    if isinstance(module, nn.Module):
-        close_lost_engine(module)
-    return module
 
 
 @contextlib.contextmanager

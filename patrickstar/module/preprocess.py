@@ -94,8 +94,8 @@ class BuiltModule(NamedTuple):
     """Whether the function made it; else somebody had it before."""
 
 
-def build_module(model_func: Callable[[], nn.Module]) -> BuiltModule:
-    """Calls ``model_func`` and checks what it returns.
+def build_module(model_func: Callable[[], nn.Module], release: Callable[[nn.Module], None]) -> BuiltModule:
+    """Calls ``model_func`` and checks what it returns; ``release`` may take the module from whoever has it until now.
 
     Raises:
         ValueError: it is not callable, or returns something else than an ``nn.Module``, or one that an engine owns.
@@ -118,6 +118,7 @@ def build_module(model_func: Callable[[], nn.Module]) -> BuiltModule:
         handle.remove()
     if not isinstance(module, nn.Module):
         raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
+    release(module)
     for name, param in module.named_parameters():
         if isinstance(param, ChunkedParameter):
             raise ValueError(

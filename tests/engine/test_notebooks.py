@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 
@@ -28,6 +29,7 @@ def run():
     """Runs a cell in a shell as a notebook does; raises what it raised."""
     from IPython.core.interactiveshell import InteractiveShell  # takes a while to load
 
+    main = sys.modules["__main__"]  # which the shell replaces
     shell = InteractiveShell.instance()
 
     def run_cell(source):
@@ -40,6 +42,7 @@ def run():
     yield run_cell
     shell.reset()
     InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
     gc.collect()
     close_open_engine()
 
