@@ -5,6 +5,7 @@ ARGS ?=
 JOBS ?= 2
 GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
+QUIET = $(if $(filter 1,$(V)),,@)
 
 .PHONY: help build demo test test-all test-gpu sanitize lint format check-cuda docs wheel env clean distclean
 .DEFAULT_GOAL := help
@@ -12,11 +13,12 @@ RUN = $(PYTHON) tools/environment.py
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
-build:  ## compile the extension in place; recompiles what changed
-	$(RUN) --extras build -- setup.py --quiet build_ext --inplace
+build:  ## compile what changed of the extension, in place, and install that editable (V=1: whole commands)
+	$(QUIET)$(RUN) --extras build -- setup.py $(if $(QUIET),--quiet) build_ext --inplace
+	$(QUIET)$(RUN) --extras build --editable
 
 demo: build  ## teach a Llama to answer within less memory than its states take (examples/finetune_llm.py)
-	$(RUN) --extras build,examples -- examples/finetune_llm.py --demo $(ARGS)
+	$(RUN) --extras build,examples --editable -- examples/finetune_llm.py --demo $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal
 
@@ -53,14 +55,14 @@ docs: build  ## docs/ as HTML, into build/docs
 	$(RUN) --extras docs --apart docs -- -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-wheel:  ## build a wheel for the PyTorch that is here, into dist/
-	$(RUN) --extras build -- -m pip wheel --no-build-isolation --no-deps -w dist .
+wheel:  ## build, check and try a wheel for the PyTorch that is here, into dist/ (ARGS="--torch 2.6.0 2.13.0")
+	$(RUN) --extras build,wheel -- tools/wheel.py $(ARGS)
 
 env:  ## what this machine offers, what is missing, what mends it
 	$(RUN) -- -m patrickstar.env
 
 clean:  ## what was built
-	rm -rf build dist demo-output gpt2-output clue-output llm-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist docs/_pictures demo-output gpt2-output clue-output llm-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## that, the virtual environment and the downloads

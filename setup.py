@@ -1,9 +1,11 @@
 """Builds patrickstar._C: with CUDA and NCCL when PyTorch has CUDA and nvcc is there, else without.
 
 Environment: PATRICKSTAR_CUDA=0 leaves the CUDA part out, =1 demands it; TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and
-MAX_JOBS as usual. `python setup.py build_ext --inplace` (make build) recompiles what changed.
+MAX_JOBS as usual; V=1 prints whole commands. `python setup.py build_ext --inplace` (make build) recompiles what
+changed.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -16,24 +18,19 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 
 import patrickstar_recipe as recipe  # noqa: E402
 from patrickstar_build import expose_torch, torch_command  # noqa: E402
+from patrickstar_output import short_lines  # noqa: E402
 from patrickstar_pins import MINIMUM_TORCH  # noqa: E402
 
-# These say what the package is without compiling it, so they work without PyTorch.
-METADATA_COMMANDS = {"egg_info", "dist_info", "sdist", "--version", "--name", "clean"}
+# These say what the package is without compiling it, so they work without PyTorch. An editable install finds the
+# extension in place (build_backend/patrickstar_build.py).
+METADATA_COMMANDS = {"egg_info", "dist_info", "editable_wheel", "sdist", "--version", "--name", "clean"}
+COMPILING_COMMANDS = {"bdist_wheel", "build_ext"}
 
 
 def prepare_cuda(torch) -> bool:
     """Whether to build the CUDA part; sets what PyTorch's build reads from the environment."""
-    choice = os.environ.get("PATRICKSTAR_CUDA", "auto")
-    if choice == "0":
-        return False
-    cuda_home = recipe.find_cuda_home(torch.version.cuda)
-    obstacle = recipe.cuda_obstacle(torch.__version__, torch.version.cuda, cuda_home)
-    if obstacle is not None:
-        if choice == "1":
-            sys.exit(f"PATRICKSTAR_CUDA=1, but {obstacle}; or set PATRICKSTAR_CUDA=0.")
-        if torch.version.cuda is not None:
-            print(f"patrickstar: building without CUDA, because {obstacle}.", file=sys.stderr)
+    cuda_home = recipe.chosen_cuda_home(torch.__version__, torch.version.cuda)
+    if cuda_home is None:
         return False
     os.environ["CUDA_HOME"] = cuda_home
     if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
@@ -96,23 +93,22 @@ def choose_compiler() -> None:
 
 
 def check_tools(torch) -> None:
-    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel on PATH."""
+    """Exits with a remedy when PyTorch is too old or there is no compiler; puts ninja's wheel first on PATH."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
         sys.exit(
             f"PatrickStar needs PyTorch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and {sys.prefix} has "
             f"{torch.__version__}; upgrade it: {torch_command()}"
         )
     choose_compiler()
-    if shutil.which("ninja") is None:
-        try:
-            import ninja
-        except ImportError:
-            return  # PyTorch then says that it compiles without ninja, one file at a time
-        os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
+    with contextlib.suppress(ImportError):  # without it PATH's; with none PyTorch says that it compiles one by one
+        import ninja
+
+        # First, whoever builds: a ninja of another version drops the log of this one, and compiles everything again.
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
 
 
 def build_options() -> dict:
-    if METADATA_COMMANDS.intersection(sys.argv[1:]):
+    if METADATA_COMMANDS.intersection(sys.argv[1:]) and not COMPILING_COMMANDS.intersection(sys.argv[1:]):
         return {}
     expose_torch()
     import torch
@@ -121,7 +117,17 @@ def build_options() -> dict:
     extension = make_extension(torch)
     from torch.utils.cpp_extension import BuildExtension
 
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    class Build(BuildExtension):
+        def build_extensions(self) -> None:
+            try:
+                with short_lines(ROOT / "csrc"):
+                    super().build_extensions()
+            except RuntimeError as error:
+                if "Error compiling" not in str(error):
+                    raise
+                sys.exit("patrickstar: the extension does not compile; see the first error above")
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
 
 
 setup(**build_options())

@@ -72,6 +72,7 @@ def belady_bytes(timeline: list[dict], sizes: dict[tuple, int], room_of: list[in
 
 def _measure(shape: GptShape, args: argparse.Namespace, device_memory: int) -> dict:
     config = {
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "use_hybrid_adam": False}},
         "bf16": {"enabled": True},
         "default_chunk_size": args.chunk_numel,

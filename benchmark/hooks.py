@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> dict:
 
     data = torch.randn(4, args.width)
     plain = build()
-    engine, optimizer = initialize_engine(build, 0, {"optimizer": {"type": "AdamW"}})
+    engine, optimizer = initialize_engine(build, 0, {"optimizer": {"type": "AdamW"}, "steps_per_print": 0})
     device_data = data.to(next(engine.module.parameters()).device)
     plain.to(device_data.device)
     with engine:

@@ -66,7 +66,7 @@ def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
 
 def _ours(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
     config = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": args.precision == "bf16"}}
-    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config)
+    engine, optimizer = initialize_engine(lambda: shape.build(), 0, config | {"steps_per_print": 0})
     engine.train()
 
     def step(data: dict) -> None:

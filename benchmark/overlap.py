@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, device_memory: int | None, link_gbps: float) -> dict:
     shape = GptShape(args.hidden, args.layers, 8, args.vocab, args.seq_len, checkpointing=True)
     config = {
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "speculation": "always"},
         "bf16": {"enabled": True},
         "default_chunk_size": args.chunk_numel,

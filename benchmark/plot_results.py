@@ -31,26 +31,39 @@ def step_seconds(result: dict, log: str) -> dict[str, float]:
 
 
 def plot(result: dict, log: str, path: Path) -> None:
-    """Model TFLOPS by system."""
+    """Seconds per step and GPU memory by system. Of one whose run was cut, memory is its limit, drawn hollow."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    matplotlib.rcParams["svg.hashsalt"] = path.name
     flops = model_flops(SHAPES[result["model"]], result["batch"])
-    peaks = {run["system"]: run["device_peak_bytes"] / 2**30 for run in result["systems"]}
+    peaks = {run["system"]: run["device_peak_bytes"] / 2**30 for run in result["systems"] if run["device_peak_bytes"]}
+    limits = {run["system"]: run["gpu_limit_bytes"] for run in result["systems"]}
     steps = {system: value for system, value in step_seconds(result, log).items() if system in _NAMES}
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(steps) + 1.2), layout="constrained")
+    size = (9, 0.5 * len(steps) + 1.3)
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
     for position, (system, seconds) in enumerate(steps.items()):
-        tflops = flops / seconds / 1e12
-        axes.barh(position, tflops, color="tab:blue" if system == "patrickstar" else "tab:gray", height=0.6)
-        peak = f", {peaks[system]:.0f} GiB GPU" if system in peaks else ""
-        axes.text(4, position, f"{tflops:.0f} TFLOPS, {seconds:.2f} s{peak}", va="center", color="white", fontsize=9)
-    axes.set_yticks(range(len(steps)), [_NAMES[system] for system in steps])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"model TFLOPS: GPT {result['num_parameters'] / 1e9:.3g} B, one {result['gpu']}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+        color = "tab:blue" if system == "patrickstar" else "tab:gray"
+        times.barh(position, seconds, color=color, height=0.6)
+        text = f"{seconds:.2f} s, {flops / seconds / 1e12:.0f} TFLOPS"
+        times.text(seconds, position, f" {text}", va="center", fontsize=9)
+        gib = peaks.get(system, (limits.get(system) or limits["patrickstar"]) / 2**30)
+        is_measured = system in peaks
+        memory.barh(position, gib, color=color if is_measured else "none", edgecolor=color, height=0.6)
+        memory.text(
+            gib, position, f" {gib:.1f} GiB" if is_measured else f" limit {gib:.0f} GiB", va="center", fontsize=9
+        )
+    times.set_yticks(range(len(steps)), [_NAMES[system] for system in steps])
+    times.invert_yaxis()
+    times.set_xlabel("seconds per step, less is better")
+    memory.set_xlabel("GPU memory at its peak, GiB")
+    for axes in (times, memory):
+        axes.set_xlim(right=1.35 * axes.get_xlim()[1] / 1.05)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"GPT {result['num_parameters'] / 1e9:.3g} B on one {result['gpu']}", fontsize=10)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 

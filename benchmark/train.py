@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> dict:
     """Times steps after three warm-up steps."""
     shape = SHAPES[args.model]
     config = {
+        "steps_per_print": 0,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 1e-4, "weight_decay": 0.01, "use_hybrid_adam": not args.no_hybrid_adam},

@@ -2,16 +2,18 @@
 
 pip builds in an empty environment of its own, and the extension must be compiled against the PyTorch
 that will import it. So this backend puts the site-packages of the environment that pip installs into
-back on the path (at its end, so that the build requirements win) before setuptools runs. Metadata and
-source distributions need no PyTorch.
+back on the path (at its end, so that the build requirements win) before setuptools runs. A wheel's version
+says which PyTorch it is for. Source distributions need no PyTorch.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shutil
 import site
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -73,19 +75,34 @@ def expose_torch() -> None:
     sys.exit(f"PatrickStar is compiled against the PyTorch it will run with, and {sys.prefix} has none; {remedy}")
 
 
+def torch_versions() -> tuple[str, str | None]:
+    """The version of PyTorch and of its CUDA (None: it has none), without importing it; after `expose_torch`."""
+    facts = runpy.run_path(str(Path(importlib.util.find_spec("torch").origin).parent / "version.py"))
+    return facts["__version__"], facts["cuda"]
+
+
 def _backend():
     from setuptools import build_meta
 
     return build_meta
 
 
-def _backend_with_torch():
-    expose_torch()
-    # setuptools packs whatever lies in build/lib*, also modules that are gone from the tree. The objects in build/temp*
-    # stay: ninja knows which of them are stale.
-    for folder in Path("build").glob("lib*"):
-        shutil.rmtree(folder)
-    return _backend()
+def _labelled(config_settings):
+    """The settings, with the PyTorch that is there in the version: 0.6.0+torch2.13.cpu."""
+    from patrickstar_recipe import version_label
+
+    settings = dict(config_settings or {})
+    told = settings.get("--global-option") or []
+    told = told.split() if isinstance(told, str) else told
+    settings["--global-option"] = [*told, "egg_info", f"--tag-build=+{version_label(*torch_versions())}"]
+    return settings
+
+
+def _build_in_place():
+    # Not in setuptools' editable_wheel, which compiles everything again, in a folder of its own.
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    if subprocess.run(command).returncode != 0:
+        sys.exit("patrickstar: the extension was not built; see the first error above")
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -103,7 +120,8 @@ def get_requires_for_build_sdist(config_settings=None):
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    return _backend().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    expose_torch()
+    return _backend().prepare_metadata_for_build_wheel(metadata_directory, _labelled(config_settings))
 
 
 def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
@@ -111,11 +129,18 @@ def prepare_metadata_for_build_editable(metadata_directory, config_settings=None
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    return _backend_with_torch().build_wheel(wheel_directory, config_settings, metadata_directory)
+    expose_torch()
+    # setuptools packs whatever lies in build/lib*, also modules that are gone from the tree. The objects in build/temp*
+    # stay: ninja knows which of them are stale.
+    for folder in Path("build").glob("lib*"):
+        shutil.rmtree(folder)
+    return _backend().build_wheel(wheel_directory, _labelled(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    return _backend_with_torch().build_editable(wheel_directory, config_settings, metadata_directory)
+    expose_torch()
+    _build_in_place()
+    return _backend().build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def build_sdist(sdist_directory, config_settings=None):

@@ -173,6 +173,32 @@ def cuda_obstacle(torch_version: str, torch_cuda: str | None, home: str | None) 
     return None
 
 
+def chosen_cuda_home(torch_version: str, torch_cuda: str | None) -> str | None:
+    """The toolkit to build the CUDA part with; None where it is left out, and said so if PyTorch has CUDA.
+
+    PATRICKSTAR_CUDA=0 leaves it out; with 1 an obstacle ends the build.
+    """
+    choice = os.environ.get("PATRICKSTAR_CUDA", "auto")
+    if choice == "0":
+        return None
+    home = find_cuda_home(torch_cuda)
+    obstacle = cuda_obstacle(torch_version, torch_cuda, home)
+    if obstacle is None:
+        return home
+    if choice == "1":
+        sys.exit(f"PATRICKSTAR_CUDA=1, but {obstacle}; or set PATRICKSTAR_CUDA=0.")
+    if torch_cuda is not None:
+        print(f"patrickstar: building without CUDA, because {obstacle}.", file=sys.stderr)
+    return None
+
+
+def version_label(torch_version: str, torch_cuda: str | None) -> str:
+    """What a wheel's version has behind its plus sign, torch2.13.cpu or torch2.11.cu130: the PyTorch it is for."""
+    major, minor = torch_version.split("+")[0].split(".")[:2]
+    part = f"cu{torch_cuda.replace('.', '')}" if torch_cuda and chosen_cuda_home(torch_version, torch_cuda) else "cpu"
+    return f"torch{major}.{minor}.{part}"
+
+
 def architectures(torch_arch_flags: str | None, home: str) -> str:
     """TORCH_CUDA_ARCH_LIST for a machine without a visible GPU: what this PyTorch and this nvcc both support.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
 import shutil
 import time
@@ -60,6 +61,8 @@ __all__ = [
     "unigram_score",
     "with_checkpointing",
 ]
+
+logging.getLogger("patrickstar").setLevel(logging.WARNING)  # how a run begins, and what it saves, is printed here
 
 NUM_EVALUATIONS = 5
 """On the held-out data, in one training run, beside the one before it."""

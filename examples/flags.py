@@ -139,6 +139,7 @@ def engine_config(args: argparse.Namespace) -> dict:
         "gradient_clipping": args.clip,
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,
+        "steps_per_print": 0,  # the progress bar has the figures
     }
     if args.chunk_size is not None:
         config["default_chunk_size"] = args.chunk_size

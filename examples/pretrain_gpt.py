@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 
 import command
 import numpy as np
@@ -33,6 +34,7 @@ from pretraining.models import build_model
 from pretraining.recipe import decay_groups
 from pretraining.tokens import Corpus, RandomTokens, TokenSource, make_byte_tokens, map_tokens, text_files, train_bpe
 from ranks import Ranks, joined_ranks
+from tqdm import tqdm
 
 from patrickstar import CheckpointError
 
@@ -84,12 +86,14 @@ def make_tokens(options: RunOptions) -> tuple[np.ndarray, str | None]:
 
 
 class Progress:
-    """Collects what happened since the last line and prints one every ``--log-every`` steps."""
+    """Collects what happened since the last line and says one every ``--log-every`` steps."""
 
-    def __init__(self, options: RunOptions, batches: Batches, ranks: Ranks):
+    def __init__(self, options: RunOptions, batches: Batches, ranks: Ranks, say: Callable[[str], None]):
+        """``say`` prints a line on rank 0."""
         self._options = options
         self._batches = batches
         self._ranks = ranks
+        self._say = say
         self._losses: list[torch.Tensor] = []
         self._started = time.perf_counter()
 
@@ -117,7 +121,7 @@ class Progress:
             tokens_per_second=samples * options.shape.length / seconds,
             model_tflops_per_gpu=flops / seconds / 1e12,
         )
-        ranks.say(figures.as_json() if options.json else figures.as_text())
+        self._say(figures.as_json() if options.json else figures.as_text())
         self._losses.clear()
         self.restart_clock()
 
@@ -160,13 +164,16 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
             made = state["num_steps"]
             raise CheckpointError(f"--resume: {made} steps were made, --steps is {options.steps}; give more")
     first = state["num_steps"] + 1
-    progress = Progress(options, batches, ranks)
-    with command.stop_requests() as stop:
+    shows_bar = ranks.is_first and not options.json
+    bar = tqdm(total=options.steps, initial=first - 1, unit="step", mininterval=1.0, disable=not shows_bar)
+    progress = Progress(options, batches, ranks, bar.write if shows_bar else ranks.say)
+    with bar, command.stop_requests() as stop:
         for step in range(first, options.steps + 1):
             lr = training.lr
             loss = training.step(batches.after(state["num_samples"]))
             state |= {"num_steps": step, "num_samples": state["num_samples"] + batches.samples_per_step}
             progress.add(step, loss, lr, training)
+            bar.update()
             stopped = ranks.sums(stop.is_made)[0] > 0  # all ranks end after the same step
             if saves_after(options, step) or (stopped and options.save_folder is not None):
                 training.save(options.save_folder, state)

@@ -2,17 +2,18 @@
 
     from patrickstar.runtime import initialize_engine
 
-Names are imported when they are first used, PyTorch with the first of them: `patrickstar --help` is there at once, and
-`patrickstar env` runs where PyTorch or the extension is missing, and says so.
+Names are imported when they are first used, PyTorch with the first of them. So ``patrickstar --help`` is there at once,
+and ``patrickstar env`` runs where PyTorch or the extension is missing, and says so.
 """
 
 import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patrickstar import checkpointing, comm, ops, utils, zero
-    from patrickstar._C import MemoryBudgetError, RankFailure, StateError
+    from patrickstar._C import MemoryBudgetError, RankFailure, RankMismatch, StateError
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
     from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointError",
     "MemoryBudgetError",
     "RankFailure",
+    "RankMismatch",
     "StateError",
     "TrainingEngine",
     "add_config_arguments",
@@ -46,6 +48,7 @@ _HOMES = {
     "CheckpointError": "patrickstar.checkpoint",
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
+    "RankMismatch": "patrickstar._C",
     "StateError": "patrickstar._C",
     "TrainingEngine": "patrickstar.deepspeed",
     "add_config_arguments": "patrickstar.deepspeed",
@@ -66,11 +69,28 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("torch")  # the extension needs its libraries loaded
     try:
         module = importlib.import_module(_HOMES.get(name, f"patrickstar.{name}"))
+        if name == "_C":
+            _check_pytorch(module)
     except ImportError as error:
-        raise ImportError(f"{error} (python -m patrickstar.env says what is missing and what mends it)") from error
+        hint = "(python -m patrickstar.env says what is missing and what mends it)"
+        if hint in str(error):
+            raise  # from a module that this one imports
+        torch = sys.modules.get("torch")
+        reason = str(error)
+        if torch is not None and "undefined symbol" in reason:
+            reason = f"the extension was compiled against another PyTorch than {torch.__version__}: {reason}"
+        raise ImportError(f"{reason} {hint}") from error
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _check_pytorch(core: Any) -> None:
+    """Raises ImportError for an extension that was compiled against another minor version: what C++ sees differs."""
+    runs, built = sys.modules["torch"].__version__, core.build_info()["torch"]
+    if runs.split(".")[:2] != built.split(".")[:2]:
+        globals().pop("_C", None)  # the next import of it is to fail too
+        raise ImportError(f"the extension was compiled against PyTorch {built} and PyTorch {runs} is here; rebuild it")
 
 
 def __dir__() -> list[str]:

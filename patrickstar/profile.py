@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import runpy
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from patrickstar.command.flags import CommandParser, at_least_1
+from patrickstar.command.script import run_script
 from patrickstar.config import PROFILE_VARIABLE, ProfileConfig
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     folder = Path(options.output).resolve()  # the script may change its directory
     began = time.time_ns()
     with _requested(f"{options.step},{folder}"):
-        status = _run(script, options.args)
+        status = run_script(script, options.args)
     summaries = [file for file in folder.glob("step*.txt") if file.stat().st_mtime_ns >= began - 10**7]
     for file in summaries:
         print(file.read_text(encoding="utf-8"), end="")
@@ -64,20 +64,6 @@ def _requested(request: str) -> Iterator[None]:
             del os.environ[PROFILE_VARIABLE]
         else:
             os.environ[PROFILE_VARIABLE] = before
-
-
-def _run(script: Path, arguments: Sequence[str]) -> int:
-    """The script as ``python script.py`` would run it. Exceptions pass; its exit status is returned."""
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as exit_:
-        if isinstance(exit_.code, str):
-            print(exit_.code, file=sys.stderr)
-            return 1
-        return exit_.code or 0
-    return 0
 
 
 if __name__ == "__main__":

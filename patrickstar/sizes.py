@@ -1,4 +1,5 @@
-"""Amounts of memory as people write and read them: ``24GiB``, ``24 GB``, ``128G``; 948 GiB, 1.5 MiB.
+"""Amounts as people write and read them: memory (``24GiB``, ``24 GB``, ``128G``; 948 GiB, 1.5 MiB), counts (3.2k),
+seconds (5.3 ms).
 
 ``GB`` counts in powers of 1000, ``GiB`` and the short ``G`` in powers of 1024. Standard library only, below all rooms:
 commands that run without PyTorch print sizes too.
@@ -46,6 +47,21 @@ def show_size(num_bytes: float) -> str:
     """With a unit and about three digits: ``948 GiB``, ``23.1 GiB``, ``1.52 MiB``, ``12 bytes``."""
     unit, scale = _unit_for(num_bytes)
     value = num_bytes / scale
+    return f"{_number(value, _decimals(value))} {unit}"
+
+
+def show_count(count: float) -> str:
+    """In thousands, millions or billions, of three digits: ``3.2k``, ``1.24B``, ``12``."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * unit:
+            return f"{_number(count / unit, _decimals(count / unit))}{name}"
+    return f"{count:.3g}"
+
+
+def show_seconds(seconds: float) -> str:
+    """With a unit and about three digits: ``1.24 s``, ``5.3 ms``, ``80 us``."""
+    unit, scale = next(((name, size) for name, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
+    value = seconds / scale
     return f"{_number(value, _decimals(value))} {unit}"
 
 

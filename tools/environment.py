@@ -5,7 +5,8 @@
 In this order: the active virtual environment or the python3 this is run with, if it has PyTorch; .venv of this
 repository; a new .venv. Extras are those of pyproject.toml; what they lack is installed, always held to the PyTorch
 that is there, so that no second one is downloaded. Where Python's own packages must not be changed (Debian's, or one
-without write permission) they go into a .venv that sees them. Standard library only.
+without write permission) they go into a .venv that sees them. With --editable this checkout is installed there too, so
+that `patrickstar` and scripts find it. Standard library only.
 """
 
 from __future__ import annotations
@@ -58,6 +59,28 @@ except ImportError:
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
 print(json.dumps({"": project["dependencies"], **project["optional-dependencies"]}))
+"""
+# Prints "current" or "stale" for an editable install of the checkout, else where the package is installed, if it is.
+_INSTALLED = """
+import importlib.metadata, json, pathlib, sys
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+root = pathlib.Path(sys.argv[1])
+project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+for found in importlib.metadata.distributions(name=project["name"]):
+    folder = pathlib.Path(found.locate_file(""))
+    if folder == root:
+        continue  # what a build has left in the checkout
+    source = json.loads(found.read_text("direct_url.json") or "{}")
+    if source.get("url") != root.as_uri() or not source.get("dir_info", {}).get("editable"):
+        print(source.get("url", folder))
+    else:
+        scripts = {entry.name: entry.value for entry in found.entry_points if entry.group == "console_scripts"}
+        is_current = scripts == project["scripts"] and found.version == project["version"]
+        print("current" if is_current else "stale")
+    break
 """
 
 
@@ -114,18 +137,19 @@ def beside(python: str, name: str) -> str:
     return own
 
 
-def torch_requirement() -> list[str]:
-    """What pip is asked for where there is no PyTorch: with an NVIDIA driver the default one, else one without CUDA.
+def torch_requirement(version: str | None = None) -> list[str]:
+    """What pip is asked for: this version, by default with an NVIDIA driver the newest, else TORCH without CUDA.
 
     Where PyTorch's own index cannot be reached the version is what picks a CPU build, if pip knows of one (a folder of
     wheels or a mirror in its configuration); from PyPI alone it is CUDA's, larger but usable.
     """
     if has_nvidia_driver():
-        return ["torch"]
+        return [f"torch=={version}" if version else "torch"]
+    requirement = f"torch=={version or TORCH}"
     with contextlib.suppress(OSError):
         urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10).close()
-        return [f"torch=={TORCH}", "--index-url", CPU_INDEX]
-    return [f"torch=={TORCH}"]
+        return [requirement, "--index-url", CPU_INDEX]
+    return [requirement]
 
 
 def python_with_torch() -> str:
@@ -166,6 +190,23 @@ def install(python: str, requirements: list[str]) -> None:
         sys.exit(f"the packages above could not be installed with {python}; see pip's message")
 
 
+def install_editable(python: str) -> None:
+    """Makes `python` find this checkout, which is built in place. A package that was installed otherwise stays."""
+    found = output(python, _INSTALLED, str(ROOT))
+    if found is None or found == "current":
+        return
+    if found not in ("", "stale"):
+        say(f"{python} has patrickstar from {found}, which stays; make and PYTHONPATH={ROOT} find this one")
+        return
+    if output(python, _MAY_INSTALL) is None:
+        say(f"{python} must not be changed, so patrickstar is not installed there; PYTHONPATH={ROOT} finds it")
+        return
+    say(f"installing patrickstar into {python}: what is here, as it is (pip install --editable)")
+    command = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
+    if subprocess.run([*command, "--editable", str(ROOT)]).returncode != 0:
+        sys.exit(f"patrickstar could not be installed into {python}; see pip's message")
+
+
 def prepare(extras: list[str], apart: str | None = None) -> str:
     """A Python with PyTorch and all of `extras`; if `apart` names an environment, that one gets what is missing."""
     python = python_with_torch()
@@ -187,16 +228,20 @@ def main() -> None:
     """Parses the command line and becomes Python."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--extras", default="", help="comma-separated names from pyproject.toml")
+    parser.add_argument("--editable", action="store_true", help="install this checkout, which is built in place")
     parser.add_argument("--apart", metavar="NAME", help="install what is missing into .cache/NAME, which sees the rest")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="-- and what Python is to run")
     options = parser.parse_args()
     python = prepare([extra for extra in options.extras.split(",") if extra], options.apart)
+    if options.editable:
+        install_editable(python)
     folder = str(Path(python).parent)
     path = os.environ.get("PATH", "").split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(dict.fromkeys([folder, *path]))  # for ninja
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    os.execv(python, [python, *arguments])
+    if arguments:
+        os.execv(python, [python, *arguments])
 
 
 if __name__ == "__main__":

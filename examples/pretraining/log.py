@@ -7,6 +7,8 @@ import json
 import math
 from typing import Any
 
+from patrickstar.sizes import show_count, show_seconds, show_size
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFigures:
@@ -36,7 +38,7 @@ class StepFigures:
         """One line."""
         return (
             f"step {self.step:6}  loss {self.loss:.4f}  norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
-            f"{self.seconds:.3f} s  {self.tokens_per_second:.0f} tokens/s  "
+            f"{show_seconds(self.seconds)}  {self.tokens_per_second:.0f} tokens/s  "
             f"{self.model_tflops_per_gpu:.3g} model TFLOPS per GPU"
         )
 
@@ -66,16 +68,15 @@ def summary_json(report: dict[str, Any], num_ranks: int) -> str:
 
 def summary_text(report: dict[str, Any], num_steps: int, num_ranks: int) -> str:
     """The same for people."""
-    gib = 2**30
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return "\n".join(
         [
-            f"{report['num_parameters'] / 1e9:.3g} B parameters, {report['num_device_state_chunks']} of "
+            f"{show_count(report['num_parameters'])} parameters, {report['num_device_state_chunks']} of "
             f"{report['num_chunks']} chunks with optimizer states on the device",
-            f"device peak {report['device_peak_bytes'] / gib:.2f} GiB, host peak {report['host_peak_bytes'] / gib:.2f} "
-            f"GiB of model data{each}",
-            f"per step {report['uploaded_bytes'] / num_steps / gib:.3f} GiB up, "
-            f"{report['downloaded_bytes'] / num_steps / gib:.3f} GiB down, "
-            f"{(report['gathered_bytes'] + report['scattered_bytes']) / num_steps / gib:.3f} GiB between ranks",
+            f"device peak {show_size(report['device_peak_bytes'])}, host peak {show_size(report['host_peak_bytes'])} "
+            f"of model data{each}",
+            f"per step {show_size(report['uploaded_bytes'] / num_steps)} up, "
+            f"{show_size(report['downloaded_bytes'] / num_steps)} down, "
+            f"{show_size((report['gathered_bytes'] + report['scattered_bytes']) / num_steps)} between ranks",
         ]
     )

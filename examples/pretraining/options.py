@@ -40,7 +40,6 @@ class TrainingOptions:
     """Share of what is left of the device's memory that optimizer states may take."""
     states_on_host: bool = False
     """Whether all optimizer states stay on the host."""
-    """Whether chunks get a fixed share of the device."""
     speculation: str = "auto"
     """When updates on the host start: ``optimizer.speculation``."""
     cpu_embedding: bool = False
@@ -67,6 +66,7 @@ class TrainingOptions:
             "gradient_clipping": self.clipping,
             "device_memory": self.gpu_memory,
             "host_memory": self.host_memory,
+            "steps_per_print": 0,  # a run's own lines have more
         }
         if self.states_on_host:
             params["use_hybrid_adam"] = False

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.checkpoint.peers import OneRank, Peers, phase
 from patrickstar.checkpoint.safetensors_format import DTYPES, FileTensor, dtype_name, make_header, split_into_files
 from patrickstar.checkpoint.shards import ShardSource, TensorShard, is_row_major
+from patrickstar.sizes import show_seconds, show_size
+
+logger = logging.getLogger("patrickstar")
 
 DEFAULT_MAX_FILE_BYTES = 4 * 2**30
 
@@ -72,6 +77,7 @@ def save(
     """
     options = options or SaveOptions()
     peers, disk = options.peers, options.disk
+    began = time.perf_counter()
     target = Path(directory).absolute() / check_tag(tag)
     what = f"checkpoint {tag!r} was not saved in {target.parent}, what was saved before is as it was"
     is_first = peers.rank == 0
@@ -87,7 +93,7 @@ def save(
                 turn.say = _RankWriter(folder.path, source, options).write()
             with phase(peers, what):
                 if is_first:
-                    _write_manifest(disk, folder.path, turn.heard, state)
+                    manifest = _write_manifest(disk, folder.path, turn.heard, state)
                     folder.publish()
         except BaseException:
             if is_first:
@@ -99,6 +105,9 @@ def save(
                 folder.discard()  # what was replaced: on a full disk that is the room for the next file
                 if options.latest is Latest.NEW:
                     folder.point_latest()
+    if is_first:
+        size = sum(file.num_bytes for file in manifest.files.values())
+        logger.info("saved to %s (%s in %s)", target, show_size(size), show_seconds(time.perf_counter() - began))
     return target
 
 
@@ -183,7 +192,9 @@ def _describe(shard: TensorShard) -> dict[str, Any]:
     }
 
 
-def _write_manifest(disk: Disk, folder: Path, reports: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+def _write_manifest(
+    disk: Disk, folder: Path, reports: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
+) -> Manifest:
     files = {name: StoredFile(**file) for report in reports for name, file in report["files"].items()}
     manifest = Manifest(
         num_ranks=len(reports),
@@ -195,6 +206,7 @@ def _write_manifest(disk: Disk, folder: Path, reports: Sequence[Mapping[str, Any
     Manifest.from_bytes(data)  # what cannot be loaded is not saved
     with created(disk, folder / MANIFEST_NAME) as fd:
         write_all(disk, fd, memoryview(data))
+    return manifest
 
 
 def _merge(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], StoredTensor]:

@@ -29,6 +29,7 @@ from patrickstar.config.schema import (
     profile_of_environment,
 )
 from patrickstar.config.values import (
+    AtLeast0,
     AtLeast1,
     FilePath,
     Integer,
@@ -75,6 +76,10 @@ class _EngineKeys(Section):
     """
     host_memory: Annotated[Memory | None, HONOURED] = None
     """Host budget for chunks, in bytes or as a string; None: what is available."""
+    steps_per_print: Annotated[AtLeast0 | None, BeforeValidator(_steps), HONOURED] = 10
+    """Number of steps from one logged line of figures to the next (docs/logging.md); 0, None or infinite: none is
+    logged.
+    """
     profile: ProfileConfig | None = Field(default_factory=profile_of_environment)
     """Which step is profiled, and the folder for it; None: what the environment variable
     ``PATRICKSTAR_PROFILE=<step>,<folder>`` says, or no step.
@@ -123,10 +128,8 @@ class _InitializeKeys(Section):
     """A learning-rate schedule, which is stepped with the optimizer."""
     dataloader_drop_last: Annotated[Switch, HONOURED, Reader.INITIALIZE] = False
     """Whether the loader of ``training_data`` leaves out a last batch that is not full."""
-    steps_per_print: Annotated[AtLeast1 | None, BeforeValidator(_steps), HONOURED, Reader.INITIALIZE] = None
-    """Number of steps between two printed lines of figures; None or infinite: none is printed."""
     wall_clock_breakdown: Annotated[Switch, HONOURED, Reader.INITIALIZE] = False
-    """Whether printed lines have the times of forward, backward and step."""
+    """Whether logged lines have the times of forward, backward and step."""
     flops_profiler: Annotated[FlopsProfilerConfig, Reader.INITIALIZE] = Field(default_factory=FlopsProfilerConfig)
     """A count of the floating point operations of one step."""
     tensorboard: Annotated[TensorBoardConfig, Reader.INITIALIZE] = Field(default_factory=TensorBoardConfig)

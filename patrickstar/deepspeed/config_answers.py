@@ -71,11 +71,11 @@ class ConfigAnswers:
         return self._config.managed_gradient_accumulation
 
     def steps_per_print(self) -> int | None:
-        """Optimizer steps from one printed line to the next; None: none is printed."""
+        """Optimizer steps from one logged line to the next; 0 or None: none is logged."""
         return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether printed lines say how long the host was in forward, backward and step."""
+        """Whether logged lines say how long the host was in forward, backward and step."""
         return self._config.wall_clock_breakdown
 
     def optimizer_name(self) -> str:

@@ -26,8 +26,9 @@ from patrickstar.deepspeed.engine import TrainingEngine
 from patrickstar.deepspeed.schedule import choose_scheduler
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
+from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
-from patrickstar.monitor import MonitorOptions
+from patrickstar.monitor import MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
 from patrickstar.ranks.distributed import num_ranks_to_come
 
@@ -80,6 +81,7 @@ def initialize(
         MemoryBudgetError: the model does not fit into the budgets.
     """
     _check_unused({"distributed_port": distributed_port, "mpu": mpu, "mesh_param": mesh_param})
+    show_log()
     build = _model_func(model, model_func)
     parsed = parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED)
     log_accepted_options(parsed)
@@ -110,6 +112,7 @@ def initialize(
         engine = TrainingEngine(session, own, sizes, _monitor_options(parsed), schedule, loader)
         if theirs is not None:
             move_state(theirs, own)
+    begin_run_log(session, make_monitor(session, MonitorOptions()))  # the engine has a monitor of its own
     return engine, own, loader, schedule
 
 

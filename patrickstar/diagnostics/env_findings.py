@@ -90,7 +90,8 @@ def _diagnose_extension(report: dict[str, Section]) -> list[Finding]:
     built = extension["built_with"]
     if built["torch"] != torch["version"]:
         problem = f"the extension was compiled against PyTorch {built['torch']} and runs with {torch['version']}"
-        return [*_diagnose_compiler(report), Finding(problem=problem, fix=rebuild)]
+        is_refused = built["torch"].split(".")[:2] != torch["version"].split(".")[:2]
+        return [*_diagnose_compiler(report), Finding(problem=problem, fix=rebuild, fatal=is_refused)]
     if torch["cuda"] is None or built["cuda"] is not None:
         return []
     problem = f"PyTorch has CUDA {torch['cuda']}, but the extension was built without its CUDA part"

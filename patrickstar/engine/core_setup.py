@@ -60,7 +60,7 @@ def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, 
     default_numel = config.default_chunk_size
     size = choose_chunk_size(params, module, default_numel, budgets.device_bytes)
     if size.numel != default_numel:
-        logger.info(
+        logger.debug(
             "chunk size: %d elements instead of %d, for a device budget of %d bytes",
             size.numel,
             default_numel,

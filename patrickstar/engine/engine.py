@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,10 +17,11 @@ from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.engine.engine_export import export_session
 from patrickstar.engine.engine_state import Scheduler, load_session, save_session
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
-from patrickstar.monitor import MonitorOptions, RunFacts, StallSampler, StepMonitor
+from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
 
 _T = TypeVar("_T")
@@ -37,6 +39,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = session.module
         self._session = session
+        session.face = weakref.ref(self)
         self._call = knowing_caller(self._call_module)
 
     @property
@@ -295,26 +298,17 @@ class Engine(nn.Module):
         return self._session.plan()
 
     def make_monitor(self, options: MonitorOptions) -> StepMonitor:
-        """What prints a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
+        """What logs a line now and then and feeds TensorBoard, W&B or a CSV file (docs/logging.md); on every rank.
 
         Raises:
             ImportError: a package for what is asked is missing.
             ValueError: a file of metrics that is there does not fit.
         """
-        session, context = self._session, self._session.ranks.context
-        facts = RunFacts(
-            num_parameters=session.num_parameters,
-            num_trainable=sum(param.numel() for param in self.module.parameters() if param.requires_grad),
-            rank=context.rank,
-            num_ranks=len(session.ranks.members),
-            device=session.device,
-        )
-        return StepMonitor(options, facts, self.report, self.make_stall_sampler())
+        return make_monitor(self._session, options)
 
     def make_stall_sampler(self) -> StallSampler:
         """What traces a step now and then, and says for how much of it the device waited, and for what."""
-        runtime = self._session.runtime
-        return StallSampler(runtime.start_stall_trace, runtime.take_stalls)
+        return make_stall_sampler(self._session)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

@@ -289,6 +289,11 @@ def load_session(
             elif goes_on:
                 logger.info("%s: random numbers go on as they are, the number of ranks is another", checkpoint.path)
         session.loaded_in_part = None
+        if goes_on:
+            session.run_log.resume()
+        if peers.rank == 0:
+            said = f"resumed from %s, step {state.num_steps}" if goes_on else "the model's values are those of %s"
+            logger.info(said, checkpoint.path)
         if options.part is Part.EVERYTHING:
             _warn_of_frozen(session, checkpoint, state)
     return checkpoint.path, state.client_state

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.config import parse_bytes
 from patrickstar.sizes import enough_size, show_size
 
@@ -29,6 +30,16 @@ def explain_failed_backward(error: BaseException, num_committed: int) -> None:
         )
     elif isinstance(error, torch.OutOfMemoryError):
         error.add_note(_BACKWARD_NOTE)
+
+
+def explain_other_engines(error: BaseException, num_open: int) -> None:
+    """Says in a note how to free what the ``num_open`` other engines of this process have, where that is in the way."""
+    is_in_the_way = isinstance(error, _C.MemoryBudgetError) or "all engines of a process" in str(error)
+    if num_open > 0 and is_in_the_way and hasattr(error, "add_note"):  # not with Python 3.10
+        error.add_note(
+            f"Other engines that are open in this process: {num_open}. engine.close() frees one that is no longer "
+            "needed, patrickstar.close_open_engine() all of them."
+        )
 
 
 def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any]) -> None:

@@ -48,6 +48,17 @@ def close_open_engine() -> None:
         session.close()
 
 
+def close_lost_engine(module: nn.Module) -> None:
+    """Closes the engine that has parameters of ``module``, if nobody can reach it any more: what a notebook's name held
+    that was bound anew, for example. Garbage was collected before. With several ranks it stays open: each would have to
+    close its own.
+    """
+    for session in open_sessions():
+        is_lost = session.face is not None and session.face() is None and len(session.ranks.members) == 1
+        if is_lost and any(session.has_param(param) for param in module.parameters()):
+            session.close()
+
+
 def find_session(param: nn.Parameter) -> Session | None:
     """The open session whose module has this parameter, or None."""
     return next((session for session in open_sessions() if session.has_param(param)), None)

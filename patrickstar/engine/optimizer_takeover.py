@@ -59,7 +59,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
         check_no_refused_option(group, f"group {index} of the optimizer")
         options = adam_options(group, f"group {index} of the optimizer")
         groups.append({"params": list(group["params"]), **options})
-    logger.info(
+    logger.debug(
         "%s is taken over with %d parameter groups: its updates are made in chunks from here on",
         type(optimizer).__name__,
         len(groups),

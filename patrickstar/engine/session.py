@@ -24,8 +24,10 @@ from patrickstar.engine.error_texts import explain_failed_backward, explain_lack
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
+from patrickstar.engine.notebook import running_statement
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
+from patrickstar.engine.run_log import NoRunLog
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.machine.budgets import Budgets
@@ -41,7 +43,7 @@ from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.step_plan import Plan
-from patrickstar.profiling import make_profiler
+from patrickstar.profiling import ChunkLayers, make_profiler
 from patrickstar.ranks.distributed import RankGroups
 
 logger = logging.getLogger("patrickstar")
@@ -148,6 +150,12 @@ class Session:
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
         self._kept_plan = NoKeptPlan()
+        self.made_by = running_statement()
+        """The statement of a notebook's cell."""
+        self.face: Callable[[], Any] | None = None
+        """Gives the engine that was made of this session, as long as somebody has it; None before it is made."""
+        self.run_log: NoRunLog = NoRunLog()
+        """What the log says of forwards, backwards and steps."""
         note_open_session(self)
 
     def check_plan(self, saved: Plan | None) -> None:
@@ -199,7 +207,11 @@ class Session:
         self._teardown.callback(self._trained.remove)
         self._trained.attach()
         self._profiler = make_profiler(
-            self.runtime, self.config.profile, self.ranks.context.rank, len(self.ranks.members)
+            self.runtime,
+            self.config.profile,
+            self.chunk_layers,
+            self.ranks.context.rank,
+            len(self.ranks.members),
         )
         if self._profiler is not None:
             self._teardown.callback(self._profiler.close)
@@ -210,6 +222,13 @@ class Session:
     def has_param(self, param: nn.Parameter) -> bool:
         """Whether it is one of the module's parameters that this engine has."""
         return param in self._own_params
+
+    @property
+    def chunk_layers(self) -> ChunkLayers:
+        """Which layers of the module lie in which chunk."""
+        params = self.plan_of_params.chunked
+        chunks = (self.layout.chunk(chunk)["params"] for chunk in range(self.layout.num_chunks))
+        return ChunkLayers([[params[param].name for param in chunk] for chunk in chunks])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -268,6 +287,8 @@ class Session:
                 attempt = self._forwards.begin()
                 result = self._repeat(call, signals, attempt)
                 self._forwards.end(attempt)
+                if training:
+                    self.run_log.note_forward(inputs)
                 return result
 
     def train_unfrozen(self) -> None:
@@ -361,6 +382,7 @@ class Session:
             for other in sessions[1:]:
                 if other.runtime.keep_joint_backward():
                     other._end_backward(scale)
+            self.run_log.note_backward(loss)
 
     def _check_scale(self, scale: float) -> None:
         if self._gradient_scale not in (None, scale):
@@ -476,11 +498,13 @@ class Session:
         self._kept_plan.end_step()
         if self._profiler is not None:
             self._profiler.end_step()
+        self.run_log.end_step(param_groups[0]["lr"])
 
     def _log_pressure(self) -> None:
         count = self.runtime.num_pressure_evictions
         if count > self._num_pressure_evictions:
-            logger.info(
+            logger.log(
+                logging.INFO if self._num_pressure_evictions == 0 else logging.DEBUG,  # once is enough to know
                 "device memory ran short for activations: %d arrays of chunks made room; the next step is planned anew",
                 count - self._num_pressure_evictions,
             )
@@ -495,6 +519,7 @@ class Session:
             self._gradient_scale = None
             self.gradients.end_step()
             self.managed.zero_grad()
+            self.run_log.note_zero_grad()
             if self.stage is Stage.BACKWARDED:
                 self.stage = Stage.IDLE
 

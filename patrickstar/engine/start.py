@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.engine.core_setup import load_plan
-from patrickstar.engine.open_session import drop_unreachable_sessions
+from patrickstar.engine.error_texts import explain_other_engines
+from patrickstar.engine.notebook import close_engine_of_cell
+from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
 from patrickstar.engine.rank_sync import (
     check_same_config,
     common_budgets,
@@ -37,6 +40,7 @@ def start_session(
     """A session for the model that ``model_func`` returns, and the optimizer's groups; the arguments and errors are
     those of ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
     """
+    close_engine_of_cell()
     drop_unreachable_sessions()
     ranks = _open_ranks(local_rank, config)
     session: Session | None = None
@@ -51,7 +55,7 @@ def start_session(
             saved_plan = load_plan(config, ranks)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
-                built = build_module(model_func)
+                built = build_module(functools.partial(_free_model, model_func))
             deferred = DeferredInit.of(built.module)
             groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
             in_groups = {param for group in groups for param in group["params"]}
@@ -72,10 +76,19 @@ def start_session(
             session.abandon(error)
         else:
             ranks.leave(error)
+        explain_other_engines(error, len(open_sessions()))
         if deferred is not None:
             deferred.undo()
         raise
     return session, groups
+
+
+def _free_model(model_func: Callable[[], nn.Module]) -> nn.Module:
+    """What ``model_func`` returns; an engine that had it and that nobody has any more is closed."""
+    module = model_func()
+    if isinstance(module, nn.Module):
+        close_lost_engine(module)
+    return module
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -71,13 +71,25 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
         ),
         (
             placed,
-            "the model was loaded with device_map, which places its layers; load it without, PatrickStar moves "
-            "them as they are needed",
+            "the model was loaded with device_map, which places its layers; load it without (under TRL "
+            "model_init_kwargs={'device_map': None}), PatrickStar moves them as they are needed",
         ),
     ]
     for holds, reason in reasons:
         if holds:
             raise ValueError(reason)
+
+
+def load_off_devices(given: Iterable[Any]) -> None:
+    """Of what a trainer of TRL is given: a model that it gets by name it would load whole onto the GPU, with
+    ``device_map="auto"``, unless ``model_init_kwargs`` of its arguments say something about that. They say None then.
+    """
+    values = list(given)
+    if not any(isinstance(value, str) for value in values):
+        return
+    for args in values:
+        if isinstance(args, TrainingArguments) and hasattr(args, "model_init_kwargs"):
+            args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 
 
 def check_optimizer_name(args: TrainingArguments) -> None:
@@ -97,10 +109,10 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
     Raises:
         ValueError: ``config`` says something else.
     """
-    reporting = [key for key in _REPORTING if key in config]
+    reporting = [key for key in _REPORTING if config.get(key)]
     if reporting:
         logger.info("%s: left to the Trainer (logging_steps, report_to)", ", ".join(reporting))
-        config = {key: value for key, value in config.items() if key not in _REPORTING}
+    config = {key: value for key, value in config.items() if key not in _REPORTING}
     precision = precision_of(args)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     decisions = [
@@ -115,7 +127,7 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
         ),
     ]
     settled = with_precision(without_decided(config, decisions), precision)
-    return {**settled, "gradient_clipping": float(args.max_grad_norm)}
+    return {**settled, "gradient_clipping": float(args.max_grad_norm), "steps_per_print": 0}
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from patrickstar.integrations.decided_config import own_config
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
     check_optimizer_name,
+    load_off_devices,
     precision_of,
     schedule_params,
     settled_config,
@@ -102,6 +103,7 @@ class PatrickStarTrainerMixin:
         **kwargs: Any,
     ):
         self._engine_config = own_config(patrickstar_config)
+        load_off_devices([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
         self._stall_callback = _StallCallback(self)
         self.add_callback(self._stall_callback)

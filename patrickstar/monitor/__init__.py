@@ -1,4 +1,4 @@
-"""What a run says of its steps: one line each on rank 0 when asked, and metrics for TensorBoard, W&B or a CSV file.
+"""What a run says of its steps: a line now and then on rank 0, and metrics for TensorBoard, W&B or a CSV file.
 
     monitor = StepMonitor(options, RunFacts(...), engine.report)
     with monitor.phase(Phase.FORWARD):
@@ -9,11 +9,13 @@
     monitor.end_step(lr)
 
 Every rank makes one and calls it in the same way; only rank 0 does anything. It knows no engine, only what it is given.
-Nothing is read back from a device but in steps that are printed. docs/logging.md says what each figure means.
+Nothing is read back from a device but in steps that are shown. docs/logging.md says what each figure means.
 """
 
 from patrickstar.config.monitors import CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig, WandbConfig
+from patrickstar.monitor.losses import LossOf
 from patrickstar.monitor.options import MonitorOptions
+from patrickstar.monitor.shown import show_log
 from patrickstar.monitor.sinks import Sink, open_sinks
 from patrickstar.monitor.stalls import Stalls, StallSampler
 from patrickstar.monitor.step_monitor import Phase, RunFacts, StepMonitor
@@ -21,6 +23,7 @@ from patrickstar.monitor.step_monitor import Phase, RunFacts, StepMonitor
 __all__ = [
     "CsvMonitorConfig",
     "FlopsProfilerConfig",
+    "LossOf",
     "MonitorOptions",
     "Phase",
     "RunFacts",
@@ -31,4 +34,5 @@ __all__ = [
     "TensorBoardConfig",
     "WandbConfig",
     "open_sinks",
+    "show_log",
 ]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from patrickstar.monitor.stalls import Stalls
+from patrickstar.sizes import show_count, show_seconds, show_size
+
+_GIB = 2**30
 
 METRICS = (
     "Train/Samples/train_loss",
@@ -45,7 +49,7 @@ class StepFigures:
     step: int
     """Counted from 1 since the beginning of the training."""
     loss: float | None = None
-    """Of this step on this rank, the mean of its micro-batches."""
+    """Of this step on this rank."""
     grad_norm: float | None = None
     """Of all ranks' mean gradients, before clipping; None where the step was skipped."""
     lr: float | None = None
@@ -56,10 +60,12 @@ class StepFigures:
     """Steps since the line before whose gradients were not finite."""
     device_name: str = "device"
     """``gpu``, or ``device`` for the simulated one."""
-    device_gib: float | None = None
+    device_bytes: int | None = None
     """The most that was in use on the device."""
-    host_gib: float | None = None
+    host_bytes: int | None = None
     """The most host memory that model data took."""
+    step_seconds: float | None = None
+    """Per step, what happened between steps included."""
     tokens_per_second: float | None = None
     """Of all ranks since the line before: the first rank's tokens times the number of ranks."""
     samples_per_second: float | None = None
@@ -72,19 +78,20 @@ class StepFigures:
     """Milliseconds of the host's time per step, by phase."""
 
     def text(self) -> str:
-        """The line that is printed; figures that are None are left out."""
+        """The line that is logged; figures that are None are left out."""
         parts = [
             f"step {self.step}",
             _part("loss {:.4f}", self.loss),
             _part("grad norm {:.3g}", self.grad_norm),
-            _part("lr {}", _exponent(self.lr)),
+            _part("lr {}", self.lr, _exponent),
             _part("loss scale {:g}", self.loss_scale),
             f"skipped {self.num_skipped}" if self.num_skipped else None,
-            _part(self.device_name + " {:.1f} GiB", self.device_gib),
-            _part("host {:.1f} GiB", self.host_gib),
-            _part("{} tokens/s", _thousands(self.tokens_per_second)),
-            _part("{} samples/s", _thousands(self.samples_per_second)) if self.tokens_per_second is None else None,
-            _part("{:.3g} TFLOPS", self.tflops),
+            _part(self.device_name + " {}", self.device_bytes, show_size),
+            _part("host {}", self.host_bytes, show_size),
+            _part("{}/step", self.step_seconds, show_seconds),
+            _part("{} tokens/s", self.tokens_per_second, show_count),
+            _part("{} samples/s", self.samples_per_second, show_count) if self.tokens_per_second is None else None,
+            _part("{}", self.tflops, _flops),
             self.stalls.text() if self.stalls is not None else None,
             *(f"{name} {value:.1f} ms" for name, value in self.phase_ms.items()),
         ]
@@ -98,8 +105,8 @@ class StepFigures:
             "Train/Samples/loss_scale": self.loss_scale,
             "patrickstar/grad_norm": self.grad_norm,
             "patrickstar/skipped_steps": self.num_skipped,
-            "patrickstar/device_gib": self.device_gib,
-            "patrickstar/host_gib": self.host_gib,
+            "patrickstar/device_gib": None if self.device_bytes is None else self.device_bytes / _GIB,
+            "patrickstar/host_gib": None if self.host_bytes is None else self.host_bytes / _GIB,
             "patrickstar/tokens_per_second": self.tokens_per_second,
             "patrickstar/samples_per_second": self.samples_per_second,
             "patrickstar/model_tflops": self.tflops,
@@ -109,23 +116,17 @@ class StepFigures:
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def _part(pattern: str, value: object) -> str | None:
-    return None if value is None else pattern.format(value)
+def _part(pattern: str, value: Any, shown: Callable[[Any], Any] = lambda value: value) -> str | None:
+    return None if value is None else pattern.format(shown(value))
 
 
-def _exponent(value: float | None) -> str | None:
-    """A number like ``3.00e-4``, without zeros that pad the exponent; None stays None."""
-    if value is None:
-        return None
+def _exponent(value: float) -> str:
+    """A number like ``3.00e-4``, without zeros that pad the exponent."""
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
-def _thousands(value: float | None) -> str | None:
-    """A number of three significant digits in thousands or millions, like ``13.2k``; None stays None."""
-    if value is None:
-        return None
-    for unit, name in ((1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
+def _flops(tflops: float) -> str:
+    """Of three digits: ``353 TFLOPS``, ``2.1 GFLOPS``."""
+    scale, name = next(((size, name) for size, name in ((1.0, "T"), (1e-3, "G")) if tflops >= size), (1e-6, "M"))
+    return f"{tflops / scale:.3g} {name}FLOPS"

@@ -12,7 +12,7 @@ class MonitorOptions:
     """Everything that is asked of the monitor; by default nothing is."""
 
     steps_per_print: int | None = None
-    """A line is printed after each so many optimizer steps; None: none."""
+    """A line is logged after each so many optimizer steps; None or 0: none."""
     wall_clock_breakdown: bool = False
     """Whether the line says how long the host was in forward, backward and step."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
@@ -25,7 +25,5 @@ class MonitorOptions:
     """The operations of one step."""
 
     def __post_init__(self):
-        if self.steps_per_print is not None and self.steps_per_print < 1:
-            raise ValueError(
-                f"steps_per_print is {self.steps_per_print}; give at least 1, or leave it out to print nothing"
-            )
+        if self.steps_per_print is not None and self.steps_per_print < 0:
+            raise ValueError(f"steps_per_print is {self.steps_per_print}; give at least 1, or 0 for no lines")

@@ -1,10 +1,11 @@
-"""The monitor of one run: gathers what each step says, prints a line now and then, feeds the sinks."""
+"""The monitor of one run: gathers what each step says, logs a line now and then, feeds the sinks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import enum
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +16,15 @@ import torch
 from patrickstar.monitor.batch import size_of_batch
 from patrickstar.monitor.figures import StepFigures, model_tflops
 from patrickstar.monitor.flops import FlopsProfiler, ProfiledStep
-from patrickstar.monitor.losses import LossBuffer
+from patrickstar.monitor.losses import LossBuffer, LossOf
 from patrickstar.monitor.options import MonitorOptions
 from patrickstar.monitor.sinks import Sink, open_sinks
 from patrickstar.monitor.stalls import StallSampler
 
-_STEPS_PER_FLUSH = 10
-"""Where no line is printed, metrics go to the sinks once in so many steps."""
+logger = logging.getLogger("patrickstar")
 
-_GIB = 2**30
+_STEPS_PER_FLUSH = 10
+"""Where no line is asked for, metrics go to the sinks once in so many steps."""
 
 
 class Phase(enum.Enum):
@@ -48,6 +49,8 @@ class RunFacts:
     """How many work on different samples."""
     device: torch.device = torch.device("cpu")
     """The device the model runs on."""
+    loss_of: LossOf = LossOf.MICRO_BATCH
+    """What the losses are that the monitor is given."""
 
 
 @dataclasses.dataclass
@@ -65,8 +68,9 @@ class _Amounts:
 class StepMonitor:
     """See the package's docstring.
 
-    [Note: no wait in the monitor] The host waits for the device where a line is printed or metrics are flushed, and
-    nowhere else; losses stay on their device until then ([Note: one buffer for losses]).
+    [Note: no wait in the monitor] The host waits for the device where a line is logged or metrics are flushed, and
+    nowhere else; losses stay on their device until then ([Note: one buffer for losses]). Those of steps that nobody
+    will see are not even added. A logger that is silent at INFO when a line is due makes it no line: nothing is read.
 
     Args:
         options: what is asked for.
@@ -94,14 +98,14 @@ class StepMonitor:
         self._stalls = stalls
         self._clock = clock
         self._sinks: list[Sink] = open_sinks(options) if facts.rank == 0 else []
-        self._prints = options.steps_per_print is not None
+        self._has_lines = bool(options.steps_per_print)
         self._flops = FlopsProfiler(options.flops_profiler) if options.flops_profiler.enabled else None
-        self._is_active = facts.rank == 0 and (self._prints or bool(self._sinks) or self._flops is not None)
+        self._is_active = facts.rank == 0 and (self._has_lines or bool(self._sinks) or self._flops is not None)
         self._interval = options.steps_per_print or _STEPS_PER_FLUSH
         self._num_steps = 0
         self._num_samples = 0
         self._num_skipped = 0  # by the report at the last line
-        self._losses = LossBuffer(self._interval)
+        self._losses = LossBuffer(self._interval, facts.loss_of)
         self._pending: list[tuple[StepFigures, int]] = []  # the last steps, and the samples by then
         self._since_line: _Amounts | None = None
         self._this_step: _Amounts | None = None
@@ -132,15 +136,32 @@ class StepMonitor:
         Args:
             batch: what the model was called with: tensors, mappings and sequences of such.
             loss: of one element, a number or a tensor on any device, which is not waited for; with accumulation before
-                it is divided by the number of micro-batches.
+                it is divided by the number of micro-batches, unless the run's facts say otherwise.
         """
+        self.add_batch(batch)
+        if loss is not None:
+            self.add_loss(loss)
+
+    def add_batch(self, batch: Any) -> None:
+        """What :meth:`add_micro_batch` does with a batch."""
         if not self._is_active:
             return
         step, size = self._begun_step(), size_of_batch(batch)
         step.num_samples += size.num_samples
         step.num_tokens += size.num_tokens
-        if loss is not None:
+
+    def add_loss(self, loss: torch.Tensor | float) -> None:
+        """What :meth:`add_micro_batch` does with a loss."""
+        if not self._is_active:
+            return
+        if self._is_shown():
+            self._losses.reserve(loss)
+        if self._shows_step(self._num_steps + 1) or self._is_profiled(self._num_steps):
             self._losses.add(loss)
+
+    def drop_losses(self) -> None:
+        """The losses of the present step count no more: its gradients were forgotten."""
+        self._losses.drop_step()
 
     def end_step(self, lr: float | None = None) -> None:
         """After each optimizer step, skipped ones too; ``lr`` is what its first group ran with."""
@@ -151,15 +172,18 @@ class StepMonitor:
         self._num_samples += step.num_samples * self._facts.num_ranks
         self._losses.end_step()
         until_line = -self._num_steps % self._interval
-        if self._stalls is not None:
+        if self._stalls is not None and self._is_shown():
             self._stalls.end_step(steps_until_line=until_line, steps_per_line=self._interval)
-        if self._sinks or until_line == 0:
+        if self._shows_step(self._num_steps):
             self._pending.append((self._figures(lr), self._num_samples or self._num_steps))
         if self._is_profiled(self._num_steps - 1):
             self._write_flops(step)
         self._add_to_interval(step)
-        if until_line == 0:
+        if until_line == 0 and self._is_shown():
             self._write_line()
+        elif until_line == 0:
+            self._losses.drop_all()
+            self._since_line = None
         self._this_step = None
 
     def state_dict(self) -> dict[str, int]:
@@ -179,6 +203,14 @@ class StepMonitor:
             sink.close()
         self._sinks = []
         self._is_active = False
+
+    def _is_shown(self) -> bool:
+        """Whether figures would be seen now."""
+        return bool(self._sinks) or self._has_lines and logger.isEnabledFor(logging.INFO)
+
+    def _shows_step(self, step: int) -> bool:
+        """Whether somebody will see the figures of this one."""
+        return bool(self._sinks) or (self._has_lines and step % self._interval == 0 and self._is_shown())
 
     def _begun_step(self) -> _Amounts:
         if self._this_step is None:
@@ -215,8 +247,8 @@ class StepMonitor:
         figures, num_samples = pending.pop()
         figures = dataclasses.replace(figures, **self._interval_figures(now))
         self._write([*pending, (figures, num_samples)])
-        if self._prints:
-            print(figures.text(), flush=True)
+        if self._has_lines:
+            logger.info("%s", figures.text())
         self._since_line = _Amounts(now)
 
     def _take_pending(self) -> list[tuple[StepFigures, int]]:
@@ -241,8 +273,9 @@ class StepMonitor:
         figures: dict[str, Any] = {
             "num_skipped": max(0, num_skipped - self._num_skipped),
             "device_name": "gpu" if facts.device.type == "cuda" else "device",
-            "device_gib": report["device_peak_bytes"] / _GIB,
-            "host_gib": report["host_peak_bytes"] / _GIB,
+            "device_bytes": report["device_peak_bytes"],
+            "host_bytes": report["host_peak_bytes"],
+            "step_seconds": (now - total.began) / total.num_steps,
             "stalls": self._stalls.latest if self._stalls is not None else None,
         }
         self._num_skipped = num_skipped
@@ -271,4 +304,4 @@ class StepMonitor:
             num_trainable=self._facts.num_trainable,
         )
         self._flops.write(self._flops.text(profiled))
-        self._is_active = self._prints or bool(self._sinks)
+        self._is_active = self._has_lines or bool(self._sinks)

@@ -20,7 +20,6 @@ from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sizes import enough_size, parse_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NUM_CHOSEN = 3  # chunk sizes for which other placements are tried too, those with the shortest steps
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
 
 
@@ -141,16 +140,14 @@ class Planner:
         check_precision(workload.precision, question.machine)
         trace = self._trace(question)
         cases, refusals = [], []
-        predictors = {size: self._predictor(question, trace, size) for size in self._sizes(question, trace)}
-        for predictor in predictors.values():
+        for size in self._sizes(question, trace):
+            predictor = self._predictor(question, trace, size)
             try:
-                cases.append(predictor.predict(question.setting))
+                cases.append(predictor.choose(question.setting))
             except DoesNotFitError as refusal:
                 refusals.append(refusal)
         if not cases:
             raise refusals[0]
-        shortest = sorted(cases, key=lambda case: case.step.seconds)[:_NUM_CHOSEN]
-        cases = [predictors[c.chunk_numel].choose(question.setting) if c in shortest else c for c in cases]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         return Answer(
             question=question,

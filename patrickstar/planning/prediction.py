@@ -343,6 +343,14 @@ class Predictor:
             budget.host_limit_bytes = setting.host_bytes
         return budget
 
+    def _least_host_from(self, setting: Setting, num_bytes: int) -> int:
+        """``num_bytes``, with which placement works; more where activations need what the GPU has of states then."""
+        try:
+            self.predict(dataclasses.replace(setting, host_bytes=num_bytes))
+        except DoesNotFitError as refusal:
+            return max(num_bytes, refusal.least_host_bytes or 0)
+        return num_bytes
+
     def _least_device_bytes(self, setting: Setting) -> int:
         moments = self._timeline(self._nowhere).moments
         problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
@@ -358,12 +366,12 @@ class Predictor:
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"
             what = once if setting.accumulation == 1 else "parameters, optimizer states and gradients that accumulate"
+            least = self._least_host_from(setting, host_bytes)
             raise DoesNotFitError(
-                f"host_memory: {show_shortage(host_bytes, setting.host_bytes)}; {what} take "
-                f"{show_size(sum(_held_bytes(chunk, setting) for chunk in chunks))}, of which the GPU has room for "
-                f"{show_size(max(room, 0))} before activations; raise host_memory to at least "
-                f"{enough_size(host_bytes)}, or device_memory",
-                least_host_bytes=host_bytes,
+                f"host_memory: {show_shortage(least, setting.host_bytes)}; {what} take "
+                f"{show_size(sum(_held_bytes(chunk, setting) for chunk in chunks))}; raise host_memory to "
+                f"{enough_size(least)}, or device_memory",
+                least_host_bytes=least,
             )
         moments = self._timeline(self._nowhere).moments
         count = _C.num_device_state_chunks(self._layout, moments, budget) if setting.hybrid_adam else 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.profiling.chrome import chrome_trace
+from patrickstar.profiling.layers import ChunkLayers
 from patrickstar.profiling.summary import summarize
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("patrickstar")
 
-__all__ = ["StepProfiler", "chrome_trace", "summarize", "write_profile"]
+__all__ = ["ChunkLayers", "StepProfiler", "chrome_trace", "summarize", "write_profile"]
 
 
-def write_profile(trace: dict[str, Any], step: int, folder: Path) -> list[Path]:
+def write_profile(trace: dict[str, Any], step: int, folder: Path, layers: ChunkLayers) -> list[Path]:
     """Writes ``step<N>.trace.json``, ``step<N>.txt`` and, where matplotlib is installed, ``step<N>.svg``.
 
     Returns:
@@ -35,22 +36,24 @@ def write_profile(trace: dict[str, Any], step: int, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     trace_file, text_file, picture = (folder / f"step{step}{suffix}" for suffix in (".trace.json", ".txt", ".svg"))
-    trace_file.write_text(json.dumps(chrome_trace(trace, step)), encoding="utf-8")
+    trace_file.write_text(json.dumps(chrome_trace(trace, step, layers)), encoding="utf-8")
     text_file.write_text(summarize(trace).text(step), encoding="utf-8")
     try:
         from patrickstar.profiling.picture import draw
     except ImportError as error:
         logger.warning("profile: no picture, because %s; pip install 'patrickstar[profile]' brings matplotlib", error)
         return [trace_file, text_file]
-    draw(trace, step, picture)
+    draw(trace, step, picture, layers)
     return [trace_file, text_file, picture]
 
 
-def make_profiler(runtime: _C.Runtime, config: ProfileConfig | None, rank: int, num_ranks: int) -> StepProfiler | None:
+def make_profiler(
+    runtime: _C.Runtime, config: ProfileConfig | None, layers: ChunkLayers, rank: int, num_ranks: int
+) -> StepProfiler | None:
     """The profiler that ``config`` asks for; each of several ranks writes to a folder of its own in that one."""
     if config is not None and num_ranks > 1:
         config = config.model_copy(update={"output": str(Path(config.output) / f"rank-{rank}")})
-    return None if config is None else StepProfiler(runtime, config)
+    return None if config is None else StepProfiler(runtime, config, layers)
 
 
 class StepProfiler:
@@ -60,9 +63,10 @@ class StepProfiler:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, runtime: _C.Runtime, config: ProfileConfig):
+    def __init__(self, runtime: _C.Runtime, config: ProfileConfig, layers: ChunkLayers):
         self._runtime = runtime
         self._config = config
+        self._layers = layers
         self._folder = Path(config.output)
         self._folder.mkdir(parents=True, exist_ok=True)  # now rather than after the step
         self._num_steps = 0
@@ -82,7 +86,7 @@ class StepProfiler:
         if trace is None:
             return
         self._written = True
-        files = write_profile(trace, self._num_steps, self._folder)
+        files = write_profile(trace, self._num_steps, self._folder, self._layers)
         logger.info("profile of step %d: %s", self._num_steps, ", ".join(map(str, files)))
 
     def close(self) -> None:

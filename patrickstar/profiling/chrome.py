@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from patrickstar import _C
+from patrickstar.profiling.layers import ChunkLayers, short_names
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
@@ -37,7 +38,7 @@ _ROW_OF = {
 Event = dict[str, Any]
 
 
-def chrome_trace(trace: dict[str, Any], step: int) -> dict[str, Any]:
+def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[str, Any]:
     """The JSON object of what ``_C.Runtime.take_trace`` returned for the engine's ``step``-th step."""
     events = [_name("process_name", 0, f"PatrickStar, step {step}")]
     used = {_ROW_OF[span["track"]] for span in trace["spans"]}
@@ -46,8 +47,8 @@ def chrome_trace(trace: dict[str, Any], step: int) -> dict[str, Any]:
             continue  # one rank
         events.append(_name("thread_name", row, name))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
-    for index, moment in enumerate(trace["moments"]):
-        events.append(_moment(index, moment))
+    for index, (moment, names) in enumerate(zip(trace["moments"], layers.of_moments(trace["moments"]), strict=True)):
+        events.append(_moment(index, moment, names))
     begin, end = trace["optimizer_begin_seconds"], trace["seconds"]
     skipped = trace["outcome"] == _C.StepOutcome.SKIPPED
     name = "optimizer step (skipped)" if skipped else "optimizer step"
@@ -61,16 +62,17 @@ def chrome_trace(trace: dict[str, Any], step: int) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "seconds": end}}
 
 
-def _moment(index: int, moment: dict[str, Any]) -> Event:
+def _moment(index: int, moment: dict[str, Any], layers: tuple[str, ...]) -> Event:
     chunks = [chunk for chunk, _ in moment["acquired"]]
     args = {
         "moment": index,
+        "layers": list(layers),
         "chunks": chunks,
         "compute_ms": moment["compute_seconds"] * 1e3,
         "stalled_ms": moment["stalled_seconds"] * 1e3,
         "tide_peak_bytes": moment["tide_peak_bytes"],
     }
-    name = f"{moment['phase'].name.lower()} {index}: chunk {', '.join(map(str, chunks))}"
+    name = f"{moment['phase'].name.lower()} {index}: {short_names(layers) or 'no layer'}"
     return _complete(name, "moment", _COMPUTE, moment["begin_seconds"], moment["seconds"], args)
 
 

@@ -1,16 +1,20 @@
-"""The picture of a traced step: device memory under the budget line, and time, over the moments. Needs matplotlib."""
+"""The picture of a traced step over time: who held the device's memory, and what each queue did. Needs matplotlib."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from patrickstar import _C
-from patrickstar.profiling.summary import CAUSES
+from patrickstar.profiling.layers import ChunkLayers, short_names
+from patrickstar.profiling.summary import CAUSES, show_seconds
 
 _STATES = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
 _VALUES = (
@@ -30,25 +34,38 @@ _COLORS = {
     "idle slots": "#d9d9d9",
     "tide": "#9fd3c7",
 }
+_BUDGET_COLOR = "#c0392b"
+_COMPUTE_COLOR = "#8fa396"
 _STALL_COLORS = dict(
     zip(CAUSES.values(), ("#d1495b", "#edae49", "#8f2d56", "#6b4c9a", "#a26769", "#30638e", "#3d7068"), strict=True)
 )
+_QUEUES = {
+    "upload": ((_C.Track.UPLOAD,), "#7aa6c2"),
+    "download": ((_C.Track.DOWNLOAD,), "#e0a458"),
+    "gather": ((_C.Track.GATHER,), "#a9c9db"),
+    "scatter": ((_C.Track.SCATTER,), "#ecc791"),
+    "Adam on the host": ((_C.Track.HOST_ADAM, _C.Track.HOST_STATES), "#4e5d94"),
+    "Adam on the device": ((_C.Track.DEVICE_ADAM,), "#4e5d94"),
+}
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_LABELS_PER_INCH = 4.5
+"""Names of layers, written upwards, that fit side by side above a picture, by its width."""
 
 
-def draw(trace: dict[str, Any], step: int, path: Path) -> None:
+def draw(trace: dict[str, Any], step: int, path: Path, layers: ChunkLayers) -> None:
     """Writes the picture; the suffix of ``path`` says the format (svg, png, pdf).
 
-    Above, for each moment: what held the device's memory when its tide was highest. Below: how long the moment lasted,
-    and what it waited for.
+    Above, over the names of the layers that ran: what held the device's memory when the tide of each moment was
+    highest. Below: what each queue did, and what the compute queue waited for. Both over the step's time in
+    milliseconds.
     """
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    memory, time = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _draw_memory(memory, trace)
-    _draw_time(time, trace)
-    _mark_backward(memory, trace)
-    memory.set_title(f"step {step}: {trace['seconds']:.3f} s")
+    memory, queues = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    draw_memory(memory, trace)
+    draw_queues(queues, trace)
+    name_layers(memory, trace, layers)
+    figure.suptitle(f"step {step}: {show_seconds(trace['seconds'])}")
     figure.savefig(path)
 
 
@@ -65,68 +82,104 @@ def memory_bands(trace: dict[str, Any]) -> dict[str, list[int]]:
     return bands
 
 
-def stall_bands(trace: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds that each moment waited, by cause; causes that did not occur are left out."""
-    begins = [moment["begin_seconds"] for moment in trace["moments"]]
-    bands: dict[str, list[float]] = {}
-    for span in trace["spans"]:
-        begin = span["begin_seconds"]
-        if span["track"] != _C.Track.STALL or not begins or begin >= trace["optimizer_begin_seconds"]:
-            continue
-        index = sum(other <= begin for other in begins) - 1
-        if index >= 0:
-            bands.setdefault(CAUSES[span["cause"]], [0.0] * len(begins))[index] += span["seconds"]
-    return bands
+def layer_spans(trace: dict[str, Any], layers: ChunkLayers) -> list[tuple[str, float, float]]:
+    """(label, begin, end) in milliseconds of each run of moments, within forward or backward, in which the same layers
+    ran.
+    """
+    moments = trace["moments"]
+    labels = map(short_names, layers.of_moments(moments))
+    named = [(moment["phase"], label, moment) for moment, label in zip(moments, labels, strict=True)]
+    spans = []
+    for (_, label), group in itertools.groupby(named, lambda entry: entry[:2]):
+        together = [moment for *_, moment in group]
+        end = together[-1]["begin_seconds"] + together[-1]["seconds"]
+        spans.append((label, together[0]["begin_seconds"] * 1e3, end * 1e3))
+    return spans
 
 
-def _steps(values: list[float]) -> list[float]:
-    return [*values, values[-1]] if values else [0.0]
+def thinned(spans: Iterable[tuple[str, float, float]], least_distance: float) -> list[tuple[str, float]]:
+    """(label, middle) of those spans whose middles are at least so far from each other, from the left; a span without
+    a label is left out.
+    """
+    kept: list[tuple[str, float]] = []
+    for label, begin, end in spans:
+        middle = (begin + end) / 2
+        if label and (not kept or middle - kept[-1][1] >= least_distance):
+            kept.append((label, middle))
+    return kept
 
 
-def _stack(axes: Axes, bands: dict[str, list[float]], colors: dict[str, str]) -> None:
-    shown = {name: values for name, values in bands.items() if any(values)}
-    if not shown:
-        return
-    edges = range(len(next(iter(shown.values()))) + 1)
-    axes.stackplot(
-        edges,
-        *map(_steps, shown.values()),
-        labels=list(shown),
-        colors=[colors[name] for name in shown],
-        step="post",
-        linewidth=0,
-    )
-
-
-def _draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
+def draw_memory(axes: Axes, trace: dict[str, Any]) -> None:
+    """What held the device's memory, moment by moment, under the budget."""
     bands = memory_bands(trace)
     limit = trace["device_limit_bytes"]
     limited = limit != _C.UNLIMITED
     highest = max([sum(column) for column in zip(*bands.values(), strict=True)] + [limit if limited else 1])
     unit, size = next((unit, size) for unit, size in _UNITS if highest >= size)
-    _stack(axes, {name: [value / size for value in values] for name, values in bands.items()}, _COLORS)
+    shown = {name: [value / size for value in values] for name, values in bands.items() if any(values)}
+    if shown:
+        edges = [moment["begin_seconds"] * 1e3 for moment in trace["moments"]]
+        axes.stackplot(
+            [*edges, trace["optimizer_begin_seconds"] * 1e3],
+            *([*values, values[-1]] for values in shown.values()),
+            labels=list(shown),
+            colors=[_COLORS[name] for name in shown],
+            step="post",
+            linewidth=0,
+        )
     if limited:
-        axes.axhline(limit / size, color="#c0392b", linestyle="--", linewidth=1.5, label="device budget")
+        axes.axhline(limit / size, color=_BUDGET_COLOR, linestyle="--", linewidth=1.5, label="device budget")
     axes.set_ylabel(f"device memory, {unit}")
     axes.set_ylim(0, highest / size * 1.08)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
+    _mark_backward(axes, trace)
 
 
-def _draw_time(axes: Axes, trace: dict[str, Any]) -> None:
-    seconds = {"compute": [moment["compute_seconds"] for moment in trace["moments"]], **stall_bands(trace)}
-    milliseconds = {name: [value * 1e3 for value in values] for name, values in seconds.items()}
-    _stack(axes, milliseconds, {"compute": "#b8c4bb", **_STALL_COLORS})
-    axes.set_ylabel("time, ms")
-    axes.set_xlabel("moment")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
+def draw_queues(axes: Axes, trace: dict[str, Any]) -> None:
+    """What each queue did over the step's time, one row for each queue, compute at the top."""
+    rows = ["compute"]
+    axes.broken_barh([_bar(moment) for moment in trace["moments"]], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0)
+    optimizer = (trace["optimizer_begin_seconds"] * 1e3, (trace["seconds"] - trace["optimizer_begin_seconds"]) * 1e3)
+    axes.broken_barh([optimizer], (-0.4, 0.8), color=_COMPUTE_COLOR, linewidth=0, label="compute")
+    for cause, name in CAUSES.items():
+        waits = [_bar(span) for span in trace["spans"] if span["track"] == _C.Track.STALL and span["cause"] == cause]
+        if waits:
+            axes.broken_barh(waits, (-0.4, 0.8), color=_STALL_COLORS[name], linewidth=0, label=f"waits: {name}")
+    for name, (tracks, color) in _QUEUES.items():
+        bars = [_bar(span) for span in trace["spans"] if span["track"] in tracks]
+        if bars:
+            axes.broken_barh(bars, (len(rows) - 0.4, 0.8), color=color, linewidth=0)
+            rows.append(name)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    ends = [span["begin_seconds"] + span["seconds"] for span in trace["spans"]]
+    axes.set_xlim(0, max([trace["seconds"], *ends]) * 1e3)
+    axes.axvline(trace["seconds"] * 1e3, color=_ink(), linewidth=1)
+    axes.set_xlabel("time, ms; the line is the end of the step")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def name_layers(axes: Axes, trace: dict[str, Any], layers: ChunkLayers) -> None:
+    """Names the layers above ``axes``, whose limits are set, when they ran; as many as there is room for."""
+    begin, end = axes.get_xlim()
+    most = _LABELS_PER_INCH * axes.figure.get_size_inches()[0]
+    kept = thinned(layer_spans(trace, layers), (end - begin) / most)
+    above = axes.secondary_xaxis("top")
+    above.set_xticks([middle for _, middle in kept], [label for label, _ in kept], rotation=90, fontsize=8)
+
+
+def _bar(span: dict[str, Any]) -> tuple[float, float]:
+    return span["begin_seconds"] * 1e3, span["seconds"] * 1e3
+
+
+def _ink() -> str:
+    return str(matplotlib.rcParams["text.color"])
 
 
 def _mark_backward(axes: Axes, trace: dict[str, Any]) -> None:
-    phases = [moment["phase"] for moment in trace["moments"]]
-    axes.set_xlim(0, max(len(phases), 1))
-    for index, (before, phase) in enumerate(zip(phases, phases[1:], strict=False), start=1):
-        if before != phase:
-            axes.axvline(index, color="#444444", linestyle=":", linewidth=1)
-            name = phase.name.lower()
-            axes.text(index, 1.0, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=9)
+    for before, moment in itertools.pairwise(trace["moments"]):
+        if before["phase"] != moment["phase"]:
+            begin = moment["begin_seconds"] * 1e3
+            axes.axvline(begin, color=_ink(), linestyle=":", linewidth=1)
+            name = moment["phase"].name.lower()
+            axes.text(begin, 0.985, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=9)

@@ -93,24 +93,24 @@ class Summary:
         """A few lines for people."""
         outcome = "" if self.outcome == _C.StepOutcome.APPLIED else ", skipped"
         causes = sorted(self.stalled.items(), key=lambda item: -item[1])
-        by_cause = "".join(f", {name} {_seconds(value)}" for name, value in causes)
-        adam = f"{self.host_adam.amount / 1e9:.3f} Gparam in {_seconds(self.host_adam.seconds)}, "
-        adam += f"{self.host_adam.rate:.2f} Gparam/s, {_seconds(self.late_seconds)} of it after the step's end"
+        by_cause = "".join(f", {name} {show_seconds(value)}" for name, value in causes)
+        adam = f"{self.host_adam.amount / 1e9:.3f} Gparam in {show_seconds(self.host_adam.seconds)}, "
+        adam += f"{self.host_adam.rate:.2f} Gparam/s, {show_seconds(self.late_seconds)} of it after the step's end"
         if self.dropped_seconds > 0:
-            adam += f", {_seconds(self.dropped_seconds)} for nothing"
-        busy = ", ".join(f"{name} {_seconds(value)}" for name, value in self.roofline.items() if value > 0)
+            adam += f", {show_seconds(self.dropped_seconds)} for nothing"
+        busy = ", ".join(f"{name} {show_seconds(value)}" for name, value in self.roofline.items() if value > 0)
         ratio = self.seconds / max(self.roofline[self.bound], 1e-12)
         lines = [
-            f"step {step}: {_seconds(self.seconds)}{outcome}",
-            f"  compute      {_seconds(self.compute_seconds)}, {self.num_moments} moments; "
-            f"the last {_seconds(self.optimizer_seconds)} of the step are the optimizer's",
-            f"  stalled      {_seconds(sum(self.stalled.values()))}{by_cause}",
+            f"step {step}: {show_seconds(self.seconds)}{outcome}",
+            f"  compute      {show_seconds(self.compute_seconds)}, {self.num_moments} moments; "
+            f"the last {show_seconds(self.optimizer_seconds)} of the step are the optimizer's",
+            f"  stalled      {show_seconds(sum(self.stalled.values()))}{by_cause}",
             f"  upload       {_transfer(self.upload)}",
             f"  download     {_transfer(self.download)}",
             *self._collective_lines(),
             f"  host Adam    {adam}",
             *self._states_lines(),
-            f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {_seconds(self.device_adam.seconds)}, "
+            f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {show_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
@@ -119,7 +119,7 @@ class Summary:
     def _states_lines(self) -> list[str]:
         if self.host_states.amount == 0:
             return []
-        states = f"{self.host_states.amount / 1e9:.3f} Gparam in {_seconds(self.host_states.seconds)}"
+        states = f"{self.host_states.amount / 1e9:.3f} Gparam in {show_seconds(self.host_states.seconds)}"
         return [f"  host states  {states}, behind their parameters"]
 
     def _collective_lines(self) -> list[str]:
@@ -160,9 +160,10 @@ def _work(spans: list[dict[str, Any]], amount: str) -> Work:
     return Work(seconds=sum(span["seconds"] for span in spans), amount=sum(span[amount] for span in spans))
 
 
-def _seconds(value: float) -> str:
+def show_seconds(value: float) -> str:
+    """Seconds from 1 on, else milliseconds."""
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
 def _transfer(work: Work) -> str:
-    return f"{work.amount / 1e9:.3f} GB in {_seconds(work.seconds)}, {work.rate:.1f} GB/s"
+    return f"{work.amount / 1e9:.3f} GB in {show_seconds(work.seconds)}, {work.rate:.1f} GB/s"

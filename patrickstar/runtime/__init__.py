@@ -11,7 +11,9 @@ from torch import nn
 from patrickstar.config import Config, log_accepted_options, parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
+from patrickstar.monitor import LossOf, MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
 
 __all__ = ["initialize_engine"]
@@ -39,9 +41,13 @@ def initialize_engine(
         ValueError: an argument or a configuration value is wrong.
         MemoryBudgetError: the model does not fit into the budgets, beside what other engines of this process have.
     """
+    show_log()
     parsed = parse_config(config)
     log_accepted_options(parsed)
     session, groups = start_session(model_func, local_rank, parsed, model_parameters)
     with opening(session):
         engine, optimizer = Engine(session), HybridAdam(session, groups, parsed)
+        options = MonitorOptions(steps_per_print=parsed.steps_per_print)
+        monitor = make_monitor(session, options, LossOf.STEP)
+    begin_run_log(session, monitor)
     return engine, optimizer

@@ -63,7 +63,7 @@ def test_each_subcommand_has_a_line_and_a_help():
 
 def test_a_slip_is_answered_with_what_was_meant():
     assert run("chekpoint") == (2, "", "patrickstar: there is no subcommand 'chekpoint'; did you mean checkpoint?\n")
-    assert "there are plan, profile, env" in run("xyz")[2]
+    assert "there are plan, run, profile, env" in run("xyz")[2]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,8 @@ def test_a_slip_is_answered_with_what_was_meant():
         (["plan", "--model", "4.3b", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["plan", "--model", "no/such"], "--model is 'no/such'; give"),
         (["profile", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "--device-memory", "24", "nowhere.py"], "24 what? 24GiB or 24GB"),
         (["config", "check", "nowhere.json"], "there is no file nowhere.json"),
         (["checkpoint", "list", "nowhere"], "there is no folder nowhere"),
         (["checkpoint", "inspect", "nowhere"], "nowhere has no file 'latest'"),

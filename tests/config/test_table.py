@@ -105,7 +105,6 @@ def test_initialize_engine_refuses_what_initialize_alone_does():
         "scheduler": ({"type": "WarmupLR"}, None),
         "managed_gradient_accumulation": (False, True),
         "dataloader_drop_last": (True, False),
-        "steps_per_print": (10, float("inf")),
         "wall_clock_breakdown": (True, False),
     }
     for name in ("flops_profiler", "tensorboard", "wandb", "csv_monitor"):

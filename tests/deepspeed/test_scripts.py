@@ -44,7 +44,7 @@ def test_what_the_configuration_says():
     engine, optimizer, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": 4})
     with engine:
         assert not engine.zero_optimization()
-        assert (engine.gradient_clipping(), engine.steps_per_print()) == (1.0, None)  # DeepSpeed's defaults
+        assert (engine.gradient_clipping(), engine.steps_per_print()) == (1.0, 10)  # DeepSpeed's defaults
         assert (engine.scheduler_name(), engine.scheduler_params()) == (None, None)
         assert isinstance(optimizer, HybridAdam)
 

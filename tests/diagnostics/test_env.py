@@ -105,7 +105,29 @@ def test_importing_without_the_extension_points_to_the_report(bare_package):
     code = "from patrickstar import initialize_engine"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=bare_package)
     assert done.returncode == 1
-    assert "python -m patrickstar.env says what is missing" in done.stderr.strip().splitlines()[-1]
+    assert done.stderr.strip().splitlines()[-1].count("python -m patrickstar.env says what is missing") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"),
+    [
+        (f"{torch.__version__}.other", ""),
+        ("2.5.1+cpu", f"compiled against PyTorch {torch.__version__} and PyTorch 2.5.1+cpu is here; rebuild it"),
+    ],
+)
+def test_an_extension_for_another_pytorch_is_refused_at_every_import(version, refusal):
+    code = f"""
+import torch
+torch.__version__ = {version!r}
+for names in ("_C", "initialize_engine", "_C"):
+    try:
+        exec(f"from patrickstar import {{names}}")
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(refusal) == 3 if refusal else done.stdout == "", done.stdout
 
 
 def test_a_wrong_isa_is_explained():
@@ -148,7 +170,8 @@ def test_a_healthy_machine_has_no_findings(healthy):
         ("torch", {"version": "2.5.1"}, "2.6 or newer", "pip install torch==", True),
         ("torch", {"cuda": None, "sees_gpus": 0}, "PyTorch 2.11.0 has no CUDA", "pip install --force-reinstall", False),
         ("torch", {"sees_gpus": 0}, "sees no GPU", "nvidia-smi", False),
-        ("torch", {"version": "2.12.0"}, "compiled against PyTorch 2.11.0 and runs with 2.12.0", "make -C", False),
+        ("torch", {"version": "2.12.0"}, "compiled against PyTorch 2.11.0 and runs with 2.12.0", "make -C", True),
+        ("torch", {"version": "2.11.1"}, "compiled against PyTorch 2.11.0 and runs with 2.11.1", "make -C", False),
         ("extension", {"built_with": {"torch": "2.11.0", "cuda": None}}, "without its CUDA part", "make -C", True),
         ("extension", {"error": "ImportError: undefined symbol: _ZN3"}, "against another PyTorch", "make -C", True),
         ("packages", {"pydantic": {"version": None}}, "pydantic is missing", 'pip install "pydantic>=2.7"', True),

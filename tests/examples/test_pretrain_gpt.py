@@ -158,6 +158,7 @@ def test_flags_reach_the_configuration(script, tmp_path):
         "gradient_clipping": 0.25,
         "device_memory": "3MiB",
         "host_memory": "1GiB",
+        "steps_per_print": 0,
         "default_chunk_size": 2048,
         "client": {"mem_tracer": {"margin_use_ratio": 0.5}},
         "use_cpu_embedding": True,

@@ -1,5 +1,7 @@
 """Lightning's Trainer with our strategy, against the same Trainer with Lightning's own strategies and plain AdamW."""
 
+import json
+import logging
 import os
 
 import pytest
@@ -391,11 +393,17 @@ def test_what_cannot_be_done_is_refused():
         assert {type(param) for param in module.parameters()} == {nn.Parameter}
 
 
-def test_by_name_with_a_file(tmp_path):
+def test_by_name_with_a_file(tmp_path, caplog):
     assert isinstance(make_trainer("patrickstar").strategy, PatrickStarStrategy)
-    (tmp_path / "config.json").write_text('{"gradient_clipping": 0.05, "default_chunk_size": 8192}')
-    ours = fit(PatrickStarStrategy(tmp_path / "config.json"), gradient_clip_val=None)
-    assert relative_error(ours.losses, fit("auto").losses) <= TOLERANCE
+    caplog.set_level(logging.INFO, "patrickstar")
+    for printed, lines in ({}, 0), ({"steps_per_print": 3}, 2):  # Lightning says by itself how a run goes
+        config = {"gradient_clipping": 0.05, "default_chunk_size": 8192, **printed}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        ours = fit(PatrickStarStrategy(tmp_path / "config.json"), gradient_clip_val=None)
+        said = [message for message in caplog.messages if message.startswith("step ")]
+        assert len(said) == lines
+        assert relative_error(ours.losses, fit("auto").losses) <= TOLERANCE
+    assert said[1].startswith(f"step 6  loss {sum(ours.losses[10:12]) / 2:.4f}  ")  # of two batches
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         PatrickStarStrategy(str(tmp_path / "config.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -325,8 +326,11 @@ def test_a_configuration_in_a_file_may_leave_values_to_the_arguments(tmp_path):
     trainer.close()
 
 
-def test_a_configuration_for_deepspeed(tmp_path):
-    """With the keys of Hugging Face's own examples: a schedule of DeepSpeed's, and values left to the arguments."""
+def test_a_configuration_for_deepspeed(tmp_path, caplog):
+    """With the keys of Hugging Face's own examples: a schedule of DeepSpeed's, values left to the arguments, and logs
+    left to the Trainer.
+    """
+    caplog.set_level(logging.INFO, "patrickstar")
     (tmp_path / "ds_config.json").write_text(
         json.dumps(
             {
@@ -357,7 +361,7 @@ def test_a_configuration_for_deepspeed(tmp_path):
                 },
                 "gradient_accumulation_steps": "auto",
                 "gradient_clipping": "auto",
-                "steps_per_print": 2000,
+                "steps_per_print": 2,
                 "train_batch_size": "auto",
                 "train_micro_batch_size_per_gpu": "auto",
                 "wall_clock_breakdown": False,
@@ -372,6 +376,9 @@ def test_a_configuration_for_deepspeed(tmp_path):
     rates = [entry["learning_rate"] for entry in run.history if "loss" in entry]
     # The first step runs with the schedule's beginning, then 1/3, 2/3, 1 of the rate, and down to 0 at the sixth.
     assert rates == pytest.approx([0.0, 0.0, 1e-3 / 3, 2e-3 / 3, 1e-3, 2e-3 / 3], abs=1e-9)
+    assert "steps_per_print: left to the Trainer (logging_steps, report_to)" in caplog.messages
+    assert sum(" parameters in float32 on " in message for message in caplog.messages) == 1
+    assert not any(message.startswith("step ") for message in caplog.messages)
 
 
 def test_two_ranks(two_ranks):

@@ -30,17 +30,20 @@ def test_the_line():
         grad_norm=0.8712,
         lr=3e-4,
         device_name="gpu",
-        device_gib=23.14,
-        host_gib=102.3,
+        device_bytes=int(23.14 * 2**30),
+        host_bytes=int(102.3 * 2**30),
+        step_seconds=1.2449,
         tokens_per_second=13210.0,
         samples_per_second=13.0,
         tflops=353.2,
         stalls=Stalls({"adam on host": 0.02, "uploads": 0.01}),
     )
     assert figures.text() == (
-        "step 120  loss 2.3142  grad norm 0.871  lr 3.00e-4  gpu 23.1 GiB  host 102.3 GiB  13.2k tokens/s  353 TFLOPS  "
-        "stalled 3 % (adam on host)"
+        "step 120  loss 2.3142  grad norm 0.871  lr 3.00e-4  gpu 23.1 GiB  host 102 GiB  1.24 s/step  13.2k tokens/s  "
+        "353 TFLOPS  stalled 3 % (adam on host)"
     )
+    small = StepFigures(step=1, device_bytes=12 * 2**20, step_seconds=0.0053, tokens_per_second=999.9, tflops=3.2e-3)
+    assert small.text() == "step 1  device 12 MiB  5.3 ms/step  1k tokens/s  3.2 GFLOPS"
     assert StepFigures(step=1).text() == "step 1"
     skipped = StepFigures(step=2, loss_scale=32768.0, num_skipped=1, samples_per_second=2.5, stalls=Stalls({}))
     assert skipped.text() == "step 2  loss scale 32768  skipped 1  2.5 samples/s  stalled 0 %"
@@ -177,5 +180,5 @@ def test_csv_is_appended_to(tmp_path):
 
 
 def test_impossible_options():
-    with pytest.raises(ValueError, match="steps_per_print is 0; give at least 1"):
-        MonitorOptions(steps_per_print=0)
+    with pytest.raises(ValueError, match="steps_per_print is -1; give at least 1, or 0"):
+        MonitorOptions(steps_per_print=-1)

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import itertools
+import logging
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from patrickstar.monitor import (
     StepMonitor,
 )
 from patrickstar.runtime import initialize_engine
+from patrickstar.sizes import show_seconds, show_size
 from tests.models import BATCH, LENGTH, Case, Mlp, token_batch
 from tests.training import Run, assert_same, make_config, train
 
@@ -95,9 +97,18 @@ def watch(case, config, options, steps, clock=None):
     return Watched(run, facts.num_parameters, reports, stalls, user_trace)
 
 
-def test_a_run_that_is_watched(tmp_path, capsys):
+@pytest.fixture
+def lines(caplog):
+    """Gives what was logged about steps."""
+    caplog.set_level(logging.INFO, "patrickstar")
+    return lambda: [message for message in caplog.messages if message.startswith("step ")]
+
+
+def test_a_run_that_is_watched(tmp_path, lines):
     """A budget, accumulation, clipping, a traced step in each interval, one of them for another reader too."""
-    config = make_config("fp16", default_chunk_size=8192, device_memory="600KB", gradient_clipping=0.1)
+    config = make_config(
+        "fp16", default_chunk_size=8192, device_memory="600KB", gradient_clipping=0.1, steps_per_print=0
+    )
     expected = train(CASE, config, steps=8, accumulate=ACCUMULATE)
     options = MonitorOptions(
         steps_per_print=4,
@@ -108,8 +119,8 @@ def test_a_run_that_is_watched(tmp_path, capsys):
     assert_same(watched.run, expected)
     assert watched.run.report["uploaded_bytes"] > 0
 
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 4", "step 8"]
+    said = lines()
+    assert [line.split("  ")[0] for line in said] == ["step 4", "step 8"]
     assert len(watched.stalls) == 2
     trace, stalled = watched.user_trace, {}
     for span in trace["spans"]:
@@ -117,7 +128,7 @@ def test_a_run_that_is_watched(tmp_path, capsys):
             stalled[span["cause"]] = stalled.get(span["cause"], 0.0) + span["seconds"]
     assert trace["seconds"] == watched.stalls[1]["seconds"]  # of the same step, and each reader has its own
     assert stalled == pytest.approx(watched.stalls[1]["stalled_seconds"])
-    for line, step, taken in zip(lines, (4, 8), watched.stalls, strict=True):
+    for line, step, taken in zip(said, (4, 8), watched.stalls, strict=True):
         print(line)
         report = watched.reports[step - 1]
         loss = sum(watched.run.losses[ACCUMULATE * (step - 1) : ACCUMULATE * step]) / ACCUMULATE
@@ -127,8 +138,8 @@ def test_a_run_that_is_watched(tmp_path, capsys):
             f"grad norm {report['grad_norm']:.3g}",
             "lr 1.00e-3",
             f"loss scale {report['loss_scale']:g}",
-            f"device {report['device_peak_bytes'] / GIB:.1f} GiB",
-            f"host {report['host_peak_bytes'] / GIB:.1f} GiB",
+            f"device {show_size(report['device_peak_bytes'])}",
+            f"host {show_size(report['host_peak_bytes'])}",
             f"stalled {share:.0f} %",
             # Each phase reads the clock twice, 1/8 s apart: two forwards and backwards in a step.
             "forward 250.0 ms  backward 250.0 ms  step 125.0 ms",
@@ -153,7 +164,7 @@ def test_a_run_that_is_watched(tmp_path, capsys):
     assert float(rows[7]["patrickstar/model_tflops"]) == pytest.approx(6 * watched.num_parameters * rate / 1e12)
 
 
-def test_no_number_is_read_between_lines():
+def test_no_number_is_read_between_lines(lines):
     """A loss without values raises when it is read: at the line, and before it nowhere."""
     report = {"grad_norm": 1.0, "loss_scale": 1.0, "num_skipped_steps": 0, "device_peak_bytes": 0, "host_peak_bytes": 0}
     monitor = StepMonitor(
@@ -169,7 +180,22 @@ def test_no_number_is_read_between_lines():
         monitor.end_step(lr=0.1)
 
 
-def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, capsys):
+def test_a_silent_logger(lines, caplog):
+    """Nothing is read while nobody would see it, and the first line after that is of the steps since."""
+    report = {"grad_norm": 1.0, "loss_scale": 1.0, "num_skipped_steps": 0, "device_peak_bytes": 0, "host_peak_bytes": 0}
+    facts = RunFacts(num_parameters=1, num_trainable=1)
+    monitor = StepMonitor(MonitorOptions(steps_per_print=2), facts, lambda: report, clock=ticks())
+    for step in range(1, 9):
+        caplog.set_level(logging.WARNING if step < 7 else logging.INFO, "patrickstar")
+        unreadable = torch.zeros((), device="meta")
+        monitor.add_micro_batch(torch.zeros(4, 3), unreadable if step < 7 else 5.0)
+        monitor.end_step(lr=0.1)
+    (line,) = lines()
+    assert line.startswith("step 8  loss 5.0000  ")
+    assert f"  {show_seconds(0.125)}/step  " in line
+
+
+def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, lines):
     def report():
         raise AssertionError("nobody asked")
 
@@ -187,11 +213,11 @@ def test_other_ranks_and_idle_monitors_do_nothing(tmp_path, capsys):
         monitor.add_micro_batch([loss], loss)
         monitor.end_step(lr=1.0)
         monitor.close()
-    assert capsys.readouterr().out == ""
+    assert lines() == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, capsys):
+def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, lines):
     """Two ranks, metrics without lines, a skipped step, a last interval that is not full."""
     report = {"grad_norm": 1.5, "loss_scale": 2.0, "num_skipped_steps": 0, "device_peak_bytes": 3 * GIB}
     report["host_peak_bytes"] = 5 * GIB
@@ -223,7 +249,7 @@ def test_rates_count_all_ranks_and_a_resumed_run_counts_on(tmp_path, capsys):
     assert float(last["patrickstar/tokens_per_second"]) == pytest.approx(2 * 10 * 400 / seconds)
     assert float(last["patrickstar/samples_per_second"]) == pytest.approx(2 * 10 * 4 / seconds)
     assert float(last["patrickstar/model_tflops"]) == pytest.approx((4e9 + 2e6) * 10 * 400 / seconds / 1e12)
-    assert capsys.readouterr().out == ""
+    assert lines() == []
 
 
 def test_flops_of_a_step(tmp_path, capsys):
@@ -249,15 +275,14 @@ def test_flops_of_a_step(tmp_path, capsys):
     assert capsys.readouterr().out == ""  # it went to the file
 
 
-def test_the_example_of_the_documentation(capsys):
+def test_the_example_of_the_documentation(lines):
     """``engine.make_monitor`` in a plain loop."""
     text = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(block, "logging.md", "exec"), {"__name__": "docs"})
-    lines = capsys.readouterr().out.splitlines()
     number = r"[0-9.e+-]+"
-    figures = rf"loss {number}  grad norm {number}  lr 3.00e-4  device {number} GiB  host {number} GiB"
-    rest = rf"{number}[kM]? tokens/s  {number} TFLOPS  stalled {number} %( \([a-z ]+\))?"
-    assert len(lines) == 2
-    for line, step in zip(lines, (5, 10), strict=True):
+    figures = rf"loss {number}  grad norm {number}  lr 3.00e-4  device {number} KiB  host 0 bytes"
+    rest = rf"{number} m?s/step  {number}[kM]? tokens/s  {number} [MG]FLOPS  stalled {number} %( \([a-z ]+\))?"
+    assert len(lines()) == 2
+    for line, step in zip(lines(), (5, 10), strict=True):
         assert re.fullmatch(rf"step {step}  {figures}  {rest}", line), line

@@ -85,7 +85,7 @@ def test_committed_updates_in_bfloat16_need_twelve_bytes_per_parameter(capsys):
 def test_too_little_host_memory(capsys):
     out = run(capsys, *SMALL[:-1], "16MiB", "--device-memory", "128MiB", expect=1).out
     assert out.startswith("does not fit: host_memory: needs")
-    assert "raise host_memory to at least" in out
+    assert "raise host_memory to " in out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from patrickstar import _C
-from patrickstar.profiling import chrome_trace, summarize, write_profile
+from patrickstar.profiling import ChunkLayers, chrome_trace, summarize, write_profile
+from patrickstar.profiling.layers import layer_of, short_names
 from tests.models import Case, gpt2, token_batch
 from tests.profiling.traces import total_bytes, traced
 from tests.training import assert_same, make_config, make_host_config, train
@@ -26,7 +27,7 @@ def result():
 
 def test_the_format(result):
     """Every event has what the trace event format asks of its kind; spans of a row are disjoint or nested."""
-    data = json.loads(json.dumps(chrome_trace(result.trace, 5), allow_nan=False))
+    data = json.loads(json.dumps(chrome_trace(result.trace, 5, result.layers), allow_nan=False))
     events = data["traceEvents"]
     assert {event["ph"] for event in events} == PHASES
     for event in events:
@@ -63,7 +64,7 @@ def test_the_format(result):
 
 
 def test_the_format_has_everything(result):
-    events = chrome_trace(result.trace, 5)["traceEvents"]
+    events = chrome_trace(result.trace, 5, result.layers)["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(result.trace["spans"]) + len(result.trace["moments"]) + 1
     for row, counter in (("upload stream", "uploaded_bytes"), ("download stream", "downloaded_bytes")):
@@ -102,26 +103,93 @@ def test_the_figures(result):
 
 
 def test_the_picture(result, tmp_path):
-    from patrickstar.profiling.picture import draw, memory_bands, stall_bands
+    from patrickstar.profiling.picture import draw, memory_bands
 
     moments = result.trace["moments"]
     columns = [sum(column) for column in zip(*memory_bands(result.trace).values(), strict=True)]
     assert columns == [total_bytes(moment) for moment in moments]
-    stalled = [sum(column) for column in zip(*stall_bands(result.trace).values(), strict=True)]
-    if any(moment["stalled_seconds"] for moment in moments):
-        assert stalled == pytest.approx([moment["stalled_seconds"] for moment in moments])
     for name, magic in (("step.svg", b"<?xml"), ("step.png", b"\x89PNG")):
-        draw(result.trace, 5, tmp_path / name)
+        draw(result.trace, 5, tmp_path / name, result.layers)
         assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def test_the_picture_names_layers_and_time(result, tmp_path):
+    """Text is drawn as outlines, and matplotlib writes what it says into a comment beside them."""
+    from patrickstar.profiling.picture import draw, layer_spans, thinned
+
+    spans = layer_spans(result.trace, result.layers)
+    ends = [begin for _, begin, _ in spans[1:]] + [result.trace["optimizer_begin_seconds"] * 1e3]
+    assert [end for *_, end in spans] == pytest.approx(ends)
+    names = {end for label, *_ in spans for end in label.split("–")}
+    assert names == {"wte", "wpe", "ln_f", *(f"h.{index}" for index in range(4))}
+    distance = result.trace["seconds"] * 1e3 / 10
+    kept = thinned(spans, distance)
+    assert 2 <= len(kept) <= 11
+    assert all(after - before >= distance for (_, before), (_, after) in itertools.pairwise(kept))
+    draw(result.trace, 5, tmp_path / "step.svg", result.layers)
+    text = (tmp_path / "step.svg").read_text()
+    assert "<!-- time, ms; the line is the end of the step -->" in text
+    assert "<!-- step 5: " in text
+    assert sum(text.count(f"<!-- {label} -->") for label in {label for label, *_ in spans}) > 4
+    for queue in ("compute", "upload", "download", "Adam on the host"):
+        assert f"<!-- {queue} -->" in text
+
+
+def test_the_layers_of_moments(result):
+    """Forward meets them in the order of registration, backward the other way round; the tied embedding is the head."""
+    order = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f"]
+    for phase, way in ((_C.Phase.FORWARD, 1), (_C.Phase.BACKWARD, -1)):
+        found = result.layers.of_moments([m for m in result.trace["moments"] if m["phase"] == phase])
+        assert {layer for layers in found for layer in layers} <= set(order)
+        first = [order.index(layers[0]) for layers in found if order[0] not in layers]
+        assert first == sorted(first)[::way]
+    names = [e["name"] for e in chrome_trace(result.trace, 5, result.layers)["traceEvents"] if e.get("cat") == "moment"]
+    assert names[0].startswith("forward 0: wte")
+
+
+@pytest.mark.parametrize(
+    ("param", "layer"),
+    [
+        ("transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
+        ("model.layers.10.mlp.experts.7.w1", "model.layers.10"),
+        ("lm_head.weight", "lm_head"),
+        ("0.weight", "0"),
+        ("weight", ""),
+    ],
+)
+def test_the_layer_of_a_parameter(param, layer):
+    assert layer_of(param) == layer
+
+
+def test_layers_that_chunks_share():
+    layers = ChunkLayers([["m.h.0.w", "m.h.1.w"], ["m.h.1.w", "m.h.2.w"], ["m.h.3.w"], ["bias"]])
+
+    def of(*moments, phase=_C.Phase.FORWARD):
+        acquired = ([(chunk, _C.ArrayKind.PARAM) for chunk in chunks] for chunks in moments)
+        return layers.of_moments([{"phase": phase, "acquired": arrays} for arrays in acquired])
+
+    assert of([0, 1], [], [0, 2], [3]) == [("m.h.1",), (), ("m.h.0", "m.h.1", "m.h.3"), ("",)]
+    assert of([0], [3], [0]) == [("m.h.0", "m.h.1"), ("",), ("m.h.0", "m.h.1")]
+    assert of([0, 1], [1], [2]) == [("m.h.1",), ("m.h.1", "m.h.2"), ("m.h.3",)]
+    both = ChunkLayers([["h.0.w"], ["h.1.w"], ["h.0.b", "h.1.b"]])
+    moments = [{"phase": None, "acquired": [(chunk, None)]} for chunk in (0, 2, 1)]
+    for phase, layer in ((_C.Phase.FORWARD, "h.1"), (_C.Phase.BACKWARD, "h.0")):
+        assert both.of_moments([{**moment, "phase": phase} for moment in moments])[1] == (layer,)
+    assert [short_names(names) for names in (("m.h.1",), ("m.h.0", "m.h.1"), ("",), ())] == ["h.1", "h.0–h.1", "", ""]
 
 
 def test_a_trace_without_transfers(tmp_path):
     """Everything resident, no budget."""
-    trace = traced(WIDE, make_config("bf16")).trace
-    assert not any(event["name"] == "device budget" for event in chrome_trace(trace, 5)["traceEvents"])
+    result = traced(WIDE, make_config("bf16"))
+    trace, layers = result.trace, result.layers
+    assert not any(event["name"] == "device budget" for event in chrome_trace(trace, 5, layers)["traceEvents"])
     summary = summarize(trace)
     assert (summary.upload.amount, summary.download.amount, summary.host_adam.amount) == (0, 0, 0)
-    assert [file.name for file in write_profile(trace, 5, tmp_path)] == ["step5.trace.json", "step5.txt", "step5.svg"]
+    assert [file.name for file in write_profile(trace, 5, tmp_path, layers)] == [
+        "step5.trace.json",
+        "step5.txt",
+        "step5.svg",
+    ]
 
 
 def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
@@ -129,7 +197,7 @@ def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "patrickstar.profiling.picture", raising=False)
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    files = write_profile(result.trace, 5, tmp_path)
+    files = write_profile(result.trace, 5, tmp_path, result.layers)
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert [file.name for file in files] == ["step5.trace.json", "step5.txt"]
     assert "pip install 'patrickstar[profile]'" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from patrickstar import _C
+from patrickstar.profiling import ChunkLayers
 from tests.models import Case
 from tests.training import Run, train
 
@@ -25,6 +26,7 @@ class Traced:
     """The engine's report when the step began; its peaks are of the step alone."""
     after: dict[str, Any]
     timeline: list[dict[str, Any]]
+    layers: ChunkLayers
 
 
 def traced(case: Case, config: dict[str, Any], step: int = 4, before_step=None, **kwargs: Any) -> Traced:
@@ -35,6 +37,7 @@ def traced(case: Case, config: dict[str, Any], step: int = 4, before_step=None, 
         runtime = engine._session.runtime
         if index == step + 1:
             found.update(after=engine.report(), timeline=runtime.timeline(), trace=runtime.take_trace())
+            found.update(layers=engine._session.chunk_layers)
             assert runtime.take_trace() is None
         if before_step is not None:
             before_step(engine, index)

@@ -55,7 +55,14 @@ def train(config: dict[str, Any], *, case: Case = LAYERS, ask_at: tuple[int, ...
             plan = engine.plan()
             plans.append((plan.times, plan.steps, plan.prediction, plan.problem["prefetch_bytes"]))
             traces.append(runtime.take_trace())
-        return {"losses": losses, "state": engine.state_dict(), "plans": plans, "traces": traces}
+        layers = engine._session.chunk_layers
+        return {
+            "losses": losses,
+            "state": engine.state_dict(),
+            "plans": plans,
+            "traces": traces,
+            "layers": layers,
+        }
 
 
 def train_all(configs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -126,13 +133,14 @@ def test_the_slowest_rank_counts():
 
 
 def test_a_profile_shows_collectives():
-    trace = run_ranks(2, train_asking, (1, STEPS), False, timeout_seconds=100)[0]["traces"][1]
+    first = run_ranks(2, train_asking, (1, STEPS), False, timeout_seconds=100)[0]
+    trace, layers = first["traces"][1], first["layers"]
     summary = summarize(trace)
     assert summary.gather.amount > summary.scatter.amount > 0
     assert "gather" in summary.roofline
     lines = [line.split()[0] for line in summary.text(2).splitlines()]
     assert lines[lines.index("download") :][1:3] == ["gather", "scatter"]
-    rows = [e["args"]["name"] for e in chrome_trace(trace, 2)["traceEvents"] if e["name"] == "thread_name"]
+    rows = [e["args"]["name"] for e in chrome_trace(trace, 2, layers)["traceEvents"] if e["name"] == "thread_name"]
     assert {"gather stream", "scatter stream"} < set(rows)
     columns = [sum(column) for column in zip(*memory_bands(trace).values(), strict=True)]
     assert columns == [total_bytes(moment) for moment in trace["moments"]]

@@ -18,11 +18,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import patrickstar
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build_backend"))
 
+sys.path.insert(0, str(ROOT / "tools"))
+
+import environment  # noqa: E402
 import patrickstar_build  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
+from patrickstar_output import shortened  # noqa: E402
 
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", "build", "dist", "*.so", "*.egg-info", ".venv", ".cache", "__pycache__", ".hypothesis", ".*_cache", "shared"
@@ -107,16 +113,37 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     print(f"pip install . took {time.monotonic() - started:.0f} s on {len(os.sched_getaffinity(0))} cores")
     assert installed.returncode == 0, installed.stdout[-4000:] + installed.stderr
     assert "Collecting torch" not in installed.stdout
-    code = "from patrickstar import _C; import json; print(json.dumps([_C.__file__, _C.build_info()]))"
+    code = "from importlib.metadata import version; from patrickstar import _C; import json\n"
+    code += "print(json.dumps([_C.__file__, _C.build_info(), version('patrickstar')]))"
     loaded = run([python, "-W", "ignore", "-c", code], cwd=tmp_path)
     assert loaded.returncode == 0, loaded.stderr
-    file, info = json.loads(loaded.stdout)
+    file, info, version = json.loads(loaded.stdout)
     assert Path(file).is_relative_to(tmp_path / "environment")
     assert info["torch"] == torch.__version__
+    minor = ".".join(torch.__version__.split(".")[:2])
+    part = f"cu{info['cuda'].replace('.', '')}" if info["cuda"] else "cpu"
+    assert version == f"{patrickstar.__version__}+torch{minor}.{part}"
+    # A line for each source, whole commands nowhere.
+    lines = [line.strip() for line in (installed.stdout + installed.stderr).splitlines()]
+    sources = recipe.sources(source, with_cuda=info["cuda"] is not None)
+    built = [line.split("] ")[1] for line in lines if line.startswith("[")]
+    assert sorted(f"csrc/{name}" for name in built) == sources and not any(" -MMD " in line for line in lines)
     assert {"_C.pyi", "py.typed"} <= {path.name for path in Path(file).parent.iterdir()}
     assert (Path(file).parent / "config" / "other_keys.md").exists()
     report = run([python, "-m", "patrickstar.env"], cwd=tmp_path)
     assert "PatrickStar is ready to use." in report.stdout, report.stdout + report.stderr
+
+
+def test_a_line_that_compiles_is_shortened_and_all_others_are_passed_on(tmp_path):
+    folder = tmp_path / "csrc"
+    command = "c++ -MMD -MF {0}/x.o.d '-DX=\"a b\"' -c -c {1} -o {0}/x.o -O3\n"
+    compiles = "[3/72] " + command.format(tmp_path, folder / "optim" / "x.cpp")
+    assert shortened(compiles.encode(), folder) == b"[3/72] optim/x.cpp\n"
+    quoted = "[3/72] " + command.format(tmp_path, f"'{folder}/a.cu'")
+    assert shortened(quoted.encode(), folder) == b"[3/72] a.cu\n"
+    elsewhere = "[3/72] " + command.format(tmp_path, "/other/x.cpp")
+    for line in (elsewhere, compiles[7:], "FAILED: [code=1] x.o\n", f"{folder}/x.cpp:1:5: warning: unused\n"):
+        assert shortened(line.encode(), folder) == line.encode()
 
 
 def test_without_pytorch_pip_install_stops_with_one_sentence(source, tmp_path):
@@ -195,6 +222,35 @@ def test_the_cuda_part_can_be_demanded(source, tmp_path):
     assert done.returncode == 1
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("PATRICKSTAR_CUDA=1, but ") and message.endswith("; or set PATRICKSTAR_CUDA=0.")
+
+
+@pytest.mark.parametrize(
+    ("url", "editable", "script", "expected"),
+    [
+        (ROOT.as_uri(), True, "patrickstar.command.main:main", "current"),
+        (ROOT.as_uri(), True, "patrickstar.other:main", "stale"),
+        (ROOT.as_uri(), False, "patrickstar.command.main:main", ROOT.as_uri()),
+        ("file:///elsewhere", True, "patrickstar.command.main:main", "file:///elsewhere"),
+        (None, False, "patrickstar.command.main:main", "{packages}"),
+    ],
+)
+def test_what_is_installed_otherwise_stays(tmp_path, capsys, url, editable, script, expected):
+    python = make_environment(tmp_path / "environment", with_torch=False)
+    assert environment.output(python, environment._INSTALLED, str(ROOT)) == ""
+    packages = next((tmp_path / "environment" / "lib").glob("python*/site-packages"))
+    found = packages / "patrickstar-0.6.0.dist-info"
+    found.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: patrickstar\nVersion: {patrickstar.__version__}\n"
+    (found / "METADATA").write_text(metadata)
+    (found / "entry_points.txt").write_text(f"[console_scripts]\npatrickstar = {script}\n")
+    if url is not None:
+        (found / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": editable}}))
+    expected = expected.format(packages=packages)
+    assert environment.output(python, environment._INSTALLED, str(ROOT)) == expected
+    if expected != "stale":
+        environment.install_editable(python)
+        told = capsys.readouterr().err
+        assert told == "" if expected == "current" else f"has patrickstar from {expected}, which stays" in told
 
 
 def test_the_environment_tool_installs_only_what_is_missing_and_holds_pytorch(tmp_path):

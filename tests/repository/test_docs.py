@@ -105,7 +105,7 @@ def test_commands_take_the_flags_that_pages_show():
         for flag in (word.partition("=")[0] for word in own if word.startswith("--")):
             assert re.search(rf"{flag}\b", helps[module, subcommand]), f"{page}: {module} {subcommand} has no {flag}"
         found.add(room)
-    assert found >= {"plan", "profile", "checkpoint", "env", "config", "bench"}
+    assert found >= {"plan", "run", "profile", "checkpoint", "env", "config", "bench"}
 
 
 def test_example_scripts_take_the_flags_that_pages_show():
@@ -148,6 +148,16 @@ def test_all_pages_are_in_the_table_of_contents():
                 listed |= {path.relative_to(DOCS).as_posix() for path in found}
     there = {page.path.relative_to(DOCS).as_posix() for page in PAGES if page.path.is_relative_to(DOCS)}
     assert listed | {"index.md"} == there
+
+
+def test_pages_show_all_pictures_that_are_drawn():
+    """Sphinx draws them (docs/pictures.py); each has a text for those who do not see it."""
+    source = (DOCS / "pictures.py").read_text(encoding="utf-8")
+    drawn = set(re.findall(r'"(\w+)": draw_', source))
+    blocks = [block for page in PAGES for block in page.blocks("{picture}")]
+    shown = {re.search(r"^:file: (\w+)$", block.text, re.MULTILINE).group(1) for block in blocks}
+    assert shown == drawn and len(drawn) >= 4
+    assert all(re.search(r"^:alt: .{40,}$", block.text, re.MULTILINE) for block in blocks)
 
 
 def test_paths_on_the_page_about_extending_exist():

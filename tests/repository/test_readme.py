@@ -1,10 +1,31 @@
-"""What the README shows works (its commands and links: tests/repository/test_docs.py)."""
+"""What the README shows works (links and flags: tests/repository/test_docs.py; in a new clone: tools/newcomer.sh)."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+
+import pytest
 
 from tests.pages import ROOT, Page, run_page
 
 README = Page(ROOT / "README.md")
+RESULTS = ROOT / "benchmark" / "results"
+
+# Of rows that are said to be measured: where, how many tokens a GPU has in each step, and the row's system.
+MEASURED = {
+    "Llama-3.1-8B, 4 x 4096 | H200, at most 40 GiB": ("h200-compare-llama-8b-40gib-harmless.json", 4 * 4096),
+    "Llama-3.1-8B, 4 x 4096 | H200 (FSDP2": ("h200-compare-llama-8b-whole-gpu.json", 4 * 4096),
+    "Llama-3.1-8B, 4 x 4096 | two H200s": ("h200x2-compare-llama-8b-40gib-harmless.json", 4 * 4096),
+    "Qwen2.5-14B, 4 x 4096": ("h200-compare-qwen-14b-acting.json", 4 * 4096),
+    "GPT 68 B, 16 x 1024": ("h200x4-compare-68b.json", 16 * 1024),
+}
+
+
+def test_it_is_short():
+    assert len(README.text.splitlines()) <= 100
 
 
 def test_code_blocks_run_and_train(tmp_path):
@@ -14,7 +35,51 @@ def test_code_blocks_run_and_train(tmp_path):
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
+def test_commands_run_when_pasted_into_an_empty_folder(tmp_path):
+    blocks = [block.text for block in README.blocks("bash") if block.text.startswith("patrickstar ")]
+    assert blocks
+    for text in blocks:
+        words = shlex.split(text.replace("patrickstar", f"{sys.executable} -m patrickstar", 1))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "tokens/s" in done.stdout
+
+
+def rows(kind):
+    """The cells of the table's lines that are said to be so."""
+    lines = [line.strip("| ") for line in README.text.splitlines() if line.endswith(f"| {kind} |")]
+    assert lines
+    return lines
+
+
+def test_measured_rows_are_those_of_the_results():
+    for line in rows("measured"):
+        name, tokens = next(found for begin, found in MEASURED.items() if line.startswith(begin))
+        systems = {run["system"]: run for run in json.loads((RESULTS / name).read_text(encoding="utf-8"))["systems"]}
+        host, rate = line.split(" | ")[2:4]
+        assert rate == f"{tokens / systems['patrickstar']['step_seconds']:,.0f}", line
+        assert host == f"{systems['patrickstar']['host_peak_bytes'] / 2**30:.0f} GiB", line
+        for beside in re.findall(r"FSDP2, .*?: ([\d,]+)\)", line):
+            assert beside == f"{tokens / systems['fsdp2']['step_seconds']:,.0f}", line
+
+
+def test_predicted_rows_are_those_of_the_planner():
+    recorded = (RESULTS / "plan-advice.txt").read_text(encoding="utf-8").lower()
+    for line in rows("predicted"):
+        model, work, gpu, host, rate = re.match(r"(.+?), (.+?) \| (.+?) \| (\d+ GiB) \| (.+?) \|", line).groups()
+        batch, length = work.split(" x ")
+        asked = re.escape(f"{model} on {gpu.replace(' ', '').removesuffix('80GB')}, {host.replace(' ', '')}".lower())
+        flags = f"--batch-size {batch} --seq-len {length}"
+        found = [text for text in re.split(r"\n(?! )", recorded) if re.match(asked, text) and flags in text]
+        assert found and f" {rate} tokens/s" in found[0], line
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"`make ([a-z-]+)", README.text)):
+    shell = "\n".join(block.text for block in README.blocks("bash"))
+    named = {*re.findall(r"`make ([a-z-]+)", README.text), *re.findall(r"^make ([a-z-]+)", shell, re.MULTILINE)}
+    assert {"demo", "env"} <= named
+    for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

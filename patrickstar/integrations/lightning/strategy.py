@@ -206,7 +206,7 @@ class PatrickStarStrategy(RankedStrategy):
         engine, optimizer = initialize_engine(
             lambda: self.lightning_module,
             self.root_device.index or 0,
-            merge(self._config, settings).model_copy(
+            merge({"steps_per_print": 0, **self._config}, settings).model_copy(
                 update={"gradient_accumulation_steps": self.lightning_module.trainer.accumulate_grad_batches}
             ),
             (lambda _: configured.taken.groups) if configured is not None else None,

@@ -1,0 +1,61 @@
+"""``patrickstar run script.py args…``: runs a script as it is, with all its ``Trainer`` objects in engines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patrickstar.command.flags import CommandParser, memory_size
+from patrickstar.command.script import run_script
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of this command's options, script and script arguments."""
+    description = "Runs a script as it is, with every Trainer (of transformers, of TRL) that it makes in an engine."
+    parser = CommandParser(prog, description)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="PatrickStar's configuration, a JSON file")
+    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="instead of the configuration's")
+    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="instead of the configuration's")
+    parser.add_argument("script", type=Path, help="a Python script that trains with a Trainer")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.command.run") -> int:
+    """Runs the script; its exit status, 2 when an argument of this command is wrong."""
+    parser = make_parser(prog)
+    options = parser.parse_args(arguments)
+    if not options.script.is_file():
+        parser.error(f"there is no script {options.script}")
+    try:
+        from patrickstar.integrations.every_trainer import every_trainer_in_engine
+
+        config = _config(options)
+    except ImportError as error:
+        parser.error(f"{error}; pip install 'patrickstar[transformers]' brings what it needs")
+    except ValueError as error:
+        parser.error(str(error))
+    with every_trainer_in_engine(config):
+        return run_script(options.script, options.args)
+
+
+def _config(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration of file and flags.
+
+    Raises:
+        ValueError: it is wrong, which a script may say only when it has prepared its data.
+    """
+    from patrickstar.config import Dialect, parse_config
+    from patrickstar.config.reading import read_config
+
+    budgets = {"device_memory": options.device_memory, "host_memory": options.host_memory}
+    config = {**read_config(options.config), **{key: size for key, size in budgets.items() if size is not None}}
+    parse_config(config, Dialect.DEEPSPEED)  # in which the keys that the Trainer follows itself are allowed too
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(main())

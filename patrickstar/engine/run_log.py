@@ -1,0 +1,177 @@
+"""What the log says of an engine's run, on rank 0: a line as it begins, one about its plan, and one every few steps.
+
+The lines about steps are the monitor's (patrickstar/monitor); here the calls of a plain loop (forward, backward, step)
+become what it is told. An engine that tells a monitor itself gives one that does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from patrickstar import _C
+from patrickstar.monitor import LossOf, MonitorOptions, RunFacts, StallSampler, StepMonitor
+from patrickstar.planning.predicted_step import Prediction
+from patrickstar.sizes import show_count, show_seconds, show_size
+
+if TYPE_CHECKING:
+    from patrickstar.engine.kept_plan import Inputs
+    from patrickstar.engine.session import Session
+
+logger = logging.getLogger("patrickstar")
+
+_STEPS_UNTIL_MEASURED = 10
+"""On a GPU a step is measured by then, if one is ([Note: the measured step]); the simulated device measures none."""
+
+
+class NoRunLog:
+    """Nothing is logged."""
+
+    def note_forward(self, inputs: Inputs | None) -> None:
+        """After each training forward of the whole module; None: its inputs are not known."""
+
+    def note_backward(self, loss: torch.Tensor) -> None:
+        """After each backward."""
+
+    def note_zero_grad(self) -> None:
+        """After gradients were forgotten."""
+
+    def end_step(self, lr: float) -> None:
+        """After each optimizer step; ``lr`` is that of the first group."""
+
+    def resume(self) -> None:
+        """After a checkpoint was loaded whose steps are counted on."""
+
+
+class RunLog(NoRunLog):
+    """See the module's docstring; of rank 0.
+
+    Args:
+        session: the engine's, complete.
+        monitor: what its steps are told to.
+    """
+
+    def __init__(self, session: Session, monitor: StepMonitor):
+        self._session = session
+        self._monitor = monitor
+        self._num_steps = 0
+        self._has_said_plan = False
+
+    def note_forward(self, inputs: Inputs | None) -> None:
+        """Its samples and tokens count."""
+        if inputs is not None:
+            self._monitor.add_batch(inputs)
+
+    def note_backward(self, loss: torch.Tensor) -> None:
+        """The loss is part of the step's."""
+        self._monitor.add_loss(loss)
+
+    def note_zero_grad(self) -> None:
+        """Losses of the step count no more."""
+        self._monitor.drop_losses()
+
+    def end_step(self, lr: float) -> None:
+        """Logs the plan once, and what the monitor has to say."""
+        self._num_steps += 1
+        if not self._has_said_plan:
+            self._say_plan()
+        self._monitor.end_step(lr)
+
+    def resume(self) -> None:
+        """Lines count on."""
+        self._monitor.load_state_dict({"num_steps": self._session.num_steps, "num_samples": 0})
+
+    def _say_plan(self) -> None:
+        """As soon as it is known what bounds the step, or when that will not be known."""
+        session = self._session
+        predicted = session.runtime.predicted_step()
+        patience = _STEPS_UNTIL_MEASURED if session.device.type == "cuda" else 1
+        if predicted is not None or self._num_steps >= patience:
+            self._has_said_plan = True
+            logger.info("%s", plan_line(session, None if predicted is None else Prediction(**predicted)))
+
+
+def begin_run_log(session: Session, monitor: StepMonitor) -> None:
+    """Logs that the engine is there, and from now on what it does. On every rank; the first one logs."""
+    if session.ranks.context.rank == 0:
+        logger.info("%s", start_line(session))
+        session.run_log = RunLog(session, monitor)
+
+
+def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = LossOf.MICRO_BATCH) -> StepMonitor:
+    """A monitor of the session's engine.
+
+    Raises:
+        ImportError: a package for what is asked is missing.
+        ValueError: a file of metrics that is there does not fit.
+    """
+    facts = RunFacts(
+        num_parameters=session.num_parameters,
+        num_trainable=_num_trainable(session),
+        rank=session.ranks.context.rank,
+        num_ranks=len(session.ranks.members),
+        device=session.device,
+        loss_of=loss_of,
+    )
+    return StepMonitor(options, facts, session.report, make_stall_sampler(session))
+
+
+def make_stall_sampler(session: Session) -> StallSampler:
+    """What traces a step of the session's engine now and then."""
+    return StallSampler(session.runtime.start_stall_trace, session.runtime.take_stalls)
+
+
+def start_line(session: Session) -> str:
+    """What is trained, on what, within which budgets, and where optimizer states lie at first."""
+    report, num_trainable = session.report(), _num_trainable(session)
+    num_ranks = len(session.ranks.members)
+    some = 0 < num_trainable < session.num_parameters
+    trained = f" ({show_count(num_trainable)} train)" if some else "" if num_trainable else " (none trains)"
+    where = _device_name(session) + (f", {num_ranks} ranks" if num_ranks > 1 else "")
+    limit = report["device_budget_bytes"]
+    budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
+    each = " a rank" if num_ranks > 1 else ""
+    num_chunks = report["num_chunks"]
+    chunks = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} of up to {show_count(report['chunk_numel'])} elements"
+    states = f", optimizer states {_states(session, report)}" if _num_state_chunks(session) else ""
+    dtype = str(session.config.compute_dtype).removeprefix("torch.")
+    return (
+        f"{show_count(session.num_parameters)} parameters{trained} in {dtype} on {where}; {budget}, host budget "
+        f"{show_size(report['host_budget_bytes'])}{each}; {chunks}{states}"
+    )
+
+
+def plan_line(session: Session, predicted: Prediction | None) -> str:
+    """What steps are like from now on; ``predicted``: where one was measured."""
+    report = session.report()
+    bound = ""
+    if predicted is not None:
+        bound = f"; {predicted.bound.replace('_', ' ')} bounds a step, predicted {show_seconds(predicted.seconds)}"
+    return (
+        f"plan: optimizer states {_states(session, report)}; a step moves "
+        f"{show_size(report['planned_uploaded_bytes'])} up and {show_size(report['planned_downloaded_bytes'])} down"
+        f"{bound}"
+    )
+
+
+def _states(session: Session, report: dict[str, int]) -> str:
+    on_device, num_chunks = report["num_device_state_chunks"], _num_state_chunks(session)
+    if on_device == 0:
+        return "all on the host"
+    return "all on the device" if on_device == num_chunks else f"of {on_device} of {num_chunks} chunks on the device"
+
+
+def _num_state_chunks(session: Session) -> int:
+    return sum(session.layout.chunk(index)["trainable"] for index in range(session.layout.num_chunks))
+
+
+def _num_trainable(session: Session) -> int:
+    return sum(param.numel() for param in session.module.parameters() if param.requires_grad)
+
+
+def _device_name(session: Session) -> str:
+    if session.device.type == "cuda":
+        return torch.cuda.get_device_name(session.device)
+    return "a device simulated in host memory"

@@ -1,0 +1,120 @@
+"""Trainers of scripts that know nothing of PatrickStar, in an engine: ``patrickstar run``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from patrickstar.command.main import main
+from patrickstar.integrations.every_trainer import every_trainer_in_engine
+from patrickstar.integrations.trainer_arguments import load_off_devices
+from patrickstar.integrations.transformers import PatrickStarTrainer, PatrickStarTrainerMixin
+from tests.bits import assert_same_bits
+from tests.integrations.trainer_runs import (
+    PatrickStarSftLikeTrainer,
+    SftLikeTrainer,
+    Tokens,
+    arguments,
+    engine_config,
+    gpt2,
+    make_trainer,
+    train,
+)
+
+
+def bare(cls, folder, **more):
+    return cls(model=gpt2(), args=arguments(folder), train_dataset=Tokens(10, seed=1), **more)
+
+
+def test_a_subclass_made_within_the_block_trains_as_one_with_the_mixin(tmp_path):
+    expected = train(make_trainer(PatrickStarSftLikeTrainer, tmp_path / "own"))
+    with every_trainer_in_engine(engine_config()):
+        trainer = bare(SftLikeTrainer, tmp_path / "given")
+    assert isinstance(trainer, SftLikeTrainer) and type(trainer).__name__ == "SftLikeTrainer"
+    assert type(trainer).__mro__.index(PatrickStarTrainerMixin) < type(trainer).__mro__.index(SftLikeTrainer)
+    run = train(trainer)
+    assert_same_bits(run.losses, expected.losses)
+    assert_same_bits(run.state, expected.state)
+    assert run.accuracies == expected.accuracies
+    assert run.report["device_peak_bytes"] <= engine_config()["device_memory"]
+    assert not isinstance(bare(SftLikeTrainer, tmp_path / "after"), PatrickStarTrainerMixin)
+
+
+def test_a_trainer_with_a_configuration_of_its_own_keeps_it(tmp_path):
+    with every_trainer_in_engine({"device_memory": 1000}):
+        trainer = bare(PatrickStarTrainer, tmp_path, patrickstar_config=engine_config())
+        with every_trainer_in_engine(engine_config()):
+            inner = bare(Trainer, tmp_path)
+        assert train(inner).losses == train(trainer).losses  # 1000 bytes would be refused
+    assert type(bare(Trainer, tmp_path)) is Trainer
+
+
+@dataclasses.dataclass
+class TrlLikeArguments(TrainingArguments):
+    """What TRL's arguments have for models that it gets by name."""
+
+    model_init_kwargs: dict | None = None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"device_map": None}),
+        ({"dtype": "float32"}, {"device_map": None, "dtype": "float32"}),
+        ({"device_map": "cpu"}, {"device_map": "cpu"}),  # refused when it is loaded
+    ],
+)
+def test_a_model_that_trl_gets_by_name_stays_off_the_device(tmp_path, given, expected):
+    args = TrlLikeArguments(str(tmp_path), use_cpu=True, model_init_kwargs=given)
+    load_off_devices([gpt2(), args])
+    assert args.model_init_kwargs == given
+    load_off_devices(["some/model", args])
+    assert args.model_init_kwargs == expected
+
+
+SCRIPT = """
+import json, sys
+from transformers import Trainer
+from tests.integrations.trainer_runs import Tokens, arguments, gpt2
+
+trainer = Trainer(gpt2(), arguments(sys.argv[1], max_steps=2), train_dataset=Tokens(10, seed=1))
+trainer.train()
+print(json.dumps([sys.argv[2:], type(trainer).__mro__[1].__name__, trainer.engine.report()["device_budget_bytes"]]))
+"""
+
+
+def test_a_script_runs_as_it_is(tmp_path, capsys, monkeypatch):
+    """Flags before it are the command's, those after it its own; a flag of the command wins over the file."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script, config = tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text(SCRIPT)
+    config.write_text(json.dumps({"device_memory": "1MiB", "default_chunk_size": 8192, "scheduler": None}))
+    flags = ["--config", str(config), "--device-memory", "450KiB"]
+    assert main(["run", *flags, str(script), str(tmp_path / "out"), "--device-memory", "3"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said == [["--device-memory", "3"], "PatrickStarTrainerMixin", 450 * 1024]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "which cannot be read"),
+        ('{"devise_memory": "1GiB", "train_batch_size": "auto"}', "device_memory"),
+        ("[1]", "config is a list"),
+    ],
+)
+def test_a_wrong_configuration_is_said_before_the_script_begins(tmp_path, capsys, text, said):
+    script, config = tmp_path / "script.py", tmp_path / "config.json"
+    script.write_text("raise SystemExit('it ran')")
+    if text is not None:
+        config.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--config", str(config), str(script)])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out
+    assert err.startswith("patrickstar run: ") and said in err and err.count("\n") == 1

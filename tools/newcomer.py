@@ -1,0 +1,207 @@
+"""Does what a newcomer does: clones HEAD and runs README.md's commands and blocks, top to bottom, in an empty home.
+
+    tools/newcomer.sh              # in a temporary folder, which is removed
+    tools/newcomer.sh FOLDER       # in FOLDER, which must be empty or missing, and stays: FOLDER/work has the clone
+
+The address of `git clone` is answered with this checkout: what is not committed is not seen. All `bash` blocks are
+commands of one shell; a `python` block is a script of its own, which that shell's `python` runs, in the folder in which
+the shell is. The first failure is the last command. Blocks of other languages show something. A block with
+`<!-- newcomer: GPU -->` before it needs a GPU; it is listed and not run, and so is one with `<!-- not run: reason -->`.
+
+The home is empty, and so is the environment, but for PATH, the language, and what leads pip to its index (PIP_*,
+proxies, certificates). Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = "README.md"
+
+_BLOCK = re.compile(r"^```(\S*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_REMARK = re.compile(r"<!--\s*(newcomer|not run):\s*(.+?)\s*-->\s*\Z", re.DOTALL)
+_HIDDEN = re.compile(r"<!--(?:(?!-->).)*?^```.*?-->", re.MULTILINE | re.DOTALL)
+_CLONE = re.compile(r"git clone (?:\S+ )*?([^\s&;|<>]+[:/][^\s&;|<>]+)")
+_KEPT = re.compile(
+    r"PATH|LANG|LC_ALL|TZ|PIP_.*|(http|https|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE", re.I
+)
+_SHOWN = {"text", "output", "json"}
+_NOT_SOURCE = (".venv", ".cache", "build", "dist", "__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
+
+# What a command is told by: where it stands, itself. Its exit status, and how long it took, are told after it.
+_SHELL = """
+newcomer_run() {
+  printf '\\n=== %s $ %s\\n' "$1" "$2"
+  local begun=$SECONDS status=0
+  eval "$3" </dev/null || status=$?
+  if [ "$status" -eq 0 ]; then
+    printf '=== %s: passed in %d s\\n' "$1" $((SECONDS - begun))
+  else
+    printf '=== %s: FAILED with status %d after %d s\\n' "$1" "$status" $((SECONDS - begun))
+    exit 1
+  fi
+}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of a `bash` block, or a `python` block, or a block that is not run."""
+
+    line: int
+    """Where it begins in the page, from 1."""
+    language: str
+    text: str
+    not_run: str | None = None
+    """Why it is not run; None: it is."""
+
+
+def commands(text: str) -> Iterator[tuple[int, str]]:
+    """The commands of a block and how many lines stand before each; a command may go on for several lines."""
+    pending: list[str] = []
+    for number, line in enumerate(text.splitlines()):
+        if not pending and (not line.strip() or line.lstrip().startswith("#")):
+            continue
+        pending.append(line)
+        whole = "\n".join(pending)
+        checked = subprocess.run(["bash", "-n", "-c", whole], capture_output=True, text=True, env={"LC_ALL": "C"})
+        if not (line.endswith("\\") or checked.returncode or "here-document" in checked.stderr):
+            yield number - len(pending) + 1, whole
+            pending = []
+    if pending:
+        yield len(text.splitlines()) - len(pending), "\n".join(pending)  # and the shell says what is wrong
+
+
+def steps(page: str) -> Iterator[Step]:
+    """What a reader of the page does, in order. Exits for a block that has no language, or one that is not known."""
+    visible = _HIDDEN.sub(lambda hidden: "\n" * hidden.group().count("\n"), page)
+    for block in _BLOCK.finditer(visible):
+        language, text = block.groups()
+        line = visible.count("\n", 0, block.start()) + 2
+        remark = _REMARK.search(visible[: block.start()])
+        if language in _SHOWN:
+            continue
+        if language not in ("bash", "python"):
+            known = ", ".join(["bash", "python", *sorted(_SHOWN)])
+            sys.exit(f"newcomer: {README}:{line - 1}: a block of {language or 'no language'}; give one of {known}")
+        if remark is not None:
+            reason = "it needs a GPU" if remark.groups() == ("newcomer", "GPU") else remark.group(2)
+            yield Step(line, language, text.rstrip("\n"), not_run=reason)
+        elif language == "python":
+            yield Step(line, language, text)
+        else:
+            for before, command in commands(text):
+                yield Step(line + before, language, command)
+
+
+def script(todo: list[Step], folder: Path) -> str:
+    """The shell script that takes these steps; scripts of Python go into `folder`."""
+    lines = [_SHELL]
+    for step in todo:
+        place, shown = f"{README}:{step.line}", step.text
+        if step.not_run is not None:
+            lines.append(f"printf '\\n=== %s: not run: %s\\n%s\\n' {shlex.join([place, step.not_run, step.text])}")
+            continue
+        command = step.text
+        if step.language == "python":
+            file = folder / f"readme_line_{step.line}.py"
+            file.write_text(step.text, encoding="utf-8")
+            shown = command = f"python {shlex.quote(str(file))}"
+        lines.append(f"newcomer_run {shlex.join([place, shown, command])}")
+    return "\n".join(lines) + "\n"
+
+
+def origin(folder: Path) -> Path:
+    """What is cloned: this checkout; where git finds no history of it, or one of somebody else that it does not trust,
+    a repository of its files that is made in `folder`.
+    """
+    shown = git(ROOT, "rev-parse", "--show-toplevel", check=False)
+    if shown.returncode == 0 and Path(shown.stdout.strip()).resolve() == ROOT:
+        return ROOT
+    made = folder / "origin"
+    shutil.copytree(ROOT, made, symlinks=True, ignore=shutil.ignore_patterns(*_NOT_SOURCE))
+    git(made, "init", "-q")
+    git(made, "add", "--all")
+    git(made, "-c", "user.name=newcomer", "-c", "user.email=newcomer@localhost", "commit", "-q", "-m", "as unpacked")
+    return made
+
+
+def git(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs git in `folder`."""
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=check)
+
+
+def newcomers_environment(home: Path, page: str, cloned: Path) -> dict[str, str]:
+    """What a newcomer's shell has; the README's address leads git to `cloned`."""
+    kept = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)}
+    active = os.environ.get("VIRTUAL_ENV")
+    if active:
+        kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != f"{active}/bin")
+    settings = {f"url.{cloned.as_uri()}.insteadOf": address for address in _CLONE.findall(page)[:1]}
+    if not settings:
+        sys.exit(f"newcomer: {README} has no `git clone ADDRESS`, with which everything begins")
+    for number, (name, value) in enumerate(settings.items()):
+        kept |= {f"GIT_CONFIG_KEY_{number}": name, f"GIT_CONFIG_VALUE_{number}": value}
+    return kept | {"HOME": str(home), "GIT_CONFIG_COUNT": str(len(settings))}
+
+
+def run(folder: Path, minutes: float) -> int:
+    """Takes all steps in `folder`; the exit status."""
+    for name in ("home", "work", "blocks"):
+        (folder / name).mkdir(parents=True)
+    cloned = origin(folder)
+    page = git(cloned, "show", f"HEAD:{README}").stdout
+    todo = list(steps(page))
+    environment = newcomers_environment(folder / "home", page, cloned)
+    file = folder / "blocks" / "readme.sh"
+    file.write_text(script(todo, folder / "blocks"), encoding="utf-8")
+    print(f"newcomer: {len(todo)} steps of {README} in {folder / 'work'}; PATH={environment['PATH']}", flush=True)
+    print(f"newcomer: processors {len(os.sched_getaffinity(0))}, load {os.getloadavg()[0]:.1f}", flush=True)
+    shell = subprocess.Popen(
+        ["bash", "--noprofile", "--norc", str(file)], cwd=folder / "work", env=environment, start_new_session=True
+    )
+    try:
+        status = shell.wait(timeout=60 * minutes)
+    except subprocess.TimeoutExpired:
+        status = f"it took more than {minutes:g} minutes"
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, 9)
+    left_out = sum(step.not_run is not None for step in todo)
+    verdict = "passed" if status == 0 else "FAILED"
+    print(f"\nnewcomer: {verdict}" + (f", {left_out} of {len(todo)} not run" if left_out else ""), flush=True)
+    if isinstance(status, str):
+        print(f"newcomer: {status}")
+    return int(status != 0)
+
+
+def main() -> int:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="empty or missing; it stays (default: a temporary one)")
+    parser.add_argument("--minutes", type=float, default=20, help="how long all of it may take")
+    options = parser.parse_args()
+    if options.folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="newcomer-"))
+        try:
+            return run(folder, options.minutes)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        sys.exit(f"newcomer: {options.folder} is not empty; name a folder that is, or one that is not there")
+    return run(options.folder.resolve(), options.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
