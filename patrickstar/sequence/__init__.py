@@ -13,10 +13,13 @@ Each rank passes the queries, keys and values of its own tokens and gets its own
   causal models give all ranks the same work.
 * ``ulysses``: each rank gets some heads of the whole sequence (Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509).
 * ``hybrid``: Ulysses within groups of ranks and rings across them (Fang and Zhao, *USP*, arXiv 2405.07719).
+
+:func:`linear_cross_entropy` is the loss of long sequences, whose logits would not fit.
 """
 
 from patrickstar.sequence.attention import attention
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode, positions_of_rank
+from patrickstar.sequence.losses import linear_cross_entropy
 
-__all__ = ["HybridGroup", "Mode", "SequenceGroup", "attention", "positions_of_rank"]
+__all__ = ["HybridGroup", "Mode", "SequenceGroup", "attention", "linear_cross_entropy", "positions_of_rank"]
