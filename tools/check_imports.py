@@ -19,6 +19,7 @@ LAYERS = {
     "config": 0,
     "diagnostics": 0,
     "ranks": 0,
+    "sequence": 0,
     "checkpoint": 1,
     "lr_schedules": 1,
     "machine": 1,

@@ -1,0 +1,25 @@
+"""Attention over a sequence that is divided among ranks, so that no device holds all of it.
+
+    from patrickstar.sequence import attention
+
+    out = attention(q, k, v, group, mode="zigzag", causal=True)
+
+Each rank passes the queries, keys and values of its own tokens and gets its own tokens' outputs. Modes:
+
+* ``rsa``: ring self-attention as published (Li et al., *Sequence Parallelism: Long Sequence Training from System
+  Perspective*, arXiv 2105.13120): keys travel round the ring, whole rows of scores are kept, values travel.
+* ``ring``: blockwise, with outputs merged by their log-sum-exp (Liu et al., *Ring Attention with Blockwise
+  Transformers*, arXiv 2310.01889). ``zigzag`` is the same where each rank has an early and a late slice, so that
+  causal models give all ranks the same work.
+* ``ulysses``: each rank gets some heads of the whole sequence (Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509).
+* ``hybrid``: Ulysses within groups of ranks and rings across them (Fang and Zhao, *USP*, arXiv 2405.07719).
+
+:func:`linear_cross_entropy` is the loss of long sequences, whose logits would not fit.
+"""
+
+from patrickstar.sequence.attention import attention
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.sequence.layout import Mode, positions_of_rank
+from patrickstar.sequence.losses import linear_cross_entropy
+
+__all__ = ["HybridGroup", "Mode", "SequenceGroup", "attention", "linear_cross_entropy", "positions_of_rank"]

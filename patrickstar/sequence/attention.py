@@ -1,0 +1,120 @@
+"""The function that models call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from patrickstar.sequence.block import Rule
+from patrickstar.sequence.dropout import Dropout
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.masking import make_masking
+from patrickstar.sequence.ring import RingAttention
+from patrickstar.sequence.rsa import RingSelfAttention
+from patrickstar.sequence.ulysses import HeadsForTokens, TokensForHeads, key_heads, query_heads
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: SequenceGroup | HybridGroup,
+    mode: Mode | str = Mode.RING,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    length: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys of all ranks of ``group``, as one rank with all tokens has it.
+
+    Args:
+        q: [batch, heads, tokens of this rank, head_dim]; which tokens these are says
+            :func:`~patrickstar.sequence.positions_of_rank`. All ranks have equally many: pad the sequence's end.
+        k: [batch, key heads, tokens of this rank, head_dim]; key heads divide heads.
+        v: as ``k``, maybe of another head_dim.
+        group: the ranks that share the sequence; :class:`HybridGroup` for ``"hybrid"``.
+        mode: one of :class:`~patrickstar.sequence.Mode`, or its value.
+        causal: a query sees its own key and those before it.
+        window: how many tokens back and forward of itself a query sees, -1 for no limit.
+        cu_seqlens: where the documents of a packed sequence begin, and its length; a query sees its own document.
+        length: tokens of the whole sequence without its padding.
+        dropout_p: share of probabilities that are dropped ([Note: dropout by position]).
+        seed: of the dropout; the same on all ranks, another one for each layer and step.
+        scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+
+    Returns:
+        [batch, heads, tokens of this rank, head_dim of v], of ``q``'s dtype.
+
+    Raises:
+        ValueError: shapes, heads or lengths do not go together; the message says what to change.
+    """
+    mode = Mode(mode)
+    _check(q, k, v, group, mode, dropout_p)
+    padded_length = q.shape[-2] * group.size
+    rule = Rule(
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        masking=make_masking(
+            causal=causal,
+            window=window,
+            cu_seqlens=cu_seqlens,
+            length=padded_length if length is None else length,
+            padded_length=padded_length,
+        ),
+        dropout=Dropout(dropout_p, seed, q.shape[1]) if dropout_p > 0 else None,
+    )
+    if isinstance(group, HybridGroup):
+        return _by_heads(q, k, v, group.heads, group.ring, rule)
+    if mode is Mode.ULYSSES:
+        return _by_heads(q, k, v, group, None, rule)
+    if mode is Mode.RSA:
+        return RingSelfAttention.apply(q, k, v, group, rule)
+    return RingAttention.apply(q, k, v, group, mode, rule)
+
+
+class _Alone(SequenceGroup):
+    """This rank has the whole sequence."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.sent_bytes = 0, 1, 0
+
+
+def _by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: SequenceGroup, ring: SequenceGroup | None, rule: Rule
+) -> torch.Tensor:
+    """With all tokens that the group's ranks have, and the heads of this rank."""
+    of_queries = query_heads(q.shape[1], heads.size)
+    of_keys = key_heads(q.shape[1], k.shape[1], heads.size)
+    q = TokensForHeads.apply(q, heads, of_queries)
+    k, v = (TokensForHeads.apply(part, heads, of_keys) for part in (k, v))
+    if rule.dropout is not None:
+        rule = dataclasses.replace(
+            rule, dropout=dataclasses.replace(rule.dropout, first_head=of_queries[heads.rank][0])
+        )
+    out = RingAttention.apply(q, k, v, ring or _Alone(), Mode.RING, rule)
+    return HeadsForTokens.apply(out, heads)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup | HybridGroup, mode: Mode, dropout_p: float
+) -> None:
+    shapes = f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}; give [batch, heads, tokens, head_dim] each")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[2] != k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}; batch, tokens, the heads of k and v and the head_dim of q and k must be the same")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{shapes}; the {k.shape[1]} heads of k must divide the {q.shape[1]} of q")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is of {q.dtype}, k of {k.dtype}, v of {v.dtype}; give one dtype")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; give at least 0 and less than 1")
+    if (mode is Mode.HYBRID) != isinstance(group, HybridGroup):
+        raise ValueError(f"mode {mode.value} with a {type(group).__name__}; hybrid, and it alone, takes a HybridGroup")

@@ -1,0 +1,77 @@
+"""Heads for tokens: ranks with slices of all heads become ranks with all tokens of some heads, and back.
+
+[Note: fewer key heads than ranks] Each head of K and V goes to all ranks that have a head of Q which uses it. Their
+gradients are summed where they come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from patrickstar.sequence.group import SequenceGroup
+
+
+class TokensForHeads(torch.autograd.Function):
+    """[batch, heads, tokens of this rank, head_dim] to [batch, heads of this rank, tokens of all, head_dim]. Rank i
+    gets the heads ``heads_of[i]``, as many as the others; several may get the same one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup, heads_of: tuple[tuple[int, ...], ...]):
+        """Sends each rank its heads."""
+        ctx.group, ctx.heads_of, ctx.num_heads = group, heads_of, tensor.shape[1]
+        parts = [tensor[:, list(heads)] for heads in heads_of]
+        return torch.cat(group.all_to_all(parts), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        """Each rank gets its tokens' gradients of all heads; those of a head that several had are summed."""
+        parts = ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=2)))
+        batch, _, tokens, head_dim = parts[0].shape
+        whole = grad.new_zeros((batch, ctx.num_heads, tokens, head_dim))
+        for heads, part in zip(ctx.heads_of, parts, strict=True):
+            whole.index_add_(1, torch.tensor(heads, device=grad.device), part)
+        return whole, None, None
+
+
+class HeadsForTokens(torch.autograd.Function):
+    """[batch, heads of this rank, tokens of all, head_dim] to [batch, heads, tokens of this rank, head_dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup):
+        """Heads are in the order of ranks."""
+        ctx.group = group
+        return torch.cat(group.all_to_all(list(tensor.chunk(group.size, dim=2))), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        """The same way back."""
+        return torch.cat(ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=1))), dim=2), None
+
+
+def query_heads(num_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Of each rank.
+
+    Raises:
+        ValueError: the heads cannot be divided among so many ranks.
+    """
+    if num_heads % size:
+        raise ValueError(
+            f"ulysses: {num_heads} heads cannot be divided among {size} ranks; give a number of ranks that divides "
+            "them, or use mode ring, zigzag or hybrid"
+        )
+    each = num_heads // size
+    return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(size))
+
+
+def key_heads(num_heads: int, num_key_heads: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """Of each rank: those that its query heads use ([Note: fewer key heads than ranks]). Where query heads that use the
+    same one are not as many for each, every query head has its own copy.
+    """
+    share, each = num_heads // num_key_heads, num_heads // size  # query heads of a key head, and of a rank
+    of_queries = query_heads(num_heads, size)
+    if each % share and share % each:
+        return tuple(tuple(head // share for head in heads) for heads in of_queries)
+    return tuple(tuple(dict.fromkeys(head // share for head in heads)) for heads in of_queries)
