@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.planning.models import enable_checkpointing
 
 
 class Shape(Protocol):
@@ -120,8 +121,7 @@ def _trainable(model_class: Any, config: Any, checkpointing: bool) -> nn.Module:
     config._attn_implementation = "sdpa"
     model = model_class(config)
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model
 
 

@@ -41,6 +41,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from patrickstar.checkpoint import latest_tag
+from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 
 __all__ = [
@@ -170,8 +171,7 @@ class Progress:
 def with_checkpointing(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     """``model``, a transformers one, recomputing its activations in backward if the flags ask for it."""
     if args.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model
 
 

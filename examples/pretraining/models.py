@@ -8,6 +8,8 @@ import enum
 import torch
 from torch import nn
 
+from patrickstar.planning.models import enable_checkpointing
+
 
 class ModelKind(enum.Enum):
     """What is pre-trained, and on which task."""
@@ -85,8 +87,7 @@ def build_model(shape: ModelShape) -> nn.Module:
     with torch.device("meta"):
         model = _gpt(shape) if shape.kind is ModelKind.GPT else _bert(shape)
     if shape.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model
 
 

@@ -122,9 +122,7 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora
         if lora_rank > 0:
             _adapt(module, lora_rank)
     if checkpointing:
-        # Its name since transformers 5.10 or so; the older one warns there.
-        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(module)
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
     return PlannedModel(
         module=module,
@@ -190,3 +188,9 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     if masked or type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         return transformers.AutoModelForMaskedLM
     return transformers.AutoModelForCausalLM
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Has a model of Hugging Face compute activations again in backward, by the name that its version has for that."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
