@@ -10,8 +10,10 @@ parameter is rounded to bfloat16. It is timed twice:
 - step: the norm too, as a training loop has it. Ours: sum of squares of the gradient, then the update. torch: cast,
   unscaling, clip_grad_norm_, AdamW(fused=True), cast.
 
-Beside these, the two passes of an update whose parameter comes first: param (16 bytes of traffic per parameter: the
-new parameter alone), states (26: the states, afterwards).
+Beside these, the passes of an update whose parameter comes first: param (16 bytes of traffic per parameter: the new
+parameter alone), states (26: the states, afterwards); and where the clipping coefficient is not known yet, between (16:
+the parameters that are the same for all coefficients within 10 % of it, at a learning rate of 1e-5), open (what is left
+of them when it is known: all that the next forward waits for then).
 
 All arrays, also torch's and those of the copy, lie on huge pages (where the system grants them), and the rounds are
 interleaved.
@@ -27,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -35,6 +38,7 @@ from patrickstar import _C
 
 BYTES_PER_PARAM = 28  # master, momentum, variance: 4 read and 4 written each; gradient 2 read; parameter 2 written
 PARAM_PASS_BYTES, STATES_PASS_BYTES = 16, 26
+FINE_TUNING_LR = 1e-5
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
 MAX_NORM = 4.0  # well below the norm of these gradients, so that clipping has work to do
@@ -76,6 +80,8 @@ class OurAdam:
         self.update_threads: int | _C.ThreadPool = num_threads
         """What `update` computes with."""
         self._num_steps = 0
+        pieces = -(-grad.numel() // _C.optim.OPEN_PIECE)
+        self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
 
     def step(self) -> None:
         grad, numel = self.grad.data_ptr(), self.grad.numel()
@@ -94,16 +100,36 @@ class OurAdam:
     def states_pass(self) -> None:
         self._run(_C.optim.adam, 0, CLIPPING / LOSS_SCALE)
 
-    def _run(self, kernel: Callable, param: int, grad_scale: float) -> None:
+    def between_pass(self) -> None:
+        self._num_steps += 1
+        bounds = [factor * CLIPPING / LOSS_SCALE for factor in (0.9, 1.1)]
+        self._run_settled(_C.optim.adam_param_between, bounds[0], bounds[1])
+
+    def open_pass(self) -> None:
+        self._run_settled(_C.optim.adam_param_open, CLIPPING / LOSS_SCALE)
+
+    @property
+    def open_share(self) -> float:
+        """Of the last between_pass; a piece that had no room counts as open."""
+        counts = self._open[:, :8].contiguous().view(torch.int64)
+        return torch.where(counts < 0, _C.optim.OPEN_PIECE, counts).sum().item() / self.master.numel()
+
+    def _run_settled(self, kernel: Callable, grad_scale: float, *most_grad_scale: float) -> None:
+        more = (self._num_threads, *most_grad_scale, self._open.data_ptr())
+        self._run(kernel, self.new_param.data_ptr(), grad_scale, FINE_TUNING_LR, more)
+
+    def _run(
+        self, kernel: Callable, param: int, grad_scale: float, lr: float = OPTIONS["lr"], more: tuple[Any, ...] = ()
+    ) -> None:
         beta1, beta2 = OPTIONS["betas"]
         grad, dtype = self.grad.data_ptr(), _C.DType.BFLOAT16
         kernel(
             self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, param,
-            dtype, self.master.numel(), self.update_threads, grad_scale=grad_scale, weight_decay=0.0,
-            decay=1 - OPTIONS["lr"] * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
+            dtype, self.master.numel(), *(more or (self.update_threads,)), grad_scale=grad_scale, weight_decay=0.0,
+            decay=1 - lr * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
             one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
             inv_sqrt_bias_correction2=(1 - beta2**self._num_steps) ** -0.5,
-            step_size=OPTIONS["lr"] / (1 - beta1**self._num_steps),
+            step_size=lr / (1 - beta1**self._num_steps),
         )  # fmt: skip
 
     @property
@@ -229,6 +255,8 @@ def run(args: argparse.Namespace) -> dict:
         "our_step": ours.step,
         "param_pass": ours.param_pass,
         "states_pass": ours.states_pass,
+        "between_pass": ours.between_pass,
+        "open_pass": ours.open_pass,
         "torch_step": torchs.step,
         "copy_": copies.by_torch,
         "memcpy": copies.by_memcpy,
@@ -238,7 +266,7 @@ def run(args: argparse.Namespace) -> dict:
     copy_by = min(("copy_", "memcpy"), key=seconds.__getitem__)
     copy_gbps = copies.num_bytes / seconds[copy_by] / 1e9
     adam_gbps = BYTES_PER_PARAM * args.numel / seconds["our_update"] / 1e9
-    passes = {"param_pass": PARAM_PASS_BYTES, "states_pass": STATES_PASS_BYTES}
+    passes = {"param_pass": PARAM_PASS_BYTES, "states_pass": STATES_PASS_BYTES, "between_pass": PARAM_PASS_BYTES}
     shares = {name: num_bytes * args.numel / seconds[name] / 1e9 / copy_gbps for name, num_bytes in passes.items()}
     ns_per_param = {name: value / args.numel * 1e9 for name, value in seconds.items()}
     return {
@@ -253,6 +281,8 @@ def run(args: argparse.Namespace) -> dict:
         "torch_ns_per_param": ns_per_param["torch_update"],
         **{f"{name}_ns_per_param": ns_per_param[name] for name in passes},
         **{f"{name}_share_of_copy_bandwidth": share for name, share in shares.items()},
+        "open_pass_ns_per_param": ns_per_param["open_pass"],
+        "open_share": ours.open_share,
         "adam_step_ns_per_param": ns_per_param["our_step"],
         "torch_step_ns_per_param": ns_per_param["torch_step"],
         "numel": args.numel,
@@ -272,8 +302,9 @@ def format_table(result: dict) -> str:
         *(
             (f"{name} pass", f"{result[f'{name}_pass_ns_per_param']:.3f} ns/param",
              f"{result[f'{name}_pass_share_of_copy_bandwidth']:.2f} of the copy")
-            for name in ("param", "states")
+            for name in ("param", "states", "between")
         ),
+        ("open pass", f"{result['open_pass_ns_per_param']:.3f} ns/param", f"{result['open_share']:.2%} are open"),
         (f"copy ({result['copy_by']})", "", f"{result['copy_gbps']:.1f} GB/s"),
         ("speed against torch", f"{result['speedup_vs_torch']:.2f} x", f"goal {GOALS['speedup_vs_torch']:.1f} x"),
         ("  with the norm", f"{result['step_speedup_vs_torch']:.2f} x", ""),

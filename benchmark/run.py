@@ -4,7 +4,8 @@ Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``
 against free ones), ``overhead`` (a step with everything resident against plain PyTorch), ``budget`` (step time and
 bytes moved against the device budget and Belady's bound), ``hooks`` (what they cost the host per module call),
 ``overlap`` (a quarter of the device memory behind a simulated link against all of it), ``train`` (one GPT training run:
-time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twelve models, GPUs and hosts, followed).
+time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twelve models, GPUs and hosts, followed),
+``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 
 from patrickstar.command.flags import CommandParser
 
-CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train", "advice")
+CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train", "advice", "sequence")
 
 
 def main() -> None:

@@ -147,6 +147,7 @@ class Track(_Enum):
     SCATTER: ClassVar[Track]
     HOST_ADAM: ClassVar[Track]
     HOST_STATES: ClassVar[Track]
+    HOST_OPEN: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
 
 @final
@@ -737,11 +738,12 @@ class Runtime(UseListener):
     def abort_forward(self) -> None: ...
     def abort_backward(self) -> None: ...
     def undo_forward(self) -> None: ...
+    def meet_ranks(self) -> None: ...
     def vacate_device(self, what: Vacate, /) -> None: ...
     def prepare_step(self) -> float:
         """Sum of squares of all gradients."""
 
-    def apply_step(self, groups: Sequence[GroupOptions], grad_scale: float, /) -> None: ...
+    def apply_step(self, groups: Sequence[GroupOptions], grad_scale: float, clip_ratio: float, /) -> None: ...
     def skip_step(self) -> None: ...
     def clear_gradients(self) -> None: ...
     def clear_gradient(self, param: int, /) -> None: ...
@@ -798,6 +800,8 @@ class Runtime(UseListener):
 class optim:
     """Adam's leaf kernels and the loss scaler (a submodule)."""
 
+    OPEN_LOG_BYTES: ClassVar[int]
+    OPEN_PIECE: ClassVar[int]
     SQUARES_BLOCK: ClassVar[int]
 
     class LossScaler:
@@ -874,6 +878,43 @@ class optim:
         **kwargs: float,
     ) -> None:
         """As ``adam``, but nothing is written but ``param``, which is apart from ``grad``."""
+
+    @staticmethod
+    def adam_param_between(
+        isa: str,
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        most_grad_scale: float,
+        logs: int,
+        **kwargs: float,
+    ) -> None:
+        """The 16-bit values that ``adam_param`` stores for every ``grad_scale`` up to ``most_grad_scale``; what makes
+        the others goes to ``logs``, of ``OPEN_LOG_BYTES`` for each ``OPEN_PIECE`` elements.
+        """
+
+    @staticmethod
+    def adam_param_open(
+        isa: str,
+        master: int,
+        momentum: int,
+        variance: int,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``adam_param``, of the values that ``adam_param_between`` has left to ``logs``."""
 
     @staticmethod
     def adam_apart(
@@ -982,7 +1023,8 @@ class collective:
     """Groups of ranks and their collectives on whole chunks (a submodule; csrc/collective)."""
 
     class Communicator:
-        """A group of ranks: flat collectives in place, called by all ranks in the same order, by one thread at a time.
+        """A group of ranks: flat collectives in place, and messages. All ranks call them in the same order, from one
+        thread at a time.
 
         CUDA: enqueued on PyTorch's current stream, return at once. CPU: return when done.
         """
@@ -996,6 +1038,11 @@ class collective:
 
         def reduce_scatter_mean(self, whole: int, shard: int, scratch: int, shard_numel: int, dtype: DType) -> None:
             """Own shard of the mean over ranks into ``shard``; ``scratch`` is as large as ``whole``."""
+
+        def exchange(self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]) -> None:
+            """Messages to and from other ranks, all at once: (peer, address, bytes) each. What two ranks send each
+            other is matched in the order of their lists. Raises RankFailure.
+            """
 
         def abort(self) -> None:
             """Stops what is running, for failures; any thread."""
@@ -1040,7 +1087,9 @@ class collective:
     @staticmethod
     def make_single_control() -> collective.ControlGroup: ...
     @staticmethod
-    def make_c10d_communicator(group_name: str) -> collective.Communicator: ...
+    def make_c10d_communicator(group_name: str, members: Sequence[int] = []) -> collective.Communicator:
+        """``members``: the ranks' numbers in the run, for errors, where they are not those of the group."""
+
     @staticmethod
     def make_c10d_control(group_name: str, timeout_seconds: float) -> collective.ControlGroup: ...
     @staticmethod
@@ -1055,8 +1104,12 @@ class collective:
     @staticmethod
     def make_nccl_id() -> bytes: ...
     @staticmethod
-    def make_nccl_communicator(id: bytes, *, rank: int, size: int, device: int) -> collective.Communicator: ...
+    def make_nccl_communicator(
+        id: bytes, *, rank: int, size: int, device: int, members: Sequence[int] = []
+    ) -> collective.Communicator: ...
     @staticmethod
-    def make_cuda_staged_communicator(group_name: str, *, device: int) -> collective.Communicator: ...
+    def make_cuda_staged_communicator(
+        group_name: str, *, device: int, members: Sequence[int] = []
+    ) -> collective.Communicator: ...
     @staticmethod
     def cuda_mean_of_ranks(shards: int, num_ranks: int, out: int, dtype: DType, numel: int, stream: int) -> None: ...

@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "bind/bind.h"
 #include "collective/communicator.h"
@@ -20,6 +22,14 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using Address = uintptr_t;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+using Messages = std::vector<std::tuple<int, Address, int64_t>>;
+
+std::vector<PeerBytes> peer_bytes(const Messages& messages) {
+  std::vector<PeerBytes> result;
+  for (const auto& [peer, address, num_bytes] : messages) result.push_back({peer, pointer(address), num_bytes});
+  return result;
+}
 
 void check_mean(int num_ranks, int64_t numel) {
   PS_CHECK(num_ranks > 0 && numel >= 0, ArgumentError, "num_ranks is ", num_ranks, " and numel ", numel,
@@ -41,6 +51,13 @@ void register_communicator(py::module_& module) {
             self.reduce_scatter_mean(pointer(whole), pointer(shard), pointer(scratch), shard_numel, dtype);
           },
           py::arg("whole"), py::arg("shard"), py::arg("scratch"), py::arg("shard_numel"), py::arg("dtype"),
+          ReleaseGil())
+      .def(
+          "exchange",
+          [](Communicator& self, const Messages& sends, const Messages& receives) {
+            self.exchange(peer_bytes(sends), peer_bytes(receives));
+          },
+          py::arg("sends"), py::arg("receives"), "Messages to and from other ranks: (peer, address, bytes) each.",
           ReleaseGil())
       .def("abort", &Communicator::abort, "Stops what is running, for failures; any thread.", ReleaseGil())
       .def("check", &Communicator::check, "Raises RankFailure when the communicator has failed.", ReleaseGil())
@@ -90,8 +107,10 @@ void register_groups(py::module_& module) {
   module.def("make_single_control", [] { return std::shared_ptr<ControlGroup>(make_single_control()); });
   module.def(
       "make_c10d_communicator",
-      [](const std::string& group_name) { return std::shared_ptr<Communicator>(make_c10d_communicator(group_name)); },
-      py::arg("group_name"), ReleaseGil());
+      [](const std::string& group_name, const Members& members) {
+        return std::shared_ptr<Communicator>(make_c10d_communicator(group_name, members));
+      },
+      py::arg("group_name"), py::arg("members") = Members(), ReleaseGil());
   module.def(
       "make_c10d_control",
       [](const std::string& group_name, double timeout_seconds) {
@@ -110,18 +129,20 @@ void register_cuda_groups(py::module_& module) {
   module.def("make_nccl_id", [] { return py::bytes(make_nccl_id()); });
   module.def(
       "make_nccl_communicator",
-      [](const py::bytes& id, int rank, int size, int device) {
+      [](const py::bytes& id, int rank, int size, int device, const Members& members) {
         const std::string bytes = id;
         const py::gil_scoped_release release;
-        return std::shared_ptr<Communicator>(make_nccl_communicator(bytes, rank, size, device));
+        return std::shared_ptr<Communicator>(make_nccl_communicator(bytes, rank, size, device, members));
       },
-      py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"));
+      py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("device"),
+      py::arg("members") = Members());
   module.def(
       "make_cuda_staged_communicator",
-      [](const std::string& group_name, int device) {
-        return std::shared_ptr<Communicator>(make_cuda_staged_communicator(make_c10d_communicator(group_name), device));
+      [](const std::string& group_name, int device, const Members& members) {
+        return std::shared_ptr<Communicator>(
+            make_cuda_staged_communicator(make_c10d_communicator(group_name, members), device, members));
       },
-      py::arg("group_name"), py::kw_only(), py::arg("device"), ReleaseGil());
+      py::arg("group_name"), py::kw_only(), py::arg("device"), py::arg("members") = Members(), ReleaseGil());
   module.def(
       "cuda_mean_of_ranks",
       [](Address shards, int num_ranks, Address out, DType dtype, int64_t numel, Address stream) {

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <string>
@@ -60,6 +61,31 @@ void split(int num_threads, int64_t numel, const Function& fn) {
   split(pool, numel, fn);
 }
 
+// Open values of a piece, as callers keep them (optim/kernels.h, settled values).
+struct OpenLog {
+  static constexpr int64_t kCapacity = optim::kOpenPiece / 16;
+  int64_t count;
+  char data[kCapacity * optim::OpenValues::kBytes];
+
+  optim::OpenValues values() {
+    optim::OpenValues result = optim::OpenValues::in(data, kCapacity);
+    result.count = count;
+    return result;
+  }
+};
+
+// fn(index, first element, number of elements) of each piece.
+template <class Function>
+void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
+  ThreadPool pool(num_threads);
+  pool.parallel_for(optim::num_open_pieces(numel), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = piece * optim::kOpenPiece;
+      fn(piece, first, std::min(optim::kOpenPiece, numel - first));
+    }
+  });
+}
+
 // A pool that the caller keeps, or the number of threads of one for this call.
 using Threads = std::variant<ThreadPool*, int>;
 
@@ -95,6 +121,11 @@ void check_arrays(const AdamArrays& arrays, int64_t numel) {
   PS_CHECK(arrays.param != arrays.grad || element_size(arrays.param_dtype) == element_size(arrays.grad_dtype),
            ArgumentError, "param has the address of grad, but elements of ", element_size(arrays.param_dtype),
            " bytes where grad's have ", element_size(arrays.grad_dtype), "; give param memory of its own");
+}
+
+void check_half(DType grad_dtype, DType param_dtype) {
+  PS_CHECK(element_size(param_dtype) == 2 && grad_dtype == param_dtype, ArgumentError,
+           "values are settled in 16 bits alone; give grad and param of bfloat16, or both of float16");
 }
 
 struct ScalarField {
@@ -150,6 +181,51 @@ void register_adam(py::module_& module, const char* name, AdamKernel kernel, con
       },
       doc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
+}
+
+// [Note: settled values]
+void register_settled_values(py::module_& module) {
+  module.def(
+      "adam_param_between",
+      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, int num_threads, float most_grad_scale, Address logs,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        check_half(grad_dtype, param_dtype);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          OpenLog& log = pointer<OpenLog>(logs)[piece];
+          optim::OpenValues open = log.values();
+          kernels.adam_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
+          log.count = open.count;
+        });
+      },
+      "The 16-bit values that adam_param stores for every grad_scale up to most_grad_scale; what makes the others goes "
+      "to logs of OPEN_LOG_BYTES for each OPEN_PIECE elements (optim/kernels.h, settled values).",
+      py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
+      py::arg("most_grad_scale"), py::arg("logs"));
+  module.def(
+      "adam_param_open",
+      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel);
+        check_half(grad_dtype, param_dtype);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          kernels.adam_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
+        });
+      },
+      "As adam_param, of the values that adam_param_between has left to logs.", py::arg("isa"), py::arg("master"),
+      py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
+      py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
 }
 
 // [Note: split masters]
@@ -383,10 +459,13 @@ void register_loss_scaler(py::module_& module) {
 void register_optim(py::module_& module) {
   py::module_ optim_module = module.def_submodule("optim", "Adam's leaf kernels and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
+  optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
+  optim_module.attr("OPEN_LOG_BYTES") = sizeof(OpenLog);
   optim_module.def("isa", [] { return optim::cpu_kernels().isa; }, "The ISA whose kernels this process uses.");
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_cpu_kernels(optim_module);
   register_cpu_sums(optim_module);
+  register_settled_values(optim_module);
   register_split_masters(optim_module);
 #ifdef PATRICKSTAR_WITH_CUDA
   register_cuda_kernels(optim_module);

@@ -138,6 +138,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_speculated_updates"] = counters.num_speculated_updates;
   result["num_committed_updates"] = counters.num_committed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
+  result["num_settled_updates"] = counters.num_settled_updates;
   result["num_states_passes"] = counters.num_states_passes;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
@@ -294,6 +295,7 @@ void register_runtime(py::module_& module) {
       .def("abort_forward", &Runtime::abort_forward, ReleaseGil())
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
       .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
+      .def("meet_ranks", &Runtime::meet_ranks, ReleaseGil())
       .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())

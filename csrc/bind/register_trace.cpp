@@ -97,6 +97,7 @@ void register_trace(py::module_& module) {
       .value("SCATTER", Track::kScatter)
       .value("HOST_ADAM", Track::kHostAdam)
       .value("HOST_STATES", Track::kHostStates)
+      .value("HOST_OPEN", Track::kHostOpen)
       .value("DEVICE_ADAM", Track::kDeviceAdam);
   py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
       .value("NONE", StallCause::kNone)

@@ -57,12 +57,15 @@ std::string reason_of(const std::exception& error) {
 // One round of messages between all ranks of a group. One thread at a time; abort() from any.
 class PeerMessages {
  public:
-  PeerMessages(const std::string& group_name, Milliseconds timeout)
+  PeerMessages(const std::string& group_name, Milliseconds timeout, const Members& members)
       : backend_(cpu_backend(group_name)),
         group_name_(group_name),
+        members_(members),
         rank_(backend_->getRank()),
         size_(backend_->getSize()),
-        timeout_(timeout) {}
+        timeout_(timeout) {
+    check_members(members_, size_);
+  }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -76,8 +79,20 @@ class PeerMessages {
     std::vector<Message> messages;
     // Own rank first, then upwards: ranks do not all send to the same one at the same time.
     for (int step = 1; step < size(); ++step)
-      post(messages, what, (rank() + step) % size(), theirs, &PeerMessages::recv);
-    for (int step = 1; step < size(); ++step) post(messages, what, (rank() + step) % size(), mine, &PeerMessages::send);
+      post(messages, what, at_peer((rank() + step) % size(), theirs), &PeerMessages::recv);
+    for (int step = 1; step < size(); ++step)
+      post(messages, what, at_peer((rank() + step) % size(), mine), &PeerMessages::send);
+    for (Message& message : messages) finish(message, what, started);
+    end();
+  }
+
+  // The same for any messages. gloo matches those of two ranks that have one tag in the order in which they are posted.
+  void exchange(const char* what, const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) {
+    const auto started = Clock::now();
+    begin(what, started);
+    std::vector<Message> messages;
+    for (const PeerBytes& bytes : receives) post(messages, what, bytes, &PeerMessages::recv);
+    for (const PeerBytes& bytes : sends) post(messages, what, bytes, &PeerMessages::send);
     for (Message& message : messages) finish(message, what, started);
     end();
   }
@@ -128,7 +143,8 @@ class PeerMessages {
   [[noreturn]] void fail(const char* what, int peer, const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_.empty()) {
-      failure_ = detail::join("rank ", peer, " of ", size(), " failed rank ", rank(), " in ", what, ": ", why);
+      const int here = members_.empty() ? rank() : members_.at(static_cast<size_t>(rank()));
+      failure_ = detail::join(describe_member(members_, peer, size()), " failed rank ", here, " in ", what, ": ", why);
     }
     running_.clear();
     is_running_ = false;
@@ -139,15 +155,18 @@ class PeerMessages {
   Work recv(std::vector<at::Tensor>& bytes, int peer) { return backend_->recv(bytes, peer, tag_); }
 
   template <class Buffer>
-  void post(std::vector<Message>& messages, const char* what, int peer, const Buffer& buffer,
-            Work (PeerMessages::*start)(std::vector<at::Tensor>&, int)) {
+  static PeerBytes at_peer(int peer, const Buffer& buffer) {
     const auto [address, num_bytes] = buffer(peer);
-    if (num_bytes == 0) return;
+    return {peer, address, num_bytes};
+  }
+  void post(std::vector<Message>& messages, const char* what, const PeerBytes& bytes,
+            Work (PeerMessages::*start)(std::vector<at::Tensor>&, int)) {
+    if (bytes.num_bytes == 0) return;
     try {
-      std::vector<at::Tensor> bytes = {at::from_blob(address, {num_bytes}, at::kByte)};
-      messages.push_back({(this->*start)(bytes, peer), peer});
+      std::vector<at::Tensor> tensors = {at::from_blob(bytes.address, {bytes.num_bytes}, at::kByte)};
+      messages.push_back({(this->*start)(tensors, bytes.peer), bytes.peer});
     } catch (const std::exception& error) {
-      fail(what, peer, reason_of(error));
+      fail(what, bytes.peer, reason_of(error));
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     running_.push_back(messages.back().work);
@@ -173,6 +192,7 @@ class PeerMessages {
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::string group_name_;
+  Members members_;
   int rank_;
   int size_;
   Milliseconds timeout_;  // of a whole round; kNoTimeout: the group's own for each message
@@ -187,7 +207,8 @@ class PeerMessages {
 
 class C10dCommunicator final : public Communicator {
  public:
-  explicit C10dCommunicator(const std::string& group_name) : messages_(group_name, kNoTimeout) {}
+  C10dCommunicator(const std::string& group_name, const Members& members)
+      : messages_(group_name, kNoTimeout, members) {}
 
   int rank() const override { return messages_.rank(); }
   int size() const override { return messages_.size(); }
@@ -205,6 +226,11 @@ class C10dCommunicator final : public Communicator {
         [&](int r) { return std::pair(place(scratch, r), shard_bytes); });
     std::memcpy(place(scratch, rank()), place(whole, rank()), static_cast<size_t>(shard_bytes));
     mean_of_ranks(scratch, size(), shard, dtype, shard_numel);
+  }
+
+  void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) override {
+    check_exchange(*this, sends, receives);
+    messages_.exchange("exchange", sends, receives);
   }
 
   void abort() override { messages_.abort(); }
@@ -239,7 +265,7 @@ std::string describe(const ExchangeHead& head) {
 
 class C10dControl final : public ControlGroup {
  public:
-  C10dControl(const std::string& group_name, Milliseconds timeout) : messages_(group_name, timeout) {}
+  C10dControl(const std::string& group_name, Milliseconds timeout) : messages_(group_name, timeout, {}) {}
 
   int rank() const override { return messages_.rank(); }
   int size() const override { return messages_.size(); }
@@ -308,8 +334,8 @@ class C10dControl final : public ControlGroup {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name) {
-  return std::make_unique<C10dCommunicator>(group_name);
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, const Members& members) {
+  return std::make_unique<C10dCommunicator>(group_name, members);
 }
 
 std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds) {
@@ -335,7 +361,7 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string&) { refuse(); }
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string&, const Members&) { refuse(); }
 std::unique_ptr<ControlGroup> make_c10d_control(const std::string&, double) { refuse(); }
 
 }  // namespace patrickstar

@@ -1,4 +1,5 @@
-// A communicator: a group of ranks and the flat collectives on whole chunks that run within it.
+// A communicator: a group of ranks, the flat collectives on whole chunks that run within it, and messages from rank to
+// rank.
 //
 // It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All ranks
 // of the group call the same collectives with the same sizes in the same order, each from one thread at a time. Two
@@ -17,6 +18,7 @@
 //
 //   communicator->all_gather(slot, shard_bytes);
 //   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
+//   communicator->exchange({{next, mine, num_bytes}}, {{before, theirs, num_bytes}});
 #pragma once
 
 #include <cstdint>
@@ -27,6 +29,21 @@
 #include "common/dtype.h"
 
 namespace patrickstar {
+
+// The ranks of a group by their numbers in the run, for errors. Empty: the group's own numbers are the run's.
+using Members = std::vector<int>;
+
+// "rank 2 of 3", or "rank 5 of a group of 3" where the group has numbers of the run.
+std::string describe_member(const Members& members, int rank, int size);
+// Throws ArgumentError unless `members` is empty or has `size` numbers.
+void check_members(const Members& members, int size);
+
+// Bytes that go to a rank of a group, or come from it.
+struct PeerBytes {
+  int peer;
+  void* address;
+  int64_t num_bytes;
+};
 
 class Communicator {
  public:
@@ -39,6 +56,11 @@ class Communicator {
   // Own shard of the elementwise mean over ranks ([Note: order of ranks]) into `shard`, which may lie in its place in
   // `whole`. `scratch` has room for `size` shards and is overwritten; `whole` is not needed afterwards.
   virtual void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) = 0;
+  // Messages to and from other ranks, all of them on their way at once, in any directions. What two ranks send each other
+  // is matched in the order of their lists, and both sides agree on each message's length; those of no bytes are left out.
+  // Ranks without messages call it as well. CUDA and CPU as all_gather. Throws ArgumentError for a peer that is no other
+  // rank of the group.
+  virtual void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) = 0;
   // Any thread. Stops what is running: calls of other threads throw RankFailure, device work ends. For failures.
   virtual void abort() = 0;
   // Any thread. Throws RankFailure when the communicator has failed.
@@ -78,9 +100,13 @@ class ControlGroup {
 std::unique_ptr<Communicator> make_single_communicator();
 std::unique_ptr<ControlGroup> make_single_control();
 
+// Throws what exchange() throws for messages that it refuses.
+void check_exchange(const Communicator& communicator, const std::vector<PeerBytes>& sends,
+                    const std::vector<PeerBytes>& receives);
+
 // A gloo group of torch.distributed, by its group_name; the group's own timeout is the collectives'. Throws
 // ArgumentError for a group that is unknown or has nothing for the CPU.
-std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name);
+std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, const Members& members);
 std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds);
 
 #ifdef PATRICKSTAR_WITH_CUDA
@@ -91,10 +117,12 @@ std::string make_nccl_id();
 // "2.28.9"
 std::string nccl_version();
 // Blocks until all `size` ranks have called it with the same id. Throws SystemError.
-std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device);
+std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device,
+                                                     const Members& members);
 // For the memory of `device`, which other ranks of the group may share: what is sent goes through host memory and `host`,
 // a group of the same ranks for that. Throws SystemError where the driver is too old.
-std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device);
+std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device,
+                                                            const Members& members);
 #endif
 
 }  // namespace patrickstar

@@ -105,10 +105,11 @@ class StagingMemory {
       void* block = nullptr;
       const cudaError_t error = cudaHostAlloc(&block, static_cast<size_t>(num_bytes), cudaHostAllocDefault);
       if (error != cudaSuccess) cudaGetLastError();  // the next launch of this thread would take it for its own
-      PS_CHECK(error == cudaSuccess, SystemError, num_bytes,
-               " bytes of host memory, through which ranks that share a GPU send a chunk, cannot be locked for "
-               "transfers (",
-               cudaGetErrorString(error), "); lower host_memory or default_chunk_size");
+      PS_CHECK(
+          error == cudaSuccess, SystemError, num_bytes,
+          " bytes of host memory, through which ranks that share a GPU send what they exchange, cannot be locked for "
+          "transfers (",
+          cudaGetErrorString(error), "); lower host_memory or default_chunk_size");
       blocks_.push_back(block);
       num_bytes_ = num_bytes;
     }
@@ -129,8 +130,8 @@ constexpr unsigned int kEventFlags = cudaEventDisableTiming | cudaEventBlockingS
 
 class CudaStagedCommunicator final : public Communicator {
  public:
-  CudaStagedCommunicator(std::unique_ptr<Communicator> host, int device)
-      : device_(static_cast<c10::DeviceIndex>(device)), host_(std::move(host)) {
+  CudaStagedCommunicator(std::unique_ptr<Communicator> host, int device, const Members& members)
+      : device_(static_cast<c10::DeviceIndex>(device)), host_(std::move(host)), members_(members) {
     const c10::cuda::CUDAGuard guard(device_);
     gate_ = std::make_unique<Gate>();
     copied_back_ = events_.take();
@@ -178,6 +179,26 @@ class CudaStagedCommunicator final : public Communicator {
         [&](char* staged, cudaStream_t stream) { copy(shard, staged, shard_bytes, stream); });
   }
 
+  void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) override {
+    check_exchange(*this, sends, receives);
+    int64_t num_bytes = 1;  // a rank without messages takes part as well
+    const Places sent = places(sends, num_bytes);
+    const Places received = places(receives, num_bytes);
+    enqueue(
+        "exchange", num_bytes,
+        [&](char* staged, cudaStream_t stream) {
+          for (size_t i = 0; i < sends.size(); ++i)
+            copy(staged + sent[i], sends[i].address, sends[i].num_bytes, stream);
+        },
+        [this, sends, receives, sent, received](char* staged) {
+          host_->exchange(at_places(sends, sent, staged), at_places(receives, received, staged));
+        },
+        [&](char* staged, cudaStream_t stream) {
+          for (size_t i = 0; i < receives.size(); ++i)
+            copy(receives[i].address, staged + received[i], receives[i].num_bytes, stream);
+        });
+  }
+
   // Waits for nobody and takes no lock: whoever enqueues may itself wait for the device.
   void abort() override {
     aborted_ = true;
@@ -213,6 +234,8 @@ class CudaStagedCommunicator final : public Communicator {
 
  private:
   using HostCollective = std::function<void(char*)>;
+  using Places = std::vector<int64_t>;
+  static constexpr int64_t kAlignment = 64;
 
   // On the current stream: `down` fills `num_bytes` of staging memory, `collective` runs on them, `up` takes them back.
   template <class Down, class Up>
@@ -258,6 +281,21 @@ class CudaStagedCommunicator final : public Communicator {
     if (failure == nullptr || aborted_) gate_->open(number);  // [Note: a gate stays closed]
   }
 
+  // Where messages lie in the staging memory: one after the other from `end` on, which is moved behind the last.
+  static Places places(const std::vector<PeerBytes>& messages, int64_t& end) {
+    Places places;
+    for (const PeerBytes& message : messages) {
+      end = (end + kAlignment - 1) / kAlignment * kAlignment;
+      places.push_back(end);
+      end += message.num_bytes;
+    }
+    return places;
+  }
+  static std::vector<PeerBytes> at_places(std::vector<PeerBytes> messages, const Places& places, char* staged) {
+    for (size_t i = 0; i < messages.size(); ++i) messages[i].address = staged + places[i];
+    return messages;
+  }
+
   // The worker's alone.
   char* scratch(int64_t num_bytes) {
     if (num_bytes > scratch_bytes_) {
@@ -273,12 +311,14 @@ class CudaStagedCommunicator final : public Communicator {
   }
 
   std::string describe() const {
-    return detail::join("the group of rank ", rank(), " of ", size(), " on cuda:", static_cast<int>(device_));
+    return detail::join("the group of ", describe_member(members_, rank(), size()),
+                        " on cuda:", static_cast<int>(device_));
   }
 
   const ProcessFork made_in_ = ProcessFork::current();
   c10::DeviceIndex device_;
   std::unique_ptr<Communicator> host_;
+  Members members_;
   std::unique_ptr<Gate> gate_;
   CudaEventPool events_{kEventFlags};
   std::atomic<bool> aborted_{false};
@@ -299,8 +339,9 @@ class CudaStagedCommunicator final : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device) {
-  return std::make_unique<CudaStagedCommunicator>(std::move(host), device);
+std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device,
+                                                            const Members& members) {
+  return std::make_unique<CudaStagedCommunicator>(std::move(host), device, members);
 }
 
 }  // namespace patrickstar

@@ -2,6 +2,9 @@
 //
 // The mean over ranks is not NCCL's reduction: shards travel as they are, and one kernel adds them up in the order of
 // ranks ([Note: order of ranks]). That is as many bytes over the links as a reduce-scatter.
+//
+// Two ranks are connected by their first message, for which enqueuing waits. So whoever makes a communicator sends something
+// between all of its ranks first.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -85,15 +88,14 @@ class PendingCollectives {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const ncclUniqueId& id, int rank, int size, int device)
-      : device_(static_cast<c10::DeviceIndex>(device)), rank_(rank), size_(size) {
+  NcclCommunicator(const ncclUniqueId& id, int rank, int size, int device, const Members& members)
+      : device_(static_cast<c10::DeviceIndex>(device)), rank_(rank), size_(size), members_(members) {
     const c10::cuda::CUDAGuard guard(device_);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
     const ncclResult_t result = ncclCommInitRankConfig(&comm_, size, id, rank, &config);
-    PS_CHECK(result == ncclSuccess, SystemError, "NCCL could not connect rank ", rank, " of ", size,
-             " on cuda:", device, ": ", ncclGetErrorString(result), " (", ncclGetLastError(nullptr),
-             "); NCCL_DEBUG=INFO says more");
+    PS_CHECK(result == ncclSuccess, SystemError, "NCCL could not connect ", describe(), ": ",
+             ncclGetErrorString(result), " (", ncclGetLastError(nullptr), "); NCCL_DEBUG=INFO says more");
   }
 
   ~NcclCommunicator() override { close(); }
@@ -122,6 +124,18 @@ class NcclCommunicator final : public Communicator {
                   stream);
       copy(place(whole, rank_), place(scratch, rank_), shard_bytes, stream);
       cuda::mean_of_ranks(scratch, size_, shard, dtype, shard_numel, stream);
+    });
+  }
+
+  void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) override {
+    check_exchange(*this, sends, receives);
+    enqueue("exchange", [&](cudaStream_t stream) {
+      all_at_once([&] {
+        ncclResult_t result = ncclSuccess;
+        for (size_t i = 0; i < sends.size() && result == ncclSuccess; ++i) result = send(sends[i], stream);
+        for (size_t i = 0; i < receives.size() && result == ncclSuccess; ++i) result = receive(receives[i], stream);
+        return result;
+      });
     });
   }
 
@@ -165,15 +179,32 @@ class NcclCommunicator final : public Communicator {
   // Sends mine(r) to and receives theirs(r) from every other rank, all at once.
   template <class Mine, class Theirs>
   void swap_shards(const Mine& mine, const Theirs& theirs, int64_t num_bytes, cudaStream_t stream) {
-    const auto count = static_cast<size_t>(num_bytes);
+    all_at_once([&] {
+      ncclResult_t result = ncclSuccess;
+      for (int step = 1; step < size_ && result == ncclSuccess; ++step) {
+        const int to = (rank_ + step) % size_;
+        const int from = (rank_ + size_ - step) % size_;
+        result = send({to, mine(to), num_bytes}, stream);
+        if (result == ncclSuccess) result = receive({from, theirs(from), num_bytes}, stream);
+      }
+      return result;
+    });
+  }
+
+  ncclResult_t send(const PeerBytes& bytes, cudaStream_t stream) {
+    if (bytes.num_bytes == 0) return ncclSuccess;
+    return ncclSend(bytes.address, static_cast<size_t>(bytes.num_bytes), ncclInt8, bytes.peer, comm_, stream);
+  }
+  ncclResult_t receive(const PeerBytes& bytes, cudaStream_t stream) {
+    if (bytes.num_bytes == 0) return ncclSuccess;
+    return ncclRecv(bytes.address, static_cast<size_t>(bytes.num_bytes), ncclInt8, bytes.peer, comm_, stream);
+  }
+
+  // The sends and receives of `calls`, which returns their first error.
+  template <class Calls>
+  void all_at_once(const Calls& calls) {
     check_call(ncclGroupStart(), "ncclGroupStart");
-    ncclResult_t first = ncclSuccess;
-    for (int step = 1; step < size_ && first == ncclSuccess; ++step) {
-      const int to = (rank_ + step) % size_;
-      const int from = (rank_ + size_ - step) % size_;
-      first = ncclSend(mine(to), count, ncclInt8, to, comm_, stream);
-      if (first == ncclSuccess) first = ncclRecv(theirs(from), count, ncclInt8, from, comm_, stream);
-    }
+    const ncclResult_t first = calls();
     const ncclResult_t ended =
         ncclGroupEnd();  // also after an error, or this thread's later calls would join the group
     check_call(first, "ncclSend or ncclRecv");
@@ -186,28 +217,28 @@ class NcclCommunicator final : public Communicator {
   }
 
   void check_unlocked(const char* what) {
-    PS_CHECK(!aborted_, RankFailure, "the group of rank ", rank_, " of ", size_, " on cuda:", device_index(),
-             " was closed or aborted before ", what);
+    PS_CHECK(!aborted_, RankFailure, "the group of ", describe(), " was closed or aborted before ", what);
     ncclResult_t result = ncclSuccess;
     check_call(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
-    PS_CHECK(result == ncclSuccess || result == ncclInProgress, RankFailure, "a collective of rank ", rank_, " of ",
-             size_, " on cuda:", device_index(), " failed: ", ncclGetErrorString(result), " (", ncclGetLastError(comm_),
-             ")");
+    PS_CHECK(result == ncclSuccess || result == ncclInProgress, RankFailure, "a collective of ", describe(),
+             " failed: ", ncclGetErrorString(result), " (", ncclGetLastError(comm_), ")");
   }
   void check_call(ncclResult_t result, const char* call) const {
     if (result == ncclSuccess) return;
-    const std::string message = detail::join(call, " failed on rank ", rank_, " of ", size_,
-                                             " on cuda:", device_index(), ": ", ncclGetErrorString(result));
+    const std::string message = detail::join(call, " failed on ", describe(), ": ", ncclGetErrorString(result));
     // What a broken connection looks like; everything else is this rank's own fault.
     const bool other = result == ncclRemoteError || result == ncclSystemError || aborted_;
     if (other) throw RankFailure(message);
     throw SystemError(message);
   }
-  int device_index() const { return static_cast<int>(device_); }
+  std::string describe() const {
+    return detail::join(describe_member(members_, rank_, size_), " on cuda:", static_cast<int>(device_));
+  }
 
   c10::DeviceIndex device_;
   int rank_;
   int size_;
+  Members members_;
   std::atomic<bool> aborted_{false};
   std::timed_mutex mutex_;  // held while something is enqueued
   ncclComm_t comm_ = nullptr;
@@ -230,13 +261,15 @@ std::string nccl_version() {
   return detail::join(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
-std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device) {
+std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device,
+                                                     const Members& members) {
   ncclUniqueId unique_id;
   PS_CHECK(id.size() == sizeof(unique_id.internal), ArgumentError, "an NCCL id has ", sizeof(unique_id.internal),
            " bytes, got ", id.size(), "; pass what make_nccl_id() returned");
   PS_CHECK(0 <= rank && rank < size, ArgumentError, "rank is ", rank, " of ", size, ", it must be from 0 to size - 1");
+  check_members(members, size);
   std::memcpy(unique_id.internal, id.data(), id.size());
-  return std::make_unique<NcclCommunicator>(unique_id, rank, size, device);
+  return std::make_unique<NcclCommunicator>(unique_id, rank, size, device, members);
 }
 
 }  // namespace patrickstar

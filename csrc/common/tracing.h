@@ -43,10 +43,11 @@ enum class Track : uint8_t {
   kScatter,     // the queue of gradients' collectives
   kHostAdam,    // the worker of the host's updates
   kHostStates,  // the same worker, updating states whose parameters it has computed before
+  kHostOpen,    // the same worker, computing parameters that it left open before
   kDeviceAdam,  // the compute queue, updating
 };
 
-constexpr int kNumTracks = 8;
+constexpr int kNumTracks = 9;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {

@@ -362,6 +362,11 @@ bool Runtime::can_repeat_forward() {
   return open->turns.can_repeat_forward();
 }
 
+void Runtime::meet_ranks() {
+  const Entry open = compute();
+  if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
+}
+
 void Runtime::undo_forward() {
   const Entry open = compute();
   open->tracker.release_all();
@@ -415,9 +420,9 @@ double Runtime::prepare_step() {
   return sum;
 }
 
-void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+void Runtime::apply_step(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
   const Entry open = compute();
-  open->updates.apply(groups, grad_scale);
+  open->updates.apply(groups, grad_scale, clip_ratio);
   ++open->memory.counters().num_steps;
   finish_step(*open, StepOutcome::kApplied);
 }

@@ -106,6 +106,9 @@ class Runtime final : public UseListener {
   // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if it
   // had not begun. Its activations are gone by then.
   bool can_repeat_forward();
+  // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the engine's:
+  // returns when they have, each served with what it needed on the way. In a replay nobody has to be waited for.
+  void meet_ranks();
   void undo_forward();
   // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
   void vacate_device(Vacate what);
@@ -116,7 +119,7 @@ class Runtime final : public UseListener {
 
   // Step.
   double prepare_step();  // the gradients' sum of squares
-  void apply_step(const std::vector<GroupOptions>& groups, double grad_scale);
+  void apply_step(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
   void skip_step();
   void clear_gradients();
   // Goes back to fetching on demand until the next step is over (what changes is time, not numbers).

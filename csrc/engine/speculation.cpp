@@ -22,11 +22,12 @@ Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates,
       backend_(backend),
       mode_(mode),
       reserve_bytes_(reserve_bytes),
-      pending_(static_cast<size_t>(num_chunks)) {}
+      pending_(static_cast<size_t>(num_chunks)),
+      open_(num_chunks, arena, updates) {}
 
 Speculation::~Speculation() { release_memory(); }
 
-void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
+void Speculation::expect(std::vector<GroupOptions> groups, ScaleBounds scales) {
   if (is_on() && backwards_to_wait_ > 0) {
     --backwards_to_wait_;
     active_ = false;
@@ -34,13 +35,17 @@ void Speculation::expect(std::vector<GroupOptions> groups, double grad_scale) {
   }
   active_ = is_on() && !groups.empty();
   groups_ = std::move(groups);
-  grad_scale_ = grad_scale;
+  scales_ = scales;
 }
 
 void Speculation::choose(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
   chosen_ = std::move(choice.chosen);
+  chosen_bytes_ = 0;
+  for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
+    if (chosen_[chunk] != Ahead::kNothing) chosen_bytes_ += sizes[chunk].second;
+  }
   reserve(std::move(choice.blocks));
 }
 
@@ -66,13 +71,27 @@ HostBlock Speculation::try_allocate_param(int64_t num_bytes) {
 NewValues Speculation::try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes) {
   NewValues values;
   values.param = try_allocate_param(param_bytes);
-  const bool everything = ahead(chunk) == Ahead::kEverything && failures_ == 0 && allows(3 * state_bytes);
+  const bool is_sure = scales_.is_exact() && failures_ == 0;
+  const bool everything = ahead(chunk) == Ahead::kEverything && is_sure && allows(3 * state_bytes);
   if (!values.param || !everything) return values;
   for (HostBlock& block : values.states) block = arena_.try_allocate_prepared(state_bytes);
   const bool complete = std::all_of(values.states.begin(), values.states.end(),
                                     [](const HostBlock& block) { return static_cast<bool>(block); });
   if (!complete) values.states = {};
   return values;
+}
+
+void Speculation::prepare_open() {
+  if (!active_ || scales_.is_exact() || chosen_.empty()) return free_open();
+  int64_t left = arena_.free_bytes() - reserve_bytes_ - chosen_bytes_;
+  for (const auto& [event, block] : leaving_) left += block.num_bytes;
+  open_.take(std::max<int64_t>(left, 0), chosen_bytes_ / 2);  // parameters of 16 bits
+}
+
+void Speculation::free_open() {
+  if (open_.is_empty()) return;
+  Event after;
+  for (HostBlock& block : open_.give_back(after)) leaving_.emplace_back(after, std::move(block));
 }
 
 void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
@@ -87,7 +106,7 @@ void Speculation::start(ChunkId chunk, HostUpdate update, NewValues values) {
 bool Speculation::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
   const bool started = std::any_of(pending_.begin(), pending_.end(), [](const Pending& p) { return p.cancelled; });
   if (!started) return false;
-  if (active_ && groups == groups_ && grad_scale == grad_scale_) {
+  if (active_ && groups == groups_ && scales_.contains(grad_scale)) {
     failures_ = 0;
     return true;
   }
@@ -140,6 +159,7 @@ void Speculation::release_memory() {
   num_shortages_ = std::min(num_shortages_ + 1, kMostShortages);
   backwards_to_wait_ = pause_after_shortage(num_shortages_);
   cancel_all();
+  free_open();
   for (const auto& [event, block] : leaving_) backend_.settle(event);
   free_completed();
   arena_.release_reserved();

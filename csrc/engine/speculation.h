@@ -7,11 +7,13 @@
 // what is taken over was computed from the very inputs of the step, so results do not depend on it.
 //
 // That memory takes 14 bytes per parameter in 16-bit training. Where there is less, new parameters alone are computed
-// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h).
+// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h). So it
+// is where clipping acts, and 16-bit parameters are then computed for all factors near the last one ([Note: settled
+// values], optim/kernels.h): the step makes those again that differ among these.
 //
-//   expect(groups, grad_scale)     before a backward
+//   expect(groups, scales)         before a backward
 //   start(chunk, update, ...)      its gradient is complete
-//   begin_step(groups, grad_scale) true when they are the expected ones
+//   begin_step(groups, grad_scale) true when they are among the expected ones
 //   take(chunk)                    its new values; or cancel(chunk)
 //
 // Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
@@ -27,6 +29,8 @@
 #include <vector>
 
 #include "common/types.h"
+#include "engine/open_memory.h"
+#include "engine/scale_forecast.h"
 #include "engine/update_jobs.h"
 #include "memory/host_arena.h"
 #include "plan/host_demand.h"
@@ -46,10 +50,11 @@ class Speculation {
               int64_t reserve_bytes);
   ~Speculation();
 
-  void expect(std::vector<GroupOptions> groups, double grad_scale);
-  bool commits() const { return mode_ == SpeculationMode::kCommit && !groups_.empty(); }
+  void expect(std::vector<GroupOptions> groups, ScaleBounds scales);
+  bool is_committing() const { return mode_ == SpeculationMode::kCommit; }
+  bool commits() const { return is_committing() && !groups_.empty(); }
   const std::vector<GroupOptions>& expected_groups() const { return groups_; }
-  double expected_grad_scale() const { return grad_scale_; }
+  const ScaleBounds& expected_scales() const { return scales_; }
 
   // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
   // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
@@ -61,6 +66,8 @@ class Speculation {
   bool wants(ChunkId chunk) const { return active_ && ahead(chunk) != Ahead::kNothing; }
   // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
   bool succeeds(ChunkId chunk) const { return is_on() && backwards_to_wait_ == 0 && ahead(chunk) != Ahead::kNothing; }
+  // How much of the chunk's update there is memory for.
+  Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
 
   // Whether memory may be used to compute parameters first. Only after choose(): before, what is free may be meant for
   // states that are still to be made.
@@ -70,6 +77,10 @@ class Speculation {
   // Memory for as many of a chunk's new values as are to be computed ahead; the same.
   NewValues try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
+  // Before a backward, when chunks were chosen: memory for values that are open, where the scale is not known exactly.
+  void prepare_open();
+  // Where open values of these jobs, a chunk's, are kept.
+  void keep_open(ChunkId chunk, std::vector<optim::AdamJob>& jobs) { open_.keep(chunk, jobs); }
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
@@ -93,9 +104,9 @@ class Speculation {
     NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
   };
-  Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
   bool allows(int64_t num_bytes) const { return num_bytes + reserve_bytes_ <= arena_.free_bytes(); }
   void reserve(std::vector<int64_t> blocks);
+  void free_open();
 
   HostArena& arena_;
   HostUpdates& updates_;
@@ -104,9 +115,11 @@ class Speculation {
   int64_t reserve_bytes_;
   std::vector<Pending> pending_;  // by chunk
   std::vector<Ahead> chosen_;     // by chunk
+  int64_t chosen_bytes_ = 0;      // of their parameters
+  OpenMemory open_;
   std::vector<std::pair<Event, HostBlock>> leaving_;
   std::vector<GroupOptions> groups_;
-  double grad_scale_ = 0;
+  ScaleBounds scales_;
   bool active_ = false;
   int failures_ = 0;       // in a row
   int num_shortages_ = 0;  // when others needed its memory

@@ -95,7 +95,8 @@ void StepPlanner::adopt(std::optional<StepTimes> times) {
              now.size(), " chunks; make the plan again");
     // Where the states are is known; whether updates start ahead of the step was seen by the plan's run alone.
     for (size_t chunk = 0; chunk < now.size(); ++chunk) {
-      if (now[chunk] != UpdateAt::kHostAfterNorm || then[chunk] != UpdateAt::kHostAtRetire) then[chunk] = now[chunk];
+      const bool started = then[chunk] == UpdateAt::kHostAtRetire || then[chunk] == UpdateAt::kHostParamFirst;
+      if (now[chunk] != UpdateAt::kHostAfterNorm || !started) then[chunk] = now[chunk];
     }
     times_ = std::move(times);
   }
@@ -135,8 +136,7 @@ std::vector<UpdateAt> StepPlanner::update_times() const {
     } else if (store_.has_states_on_device(chunk)) {
       result.push_back(UpdateAt::kDeviceAfterNorm);
     } else {
-      const bool early = updates_.updates_early(chunk) && !gradients_.accumulates();
-      result.push_back(early ? UpdateAt::kHostAtRetire : UpdateAt::kHostAfterNorm);
+      result.push_back(gradients_.accumulates() ? UpdateAt::kHostAfterNorm : updates_.host_update_at(chunk));
     }
   }
   return result;

@@ -33,6 +33,20 @@ optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count,
   return scalars;
 }
 
+Track track_of(Pass pass) {
+  switch (pass) {
+    case Pass::kStates:
+      return Track::kHostStates;
+    case Pass::kOpen:
+      return Track::kHostOpen;
+    case Pass::kWhole:
+    case Pass::kParam:
+    case Pass::kBetween:
+      break;
+  }
+  return Track::kHostAdam;
+}
+
 // Around the work of an update, on the thread that does it; nothing when nobody wants to know.
 class HostSpanScope {
  public:
@@ -156,9 +170,8 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 }
 
 Event HostUpdates::submit(HostUpdate update) {
-  const Track track = update.pass == Pass::kStates ? Track::kHostStates : Track::kHostAdam;
-  const std::shared_ptr<HostSpan> span =
-      tracer_.open_host_span(update_label(track, update.chunk, update.jobs), update.cancelled);
+  const SpanLabel label = update_label(track_of(update.pass), update.chunk, update.jobs);
+  const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update.cancelled);
   return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
     const HostSpanEnd end(span.get());
     if (!shared->is_cancelled()) run(*shared, span.get());
@@ -174,7 +187,17 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   for (const Carry& carry : update.carries) {
     std::memcpy(carry.out, carry.in, static_cast<size_t>(carry.num_bytes));
   }
-  update.pass == Pass::kParam ? compute_.adam_param(update.jobs) : compute_.adam(update.jobs);
+  switch (update.pass) {
+    case Pass::kWhole:
+    case Pass::kStates:
+      return compute_.adam(update.jobs);
+    case Pass::kParam:
+      return compute_.adam_param(update.jobs);
+    case Pass::kBetween:
+      return compute_.adam_param_between(update.jobs);
+    case Pass::kOpen:
+      return compute_.adam_param_open(update.jobs);
+  }
 }
 
 }  // namespace patrickstar

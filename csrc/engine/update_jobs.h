@@ -18,6 +18,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -58,6 +59,7 @@ struct GroupOptions {
 struct NewValues {
   std::array<HostBlock, 3> states;  // in the order of optimizer_arrays(), or empty
   HostBlock param;
+  bool is_settled = true;  // else some of `param` are open
   Event done;
 
   bool has_states() const { return static_cast<bool>(states.front()); }
@@ -71,6 +73,8 @@ enum class Pass : uint8_t {
   kWhole,
   kParam,   // writes the compute value
   kStates,  // writes the states
+  kBetween,  // writes compute values as far as they are settled, and keeps what makes the others ([Note: settled values])
+  kOpen,     // writes these
 };
 
 // Where the new compute value goes.
@@ -150,6 +154,8 @@ class HostUpdates {
 
   // Complete when the update is.
   Event submit(HostUpdate update);
+  // What other passes than updates need on the queue, in its order.
+  Event submit_task(std::function<void()> task) { return queue_.submit(std::move(task)); }
 
  private:
   void run(const HostUpdate& update, HostSpan* span);

@@ -48,14 +48,25 @@ bool Updates::belongs_on_device(ChunkId chunk) const {
   });
 }
 
-void Updates::expect(const std::vector<GroupOptions>& groups, double grad_scale) {
+void Updates::expect(const std::vector<GroupOptions>& groups, double full_scale) {
   held_back_ = -1;
-  speculation_.expect(groups, grad_scale);
+  speculation_.expect(groups, settles_values() ? forecast_.next(full_scale) : ScaleBounds{full_scale, full_scale});
+}
+
+bool Updates::settles_values() const {
+  const std::vector<ChunkSpec>& chunks = store_.layout().chunks();
+  return !speculation_.is_committing() && std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
+    return chunk.trainable && chunk.dtype != DType::kFloat32;
+  });
 }
 
 void Updates::choose_speculation() {
+  if (speculation_.must_choose()) choose_chunks();
+  speculation_.prepare_open();
+}
+
+void Updates::choose_chunks() {
   const Layout& layout = store_.layout();
-  if (!speculation_.must_choose()) return;
   std::vector<std::pair<int64_t, int64_t>> sizes(static_cast<size_t>(layout.num_chunks()));
   bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
@@ -65,6 +76,13 @@ void Updates::choose_speculation() {
     any = true;
   }
   if (any) speculation_.choose(sizes);
+}
+
+UpdateAt Updates::host_update_at(ChunkId chunk) const {
+  if (speculation_.commits()) return UpdateAt::kHostAtRetire;
+  if (!speculation_.succeeds(chunk)) return UpdateAt::kHostAfterNorm;
+  const bool everything = speculation_.ahead(chunk) == Ahead::kEverything && speculation_.expected_scales().is_exact();
+  return everything ? UpdateAt::kHostAtRetire : UpdateAt::kHostParamFirst;
 }
 
 void Updates::start_early(ChunkId chunk) {
@@ -86,7 +104,7 @@ void Updates::commit(ChunkId chunk) {
   if (pager_.next_use(param) != NextUse::kNever) return;
   // Gradients that have no place to wait in are applied in the first step already.
   if (store_.chunk(chunk).splits_master()) make_states(chunk);
-  const auto scale = static_cast<float>(speculation_.expected_grad_scale());
+  const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
   } else if (has_states(chunk, Tier::kHost) && grad.on_host) {
@@ -138,22 +156,27 @@ void Updates::speculate(ChunkId chunk) {
   ArrayRecord& record = memory_.array(grad);
   if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
   if (!record.on_host || !gradients_.has_any(chunk) || !has_states(chunk, Tier::kHost)) return;
+  const ScaleBounds& scales = speculation_.expected_scales();
+  const ChunkSpec& spec = store_.chunk(chunk);
+  if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
   NewValues values =
       speculation_.try_allocate(chunk, store_.num_bytes({chunk, ArrayKind::kMaster}), store_.num_bytes(grad));
   if (!values.param) return;
+  values.is_settled = scales.is_exact();
   UpdateTarget target{};
   target.grad = record.block.data;
-  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.grad_dtype = spec.dtype;
   target.param = values.param.data;
   target.apart = values.has_states() ? &values : nullptr;
   HostUpdate update;
-  update.pass = values.has_states() ? Pass::kWhole : Pass::kParam;
+  update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
   update.after.push_back(record.host_ready);
   for (ArrayKind kind : optimizer_arrays()) update.after.push_back(memory_.array({chunk, kind}).host_ready);
   update.restores = jobs_.restores(chunk, target);
   update.carries = jobs_.carries(chunk, values);
-  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(speculation_.expected_grad_scale()),
-            update.jobs);
+  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
+  for (optim::AdamJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
+  if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
   speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
 }
@@ -164,16 +187,7 @@ void Updates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, 
   if (values.has_states()) {
     take_over_states(chunk, values);
   } else {
-    const ArrayRecord& grad = memory_.array(grad_of(chunk));
-    StatesPass pass;
-    UpdateTarget target{};
-    target.grad = grad.block.data;
-    target.grad_dtype = store_.chunk(chunk).dtype;
-    pass.chunks = {chunk};
-    pass.update.after = {grad.host_ready, values.done};
-    jobs_.add(chunk, target, groups, grad_scale, pass.update.jobs);
-    pass.gradients.push_back(take_gradient(chunk));
-    states_passes_.push_back(std::move(pass));
+    take_over_params(chunk, values, groups, grad_scale);
   }
   discard_values(chunk);
   ArrayRecord& param = memory_.array(param_of(chunk));
@@ -192,6 +206,31 @@ void Updates::take_over_states(ChunkId chunk, NewValues& values) {
     record.host_ready = values.done;
   }
   speculation_.free_after(take_gradient(chunk), values.done);
+}
+
+void Updates::take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
+                               float grad_scale) {
+  const ArrayRecord& grad = memory_.array(grad_of(chunk));
+  UpdateTarget target{};
+  target.grad = grad.block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = values.param.data;
+  StatesPass rest;
+  rest.chunks = {chunk};
+  jobs_.add(chunk, target, groups, grad_scale, rest.update.jobs);
+  if (!values.is_settled) {
+    HostUpdate open;
+    open.chunk = chunk;
+    open.pass = Pass::kOpen;
+    open.jobs = rest.update.jobs;
+    speculation_.keep_open(chunk, open.jobs);
+    open.after = {values.done};
+    values.done = host_updates_.submit(std::move(open));
+    ++memory_.counters().num_settled_updates;
+  }
+  rest.update.after = {grad.host_ready, values.done};
+  rest.gradients.push_back(take_gradient(chunk));
+  states_passes_.push_back(std::move(rest));
 }
 
 HostBlock Updates::take_gradient(ChunkId chunk) {
@@ -227,11 +266,12 @@ void Updates::cancel_all() {
   speculation_.cancel_all();
 }
 
-void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale) {
+void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
   const auto scale = static_cast<float>(grad_scale);
-  if (groups != speculation_.expected_groups() || grad_scale != speculation_.expected_grad_scale()) {
+  if (groups != speculation_.expected_groups() || !speculation_.expected_scales().contains(grad_scale)) {
     check_nothing_committed("a step with other options");
   }
+  forecast_.note(clip_ratio);
   const bool as_expected = begin_step(groups, grad_scale);
   try {
     apply_to_all(groups, scale, as_expected);

@@ -17,8 +17,10 @@
 
 #include "engine/gradients.h"
 #include "engine/pager.h"
+#include "engine/scale_forecast.h"
 #include "engine/speculation.h"
 #include "engine/update_jobs.h"
+#include "plan/simulator.h"
 
 namespace patrickstar {
 
@@ -27,7 +29,8 @@ class Updates {
   Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation);
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
-  void expect(const std::vector<GroupOptions>& groups, double grad_scale);
+  // `full_scale`: of gradients, where clipping does not act.
+  void expect(const std::vector<GroupOptions>& groups, double full_scale);
   // The chunk's gradient is complete and where its states are, or on its way there.
   void start_early(ChunkId chunk);
   // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
@@ -35,10 +38,10 @@ class Updates {
   // It is decided anew, since there are more states.
   void forget_choice() { speculation_.forget_choice(); }
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
-  void apply(const std::vector<GroupOptions>& groups, double grad_scale);
+  void apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 
-  // Whether the chunk's updates on the host start ahead of the step, from step to step.
-  bool updates_early(ChunkId chunk) const { return speculation_.commits() || speculation_.succeeds(chunk); }
+  // When the chunk's updates on the host start, from step to step.
+  UpdateAt host_update_at(ChunkId chunk) const;
 
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
@@ -65,6 +68,9 @@ class Updates {
     std::vector<HostBlock> gradients;  // that end with it
   };
 
+  // In 32 bits nearly no value is settled: those of the scale where clipping does not act are computed ahead, or none.
+  bool settles_values() const;
+  void choose_chunks();
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
@@ -87,6 +93,8 @@ class Updates {
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
   void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void take_over_states(ChunkId chunk, NewValues& values);
+  // The states behind the new parameters, of which those that are open are made now.
+  void take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
   // The gradient's memory, which is no longer the gradient's.
   HostBlock take_gradient(ChunkId chunk);
   void discard_values(ChunkId chunk);
@@ -102,6 +110,7 @@ class Updates {
   HostUpdates& host_updates_;
   Speculation& speculation_;
   UpdateJobs jobs_;
+  ScaleForecast forecast_;
   std::vector<StatesPass> states_passes_;  // of the step that is being applied
   std::vector<uint8_t> committed_;         // by chunk
   int num_committed_ = 0;

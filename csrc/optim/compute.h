@@ -9,12 +9,17 @@
 
 #include "common/thread_pool.h"
 #include "optim/kernels.h"
+#include "optim/open_store.h"
 
 namespace patrickstar::optim {
 
 struct AdamJob {
   AdamRange range;
   AdamScalars scalars;
+  // [Note: settled values]
+  float most_grad_scale = 0;
+  OpenValues* open = nullptr;  // of each piece
+  OpenStore* store = nullptr;  // which they are kept in
 };
 
 class Compute {
@@ -33,6 +38,10 @@ class HostCompute : public Compute {
  public:
   // The new parameters of `jobs` and nothing else, as adam() would write them.
   virtual void adam_param(const std::vector<AdamJob>& jobs) = 0;
+  // [Note: settled values]: of those that are rounded alike for all scales up to `most_grad_scale`, and of the others,
+  // which are in `store`.
+  virtual void adam_param_between(const std::vector<AdamJob>& jobs) = 0;
+  virtual void adam_param_open(const std::vector<AdamJob>& jobs) = 0;
   // [Note: split masters]
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,

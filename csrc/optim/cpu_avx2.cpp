@@ -53,6 +53,22 @@ struct Vector {
     return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
   }
 
+  // [Note: settled values]
+  static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static Float by_sign(Float sign, Float if_negative, Float otherwise) {
+    return _mm256_blendv_ps(otherwise, if_negative, sign);
+  }
+  static unsigned unordered(Float a, Float b) {
+    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)));
+  }
+  template <DType kType>
+  static unsigned differ(Float a, Float b) {
+    const __m128i same =
+        kType == DType::kBFloat16 ? _mm_cmpeq_epi16(to_bf16(a), to_bf16(b)) : _mm_cmpeq_epi16(to_f16(a), to_f16(b));
+    return static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(same, same))) % 256u ^ 255u;
+  }
+
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
     const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(upper)), 16);
     const __m256i carry = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(sign), 31), 16);

@@ -56,6 +56,19 @@ struct Vector {
     return _mm512_fixupimm_ps(_mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)), a, _mm512_set1_epi32(0x11111100), 0);
   }
 
+  // [Note: settled values]
+  static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
+  static Float by_sign(Float sign, Float if_negative, Float otherwise) {
+    return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(sign)), otherwise, if_negative);
+  }
+  static unsigned unordered(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+  template <DType kType>
+  static unsigned differ(Float a, Float b) {
+    if constexpr (kType == DType::kBFloat16) return _mm256_cmpneq_epi16_mask(to_bf16(a), to_bf16(b));
+    return _mm256_cmpneq_epi16_mask(to_f16(a), to_f16(b));
+  }
+
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
     const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(upper)), 16);
     const __m512i carry = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(sign), 31), 16);

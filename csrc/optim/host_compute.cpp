@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <memory>
 
 #include "optim/compute.h"
 
@@ -7,6 +8,7 @@ namespace patrickstar::optim {
 namespace {
 
 constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data, and whole blocks of statistics
+static_assert(kGrain % kOpenPiece == 0);
 
 void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
 const void* at(const void* data, DType dtype, int64_t index) {
@@ -28,12 +30,47 @@ AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
           range.master_type};
 }
 
+// Of one thread, for one piece at a time.
+class OpenScratch {
+ public:
+  OpenValues values() const { return OpenValues::in(memory_.get(), kCapacity); }
+
+ private:
+  static constexpr int64_t kCapacity = kOpenPiece / 16;
+  const std::unique_ptr<char[]> memory_{new char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]};
+};
+
 class PoolCompute final : public HostCompute {
  public:
   explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
 
-  void adam(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam); }
-  void adam_param(const std::vector<AdamJob>& jobs) override { run(jobs, kernels_.adam_param); }
+  void adam(const std::vector<AdamJob>& jobs) override {
+    run(jobs, 1, [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam(range, job.scalars); });
+  }
+  void adam_param(const std::vector<AdamJob>& jobs) override {
+    run(jobs, 1,
+        [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam_param(range, job.scalars); });
+  }
+  void adam_param_between(const std::vector<AdamJob>& jobs) override {
+    int64_t numel = 0;
+    for (const AdamJob& job : jobs) numel += job.range.numel;
+    if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
+    run(jobs, kOpenPiece, [this](const AdamRange& range, const AdamJob& job, int64_t first) {
+      static thread_local OpenScratch scratch;
+      OpenValues* kept = job.open + first / kOpenPiece;
+      for_pieces(range, [&](const AdamRange& piece) {
+        OpenValues open = scratch.values();
+        kernels_.adam_param_between(piece, job.scalars, job.most_grad_scale, &open);
+        *kept++ = job.store->keep(open);
+      });
+    });
+  }
+  void adam_param_open(const std::vector<AdamJob>& jobs) override {
+    run(jobs, kOpenPiece, [this](const AdamRange& range, const AdamJob& job, int64_t first) {
+      const OpenValues* kept = job.open + first / kOpenPiece;
+      for_pieces(range, [&](const AdamRange& piece) { kernels_.adam_param_open(piece, job.scalars, *kept++); });
+    });
+  }
   void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
     split(numel, [&](int64_t i, int64_t size) {
       kernels_.split_master(master + i, param + i, lower + i, variance + i, size);
@@ -68,14 +105,15 @@ class PoolCompute final : public HostCompute {
   }
 
  private:
-  // Jobs are laid end to end and split evenly, so that many small ones still keep all threads busy.
+  // kernel(a part, of this job, from this element on), which is a multiple of `unit`. Jobs are laid end to end and split
+  // evenly, so that many small ones still keep all threads busy.
   template <typename Kernel>
-  void run(const std::vector<AdamJob>& jobs, Kernel kernel) {
+  void run(const std::vector<AdamJob>& jobs, int64_t unit, const Kernel& kernel) {
     std::vector<int64_t> starts;
     int64_t total = 0;
     for (const AdamJob& job : jobs) {
       starts.push_back(total);
-      total += job.range.numel;
+      total += (job.range.numel + unit - 1) / unit * unit;
     }
     pool_.parallel_for(total, kGrain, [&](int64_t begin, int64_t end) {
       auto index = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1);
@@ -83,9 +121,15 @@ class PoolCompute final : public HostCompute {
         const AdamRange& range = jobs[index].range;
         const int64_t from = std::max(begin - starts[index], int64_t{0});
         const int64_t to = std::min(end - starts[index], range.numel);
-        if (from < to) kernel(subrange(range, from, to), jobs[index].scalars);
+        if (from < to) kernel(subrange(range, from, to), jobs[index], from);
       }
     });
+  }
+  template <typename Function>
+  static void for_pieces(const AdamRange& range, const Function& function) {
+    for (int64_t begin = 0; begin < range.numel; begin += kOpenPiece) {
+      function(subrange(range, begin, std::min(begin + kOpenPiece, range.numel)));
+    }
   }
   template <typename Function>
   void split(int64_t numel, const Function& function) {

@@ -36,6 +36,7 @@
 
 #define PS_LOOP __attribute__((noinline)) void
 #define PS_STEP inline __attribute__((always_inline)) void
+#define PS_INLINE __attribute__((always_inline))
 
 template <class V, DType kType>
 inline __attribute__((always_inline)) typename V::Float load(const void* base, int64_t i) {
@@ -289,41 +290,157 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
   }
 }
 
-// See [Note: skewed streams].
-template <DType kGrad, DType kParam, class Master, class States>
-PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
-  const AdamRange r = range;
-  States states;
+// See [Note: skewed streams]. The three are called as update(lane, i, constants), for all elements of `r`.
+template <DType kGrad, class Master, class Momentum, class Variance, class Param>
+PS_STEP skewed_loop(const AdamRange& r, const AdamScalars& scalars, const Momentum& momentum, const Variance& variance,
+                    const Param& param) {
   const AdamConstants<Vector> c(scalars);
-  const auto momentum = [&](auto lane, int64_t i) {
-    using V = decltype(lane);
-    update_momentum<V, kGrad, Master>(r, AdamConstants<V>(scalars), i, states);
-  };
-  const auto variance = [&](auto lane, int64_t i) {
-    using V = decltype(lane);
-    update_variance<V, kGrad, Master>(r, AdamConstants<V>(scalars), i, states);
-  };
-  const auto param = [&](auto lane, int64_t i) {
-    using V = decltype(lane);
-    update_param<V, kParam, Master>(r, AdamConstants<V>(scalars), i, param_store, states);
+  const auto at_the_ends = [&scalars](const auto& update) {
+    return [&](auto lane, int64_t i) { update(lane, i, AdamConstants<decltype(lane)>(scalars)); };
   };
   const int64_t ahead = r.numel < 2 * kSkew ? r.numel : 2 * kSkew;
   const int64_t middle = r.numel < kSkew ? r.numel : kSkew;
   const int64_t skewed = (r.numel - ahead) / kStride * kStride;
-  for_range(0, ahead, momentum);
-  for_range(0, middle, variance);
+  for_range(0, ahead, at_the_ends(momentum));
+  for_range(0, middle, at_the_ends(variance));
   for (int64_t i = 0; i < skewed; i += kStride) {
     prefetch<kGrad, Master>(r, i + 2 * kSkew);
 #pragma GCC unroll 4
     for (int64_t k = i; k < i + kStride; k += Vector::kWidth) {
-      update_momentum<Vector, kGrad, Master>(r, c, k + 2 * kSkew, states);
-      update_variance<Vector, kGrad, Master>(r, c, k + kSkew, states);
-      update_param<Vector, kParam, Master>(r, c, k, param_store, states);
+      momentum(Vector(), k + 2 * kSkew, c);
+      variance(Vector(), k + kSkew, c);
+      param(Vector(), k, c);
     }
   }
-  for_range(skewed + ahead, r.numel, momentum);
-  for_range(skewed + middle, r.numel, variance);
-  for_range(skewed, r.numel, param);
+  for_range(skewed + ahead, r.numel, at_the_ends(momentum));
+  for_range(skewed + middle, r.numel, at_the_ends(variance));
+  for_range(skewed, r.numel, at_the_ends(param));
+}
+
+template <DType kGrad, DType kParam, class Master, class States>
+PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore param_store) {
+  const AdamRange r = range;
+  States states;
+  skewed_loop<kGrad, Master>(
+      r, scalars,
+      [&](auto lane, int64_t i, const auto& c)
+          PS_INLINE { update_momentum<decltype(lane), kGrad, Master>(r, c, i, states); },
+      [&](auto lane, int64_t i, const auto& c)
+          PS_INLINE { update_variance<decltype(lane), kGrad, Master>(r, c, i, states); },
+      [&](auto lane, int64_t i, const auto& c)
+          PS_INLINE { update_param<decltype(lane), kParam, Master>(r, c, i, param_store, states); });
+}
+
+// [Note: settled values] What 16-bit values are at both ends of the gradients' scales.
+template <DType kHalf>
+struct BetweenScales {
+  const AdamRange r;
+  const float most_grad_scale;
+  const ParamStore param_store;
+  const OpenValues open;
+  int64_t count = 0;
+  bool is_full = false;
+  StatesUnwritten at_least, at_most;
+
+  BetweenScales(const AdamRange& range, float most, ParamStore store, const OpenValues& to)
+      : r(range), most_grad_scale(most), param_store(store), open(to) {}
+
+  template <class V>
+  AdamConstants<V> at_most_scale(const AdamConstants<V>& c) const {
+    AdamConstants<V> result = c;
+    result.grad_scale = V::set(most_grad_scale);
+    return result;
+  }
+  template <class V>
+  PS_STEP momentum(const AdamConstants<V>& c, int64_t i) {
+    update_momentum<V, kHalf, WholeMaster>(r, c, i, at_least);
+    update_momentum<V, kHalf, WholeMaster>(r, at_most_scale(c), i, at_most);
+  }
+  template <class V>
+  PS_STEP variance(const AdamConstants<V>& c, int64_t i) {
+    update_variance<V, kHalf, WholeMaster>(r, c, i, at_least);
+    update_variance<V, kHalf, WholeMaster>(r, at_most_scale(c), i, at_most);
+  }
+  template <class V>
+  static inline __attribute__((always_inline)) typename V::Float denominator(const AdamConstants<V>& c,
+                                                                             typename V::Float v) {
+    return V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
+  }
+  template <class V>
+  PS_STEP param(const AdamConstants<V>& c, int64_t i) {
+    const auto m0 = V::load(at_least.momentum(r, i));
+    const auto m1 = V::load(at_most.momentum(r, i));
+    const auto d0 = denominator<V>(c, V::load(at_least.variance(r, i)));
+    const auto d1 = denominator<V>(c, V::load(at_most.variance(r, i)));
+    const auto low_m = V::min(m0, m1);
+    const auto high_m = V::max(m0, m1);
+    // d0 <= d1: a quotient is farthest from zero over d0.
+    const auto low_q = V::div(low_m, V::by_sign(low_m, d0, d1));
+    const auto high_q = V::div(high_m, V::by_sign(high_m, d1, d0));
+    const auto p = V::mul(V::load(static_cast<const float*>(r.master) + i), c.decay);
+    const auto low_p = V::quiet(V::fma(c.minus_step_size, high_q, p));
+    const auto high_p = V::quiet(V::fma(c.minus_step_size, low_q, p));
+    if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, low_p);
+    if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, low_p);
+    const unsigned unknown = V::unordered(m0, m1) | V::unordered(d0, d1) | V::unordered(low_q, high_q);
+    note_open(i, unknown | V::template differ<kHalf>(low_p, high_p));
+  }
+  // Of the lanes in the mask, while there is room.
+  PS_STEP note_open(int64_t first, unsigned lanes) {
+    for (; lanes != 0 && count < open.capacity; lanes &= lanes - 1) {
+      const int64_t i = first + __builtin_ctz(lanes);
+      open.master[count] = static_cast<const float*>(r.master)[i];
+      open.momentum[count] = r.momentum[i];
+      open.variance[count] = r.variance[i];
+      open.grad[count] = static_cast<const uint16_t*>(r.grad)[i];
+      open.index[count] = static_cast<uint16_t>(i);
+      ++count;
+    }
+    is_full |= lanes != 0;
+  }
+};
+
+template <DType kHalf>
+PS_LOOP between_loop(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, ParamStore param_store,
+                     OpenValues* open) {
+  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
+  skewed_loop<kHalf, WholeMaster>(
+      steps.r, scalars, [&](auto, int64_t i, const auto& c) PS_INLINE { steps.momentum(c, i); },
+      [&](auto, int64_t i, const auto& c) PS_INLINE { steps.variance(c, i); },
+      [&](auto, int64_t i, const auto& c) PS_INLINE { steps.param(c, i); });
+  open->count = steps.is_full ? OpenValues::kAll : steps.count;
+}
+
+// What adam_loop makes of open value `k` and those after it.
+template <class V, DType kHalf>
+inline __attribute__((always_inline)) typename V::Float open_param(const OpenValues& open, const AdamConstants<V>& c,
+                                                                   int64_t k) {
+  const auto p = V::load(open.master + k);
+  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kHalf>(open.grad, k), c.grad_scale));
+  const auto m = V::load(open.momentum + k);
+  const auto next_m = V::fma(c.one_minus_beta1, V::sub(g, m), m);
+  const auto v = V::fma(V::mul(c.one_minus_beta2, g), g, V::mul(c.beta2, V::load(open.variance + k)));
+  const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
+  return V::quiet(V::fma(c.minus_step_size, V::div(next_m, d), V::mul(p, c.decay)));
+}
+
+// So many values ahead, the lines that their parameters go to are asked for.
+constexpr int64_t kOpenAhead = 128;
+
+template <DType kHalf>
+PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const OpenValues& values) {
+  const OpenValues open = values;
+  auto* const param = static_cast<uint16_t*>(range.param);
+  const int64_t last = open.count - 1;
+  for_range(0, open.count, [&](auto lane, int64_t k) {
+    using V = decltype(lane);
+    uint16_t made[V::kWidth];
+    store<V, kHalf>(made, 0, open_param<V, kHalf>(open, AdamConstants<V>(scalars), k));
+    for (int64_t j = k; j < k + V::kWidth; ++j) {
+      __builtin_prefetch(param + open.index[j + kOpenAhead < last ? j + kOpenAhead : last], 1);
+      param[open.index[j]] = made[j - k];
+    }
+  });
 }
 
 inline ParamStore choose_param_store(const AdamRange& r) {
@@ -374,6 +491,29 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
 void adam_param(const AdamRange& range, const AdamScalars& scalars) {
   run_adam<StatesUnwritten>(range, scalars, choose_param_store(range));
   Vector::end_stream();
+}
+
+template <class Body>
+inline void with_half(DType dtype, const Body& body) {
+  if (dtype == DType::kBFloat16) return body(Tag<DType::kBFloat16>());
+  body(Tag<DType::kFloat16>());
+}
+
+void adam_param_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open) {
+  open->count = OpenValues::kAll;
+  if (scalars.weight_decay != 0) return;
+  with_ieee_arithmetic([&] {
+    with_half(range.param_dtype, [&](auto half) {
+      between_loop<half.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
+    });
+  });
+  Vector::end_stream();
+}
+
+void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open) {
+  if (open.count == OpenValues::kAll) return adam_param(range, scalars);
+  with_ieee_arithmetic(
+      [&] { with_half(range.param_dtype, [&](auto half) { open_loop<half.value>(range, scalars, open); }); });
 }
 
 // ---- Casts and sums --------------------------------------------------------------------------------
@@ -486,9 +626,11 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 }
 
 constexpr CpuKernels table(const char* isa) {
-  return CpuKernels{isa,           adam, adam_param,   split_master, join_master, cast_from_float,
-                    cast_to_float, add,  add_to_float, sum_squares};
+  return CpuKernels{isa,          adam,        adam_param,      adam_param_between, adam_param_open,
+                    split_master, join_master, cast_from_float, cast_to_float,      add,
+                    add_to_float, sum_squares};
 }
 
 #undef PS_LOOP
 #undef PS_STEP
+#undef PS_INLINE

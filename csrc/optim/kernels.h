@@ -31,6 +31,16 @@
 // So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
 // split; arithmetic yields none but the canonical one.
 //
+// [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are. A
+// 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of its
+// last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale give
+// bounds of g, m, v and p, by the same operations: with 0 <= least <= most, v is least and most at these, m at either,
+// m / d lies between the least m over the d that takes it farther down and the most m over the one that takes it up, and
+// p between what these give. Where both ends round to the same 16 bits, so does all between: the value is settled. Where
+// they do not, or one of them is no number, the value is open, and made when the scale is known, from its inputs, which
+// are copied to lie side by side: where they are they lie far apart, and to read them there takes nearly as long as to
+// read all. (Bounds hold without L2 term, which may turn g's sign; all is open where weight_decay is not 0.)
+//
 // Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
 // a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
 // l + 2*lanes, ..., added in that order by fma(x, x, sum); then lanes are folded in halves:
@@ -51,6 +61,28 @@ namespace patrickstar::optim {
 constexpr int64_t kSquaresBlock = 4096;
 constexpr int64_t kSquaresLanes = 64;
 
+// [Note: settled values]: the open ones of a piece of at most kOpenPiece elements, whose inputs are of 16 bits as well.
+constexpr int64_t kOpenPiece = 1 << 16;
+struct OpenValues {
+  static constexpr int64_t kAll = -1;
+  static constexpr int64_t kBytes = 16;  // of one
+  int64_t count = 0;                     // kAll: more than there is room for
+  int64_t capacity = 0;
+  float* master = nullptr;
+  float* momentum = nullptr;
+  float* variance = nullptr;
+  uint16_t* grad = nullptr;
+  uint16_t* index = nullptr;  // in the piece
+
+  // `capacity * kBytes` bytes at `data`.
+  static OpenValues in(void* data, int64_t capacity) {
+    auto* floats = static_cast<float*>(data);
+    auto* halves = reinterpret_cast<uint16_t*>(floats + 3 * capacity);
+    return {0, capacity, floats, floats + capacity, floats + 2 * capacity, halves, halves + capacity};
+  }
+};
+
+constexpr int64_t num_open_pieces(int64_t numel) { return (numel + kOpenPiece - 1) / kOpenPiece; }
 constexpr int64_t num_square_partials(int64_t numel) { return (numel + kSquaresBlock - 1) / kSquaresBlock; }
 
 // What one step of Adam needs beside the arrays; the same for all tensors of a parameter group that
@@ -94,6 +126,13 @@ struct CpuKernels {
   void (*adam)(const AdamRange& range, const AdamScalars& scalars);
   // What adam would store to `param`, which is apart from all else here; nothing else is written.
   void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
+  // [Note: settled values], of at most kOpenPiece elements: what adam_param stores for each grad_scale from that of
+  // `scalars` to `most_grad_scale`, where it is settled; the others go to `open`. `grad` and `param` are of one dtype of
+  // 16 bits.
+  void (*adam_param_between)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                             OpenValues* open);
+  // These others, now that the scale is known.
+  void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
   // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
   // and back

@@ -32,6 +32,20 @@ struct ScalarLane {
   static Float sqrt(Float a) { return __builtin_sqrtf(a); }
   static Float quiet(Float a) { return a == a ? a : float_of(0x7fc00000u); }
 
+  // [Note: settled values]: `b` where one of them is a NaN, as the processor's own instructions.
+  static Float min(Float a, Float b) { return a < b ? a : b; }
+  static Float max(Float a, Float b) { return a > b ? a : b; }
+  static Float by_sign(Float sign, Float if_negative, Float otherwise) {
+    return (bits_of(sign) & 0x80000000u) != 0 ? if_negative : otherwise;
+  }
+  // A bit for each lane whose two are no numbers, or are not rounded to the same 16 bits.
+  static unsigned unordered(Float a, Float b) { return a != a || b != b ? 1u : 0u; }
+  template <DType kType>
+  static unsigned differ(Float a, Float b) {
+    if constexpr (kType == DType::kBFloat16) return to_bf16(a) != to_bf16(b) ? 1u : 0u;
+    return to_f16(a) != to_f16(b) ? 1u : 0u;
+  }
+
   // [Note: split masters]
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
     const uint32_t distance = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*lower)));

@@ -13,9 +13,6 @@ namespace {
 
 // Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is averaged.
 constexpr int kSteps = 16;
-// Of an update in one pass, what the two passes of [Note: parameters first] take, by the bytes that each moves.
-constexpr double kParamPass = 16.0 / 28;
-constexpr double kStatesPass = 26.0 / 28;
 
 // A point in time, and what the compute queue would be waiting for if it waited until then.
 struct When {

@@ -48,6 +48,9 @@ enum class UpdateAt : uint8_t {
   kDeviceAfterNorm  // on the device
 };
 constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
+// Of an update in one pass, what the two passes of [Note: parameters first] take, by the bytes that each moves.
+constexpr double kParamPass = 16.0 / 28;
+constexpr double kStatesPass = 26.0 / 28;
 
 struct StepShape {
   std::vector<double> compute_seconds;  // by moment: device work until the next one begins, without waiting

@@ -1,6 +1,7 @@
 #include "plan/step_measurement.h"
 
 #include <algorithm>
+#include <set>
 
 namespace patrickstar {
 
@@ -30,16 +31,32 @@ double median_gbps(const StepTrace& trace, Track track) {
   return *middle;
 }
 
-double adam_params_per_second(const StepTrace& trace, Track track) {
+// `share(label)`: how much of an update a span is.
+template <class Share>
+double params_per_second(const StepTrace& trace, const std::set<Track>& tracks, const Share& share) {
   double numel = 0;
   double seconds = 0;
   for (const TracedSpan& span : trace.spans) {
     // Updates of the step before are clipped.
-    if (span.label.track != track || span.owner != SpanOwner::kThisStep) continue;
-    numel += static_cast<double>(span.label.numel);
+    if (tracks.count(span.label.track) == 0 || span.owner != SpanOwner::kThisStep) continue;
+    numel += share(span.label) * static_cast<double>(span.label.numel);
     seconds += seconds_of(span);
   }
   return numel > 0 && seconds > 0 ? numel / seconds : kUnseenParamsPerSecond;
+}
+
+// In updates of one pass.
+double host_adam_params_per_second(const StepTrace& trace) {
+  std::set<ChunkId> in_two_passes;
+  for (const TracedSpan& span : trace.spans) {
+    if (span.label.track == Track::kHostStates) in_two_passes.insert(span.label.array.chunk);
+  }
+  const auto share = [&](const SpanLabel& label) {
+    if (label.track == Track::kHostStates) return kStatesPass;
+    if (label.track == Track::kHostOpen) return 0.0;  // counted where they were left open
+    return in_two_passes.count(label.array.chunk) == 0 ? 1.0 : kParamPass;
+  };
+  return params_per_second(trace, {Track::kHostAdam, Track::kHostStates, Track::kHostOpen}, share);
 }
 
 // Waits that the simulator knows; it does not know that the calling thread sums gradients or derives values.
@@ -74,8 +91,9 @@ Rates measured_rates(const StepTrace& trace) {
   rates.download_gbps = median_gbps(trace, Track::kDownload);
   rates.gather_gbps = median_gbps(trace, Track::kGather);
   rates.scatter_gbps = median_gbps(trace, Track::kScatter);
-  rates.host_adam_params_per_second = adam_params_per_second(trace, Track::kHostAdam);
-  rates.device_adam_params_per_second = adam_params_per_second(trace, Track::kDeviceAdam);
+  rates.host_adam_params_per_second = host_adam_params_per_second(trace);
+  rates.device_adam_params_per_second =
+      params_per_second(trace, {Track::kDeviceAdam}, [](const SpanLabel&) { return 1.0; });
   rates.synchronize_seconds = synchronize_seconds(trace);
   rates.launch_ahead_seconds = launch_ahead_seconds(trace);
   return rates;

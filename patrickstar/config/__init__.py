@@ -26,6 +26,8 @@ from patrickstar.config.schema import (
     OptsConfig,
     ProfileConfig,
     RankReduction,
+    SequenceMode,
+    SequenceParallelConfig,
     Speculation,
     profile_of_environment,
 )
@@ -50,6 +52,8 @@ __all__ = [
     "OptsConfig",
     "ProfileConfig",
     "RankReduction",
+    "SequenceMode",
+    "SequenceParallelConfig",
     "Speculation",
     "adam_options",
     "auto_keys",

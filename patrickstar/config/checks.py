@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
-from patrickstar.config.schema import Speculation
+from patrickstar.config.schema import SequenceMode, Speculation
 from patrickstar.config.shown import shown
 from patrickstar.config.values import DataType
 
@@ -59,7 +59,28 @@ def find_conflicts(config: Config) -> list[str]:
             make_loss_scaler(config)
         except ValueError as error:  # the scaler checks its own values
             problems.append(str(error))
-    return problems + _conflicts_of_dtypes(config)
+    return problems + _conflicts_of_dtypes(config) + _conflicts_of_sequences(config)
+
+
+def _conflicts_of_sequences(config: Config) -> list[str]:
+    sequence, size = config.sequence_parallel, config.sequence_parallel_size
+    problems = []
+    if size not in (None, sequence.size):
+        problems.append(
+            f"sequence_parallel.size is {sequence.size} and sequence_parallel_size is {size}; give one of them"
+        )
+    neighbours = sequence.ulysses_size
+    if neighbours is not None and sequence.mode is not SequenceMode.HYBRID:
+        problems.append(
+            f'sequence_parallel.ulysses_size is {neighbours}, but sequence_parallel.mode is "{sequence.mode.value}"; '
+            'leave it out, or set the mode to "hybrid"'
+        )
+    if neighbours is not None and sequence.size % neighbours:
+        problems.append(
+            f"sequence_parallel.ulysses_size is {neighbours}, which does not divide sequence_parallel.size, "
+            f"{sequence.size}; give a number that does"
+        )
+    return problems
 
 
 def _conflicts_of_dtypes(config: Config) -> list[str]:

@@ -56,11 +56,15 @@ def _set_default(place: dict[str, Any], path: list[str], default: Any, *, is_top
 def resolve(config: Config) -> Config:
     """The configuration with what its keys say about other keys, and without sections that are switched off."""
     zero = config.zero_optimization
+    sequence = config.sequence_parallel
+    if config.sequence_parallel_size is not None and sequence.size == 1:
+        sequence = sequence.model_copy(update={"size": config.sequence_parallel_size})
     updates: dict[str, Any] = {
         "fp16": config.fp16 if config.fp16 is not None and config.fp16.enabled else None,
         "bf16": config.bf16 if config.bf16 is not None and config.bf16.enabled else None,
         "default_chunk_size": min(config.default_chunk_size, max(zero.sub_group_size, _LEAST_CHUNK_NUMEL)),
         "optimizer": _resolve_optimizer(config),
+        "sequence_parallel": sequence,
     }
     on_host = {"device": "cpu"}
     offload = {}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field
 
-from patrickstar.config.fates import HONOURED, OtherSpelling, Reader
+from patrickstar.config.fates import HONOURED, OtherSpelling, Reader, mapped
 from patrickstar.config.monitors import (
     CsvMonitorConfig,
     FlopsProfilerConfig,
@@ -26,6 +26,7 @@ from patrickstar.config.schema import (
     OptimizerConfig,
     ProfileConfig,
     RankReduction,
+    SequenceParallelConfig,
     profile_of_environment,
 )
 from patrickstar.config.values import (
@@ -90,6 +91,8 @@ class _EngineKeys(Section):
     """A simulated link between host and device, and random delays, for tests."""
     host_threads: HostThreadsConfig = Field(default_factory=HostThreadsConfig)
     """Number and placement of the threads that compute on the host."""
+    sequence_parallel: SequenceParallelConfig = Field(default_factory=SequenceParallelConfig)
+    """Sequences that several ranks share, so that none has all of their tokens."""
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.
@@ -145,6 +148,10 @@ class _FurtherKeys(with_other_keys(""), Section):
 
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     """DeepSpeed's ZeRO: which states are sharded over the ranks, and which are offloaded."""
+    sequence_parallel_size: Annotated[
+        AtLeast1 | None, mapped("sequence_parallel.size", "so many ranks share each sequence")
+    ] = None
+    """Number of ranks that each sequence is divided over, as DeepSpeed says it."""
     gradient_allreduce_op: Annotated[RankReduction, BeforeValidator(ignoring_case(RankReduction)), HONOURED] = (
         RankReduction.MEAN
     )

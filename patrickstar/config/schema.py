@@ -55,6 +55,17 @@ class Speculation(enum.Enum):
     COMMIT = "commit"
 
 
+class SequenceMode(enum.Enum):
+    """How attention over a sequence that ranks share is computed (:class:`patrickstar.sequence.Mode`)."""
+
+    AUTO = "auto"
+    RING = "ring"
+    ZIGZAG = "zigzag"
+    ULYSSES = "ulysses"
+    HYBRID = "hybrid"
+    RSA = "rsa"
+
+
 class HostAffinity(enum.Enum):
     """Where threads that compute on the host run."""
 
@@ -283,6 +294,22 @@ class DelaysConfig(Section):
     """Largest random delay, in microseconds: before every transfer, before compute, and after a wait on the host."""
     seed: Annotated[AtLeast0, HONOURED] = 0
     """Seed of the random delays."""
+
+
+class SequenceParallelConfig(Section):
+    """The section ``sequence_parallel``: ranks that have a slice each of the same sequences."""
+
+    size: Annotated[AtLeast1, HONOURED] = 1
+    """Number of ranks that share each sequence; it divides the number of all ranks. The others have other samples."""
+    mode: Annotated[SequenceMode, HONOURED] = SequenceMode.AUTO
+    """How attention is computed: ``"zigzag"`` or ``"ring"`` (keys and values travel round a ring of ranks),
+    ``"ulysses"`` (each rank gets some heads of the whole sequence), ``"hybrid"`` (both), ``"rsa"`` (ring self-attention
+    as published, for comparison), or ``"auto"``: what takes least time by counting (``patrickstar plan`` says why).
+    """
+    ulysses_size: Annotated[AtLeast1 | None, HONOURED] = None
+    """With ``mode`` ``"hybrid"``: number of neighbours among which heads are divided; rings go across them. None: the
+    ranks of a machine.
+    """
 
 
 class HostThreadsConfig(Section):

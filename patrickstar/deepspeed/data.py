@@ -17,6 +17,7 @@ def make_loader(
     *,
     batch_size: int,
     drop_last: bool,
+    ranks_per_sample: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
     """Micro-batches of this rank, in a random order that all ranks share; ``loader.sampler.set_epoch(n)`` changes it.
@@ -26,6 +27,7 @@ def make_loader(
         ranks: those that share the samples.
         batch_size: samples of a micro-batch.
         drop_last: whether a last batch that is not full is left out.
+        ranks_per_sample: so many neighbours get the same samples.
         collate_fn: makes a batch of samples; None: PyTorch's.
 
     Raises:
@@ -40,6 +42,9 @@ def make_loader(
             f"training_data is a {type(dataset).__name__}; give a dataset of torch.utils.data (with __getitem__ and "
             "__len__, or an IterableDataset)"
         )
-    rank = ranks.members.index(ranks.context.rank)
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=len(ranks.members), rank=rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset,
+        num_replicas=len(ranks.members) // ranks_per_sample,
+        rank=ranks.members.index(ranks.context.rank) // ranks_per_sample,
+    )
     return DataLoader(dataset, sampler=sampler, **options)

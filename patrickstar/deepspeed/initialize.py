@@ -34,7 +34,10 @@ from patrickstar.ranks.distributed import num_ranks_to_come
 
 logger = logging.getLogger("patrickstar")
 
-_UNUSED_ARGUMENTS = {"distributed_port": 29500, "mpu": None, "mesh_param": None}
+_UNUSED_ARGUMENTS = {
+    "distributed_port": (29500, "ranks find each other through the environment that torchrun sets"),
+    "mpu": (None, 'ranks that share sequences are said by mesh_param, or by "sequence_parallel" in the configuration'),
+}
 
 
 def initialize(
@@ -49,7 +52,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    mesh_param: Any = None,
+    mesh_param: tuple[int, int] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     model_func: Callable[[], nn.Module] | None = None,
 ) -> tuple[TrainingEngine, HybridAdam, DataLoader[Any] | None, Any]:
@@ -66,7 +69,9 @@ def initialize(
         training_data: a dataset; a loader of micro-batches is made of it.
         lr_scheduler: a schedule of the user's optimizer, or a function that makes one of an optimizer. None: the
             configuration's.
-        distributed_port, mpu, mesh_param: accepted at their defaults.
+        distributed_port, mpu: accepted at their defaults.
+        mesh_param: (ranks with other data, ranks that share each sequence): the configuration's
+            ``sequence_parallel.size`` is the latter.
         dist_init_required: accepted; ranks are found where there are any.
         collate_fn: makes a batch of samples, for the loader.
         config: a DeepSpeed configuration: a dict or the path of a JSON file (docs/config.md says what each key does).
@@ -80,12 +85,13 @@ def initialize(
         ValueError: an argument or a key of the configuration is wrong; nothing was begun.
         MemoryBudgetError: the model does not fit into the budgets.
     """
-    _check_unused({"distributed_port": distributed_port, "mpu": mpu, "mesh_param": mesh_param})
+    _check_unused({"distributed_port": distributed_port, "mpu": mpu})
     show_log()
     build = _model_func(model, model_func)
-    parsed = parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED)
+    parsed = _with_mesh(parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED), mesh_param)
     log_accepted_options(parsed)
-    sizes = resolve_batch_sizes(parsed, num_ranks_to_come())
+    ranks_per_sample = parsed.sequence_parallel.size
+    sizes = resolve_batch_sizes(parsed, max(num_ranks_to_come() // ranks_per_sample, 1))
     parsed = parsed.model_copy(update={"gradient_accumulation_steps": sizes.accumulation_steps})
     if isinstance(model_parameters, Iterable):
         model_parameters = list(model_parameters)  # a generator is read twice below
@@ -107,6 +113,7 @@ def initialize(
                 session.ranks,
                 batch_size=sizes.micro_batch_size,
                 drop_last=parsed.dataloader_drop_last,
+                ranks_per_sample=ranks_per_sample,
                 collate_fn=collate_fn,
             )
         engine = TrainingEngine(session, own, sizes, _monitor_options(parsed), schedule, loader)
@@ -118,11 +125,26 @@ def initialize(
 
 def _check_unused(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if value != _UNUSED_ARGUMENTS[name]:
-            raise ValueError(
-                f"initialize got {name}={value!r}: all ranks are data-parallel and find each other through the "
-                "environment that torchrun sets; leave it out"
-            )
+        unused, instead = _UNUSED_ARGUMENTS[name]
+        if value != unused:
+            raise ValueError(f"initialize got {name}={value!r}: {instead}; leave it out")
+
+
+def _with_mesh(config: Config, mesh: Any) -> Config:
+    if mesh is None:
+        return config
+    size, num_ranks = config.sequence_parallel.size, num_ranks_to_come()
+    if not (isinstance(mesh, (tuple, list)) and len(mesh) == 2 and all(type(number) is int for number in mesh)):
+        raise ValueError(
+            f"mesh_param is {mesh!r}; give two numbers: ranks with other data, ranks that share a sequence"
+        )
+    if mesh[0] * mesh[1] != num_ranks or size not in (1, mesh[1]):
+        raise ValueError(
+            f"mesh_param is {tuple(mesh)}, but the run has {num_ranks} ranks and sequence_parallel.size is {size}; "
+            "give numbers whose product is the number of ranks, the second as in the configuration"
+        )
+    section = config.sequence_parallel.model_copy(update={"size": mesh[1]})
+    return config.model_copy(update={"sequence_parallel": section})
 
 
 def _model_func(

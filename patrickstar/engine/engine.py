@@ -23,6 +23,7 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
 from patrickstar.planning.step_plan import Plan
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
 
 _T = TypeVar("_T")
 
@@ -69,6 +70,27 @@ class Engine(nn.Module):
         of this forward; inputs are taken as they are.
         """
         return self._session.forward(call)
+
+    @property
+    def sequence_group(self) -> SequenceGroup | HybridGroup | None:
+        """With ``sequence_parallel``: the ranks that share sequences with this one, for
+        :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's; None: each rank has its own.
+        """
+        return self._session.sequences.group
+
+    def gather_tokens(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """With ``sequence_parallel``: an output of the last call, of all tokens in their order, on every rank; without
+        it ``tensor`` itself. All ranks that share the sequence call it. Its gradient reaches each rank's own tokens.
+
+        Args:
+            tensor: with this rank's tokens along ``dim``, such as ``logits`` [batch, tokens, vocabulary].
+            dim: of the tokens.
+
+        Raises:
+            ValueError: the tensor has another number of tokens.
+            StateError: the model was not called yet.
+        """
+        return self._session.sequences.gather(tensor, dim)
 
     def compile(  # type: ignore[override]
         self,

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.engine.core_setup import build_core, current_plan
+from patrickstar.engine.divided_sequences import Sequences, WholeSequences, make_sequences
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
@@ -150,6 +151,8 @@ class Session:
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
         self._kept_plan = NoKeptPlan()
+        self.sequences: Sequences = WholeSequences()
+        """Whether ranks share them."""
         self.made_by = running_statement()
         """The statement of a notebook's cell."""
         self.face: Callable[[], Any] | None = None
@@ -186,6 +189,10 @@ class Session:
         self._buffer_sync = BufferSync(self.ranks, module)
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
+        self.sequences = make_sequences(
+            module, self.config, self.ranks, self.runtime.meet_ranks, lambda: self.num_steps
+        )
+        self._teardown.callback(self.sequences.close)
         self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
         self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
         self._hooks = ModuleHooks(module, self.observer)
@@ -248,11 +255,14 @@ class Session:
         is part of the forward: one whose inputs found no room is run again with an emptier device.
         """
         if self._is_inside:
-            return run(*args, **kwargs)
+            with self.sequences.call(args, kwargs) as call:
+                return call.result(run(*call.args, **call.kwargs))
 
         def forward() -> Any:
-            inputs = tree_map_only(torch.Tensor, self._to_compute, (args, kwargs), is_leaf=_is_no_plain_container)
-            return run(*inputs[0], **inputs[1])
+            with self.sequences.call(args, kwargs) as call:
+                mine = (call.args, call.kwargs)
+                inputs = tree_map_only(torch.Tensor, self._to_compute, mine, is_leaf=_is_no_plain_container)
+                return call.result(run(*inputs[0], **inputs[1]))
 
         return self.forward(forward, (args, kwargs))
 
@@ -306,6 +316,8 @@ class Session:
     def _repeat(self, call: Callable[[], Any], signals: deferred_signals, start: ForwardAttempt) -> Any:
         attempt = _C.Attempt.FIRST
         try:
+            if not self.sequences.repeats_forwards:
+                return self._forward(call, signals, attempt)
             for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
                 try:
                     return self._forward(call, signals, attempt)
@@ -476,9 +488,10 @@ class Session:
         if committed and not finite:
             logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
         if self.outcome.applied:
-            clip = self.gradients.clip_factor(scale)
+            ratio = self.gradients.clip_ratio(scale)
+            clip = min(1.0, ratio)
             self.managed.step(param_groups, clip / scale)
-            self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale)
+            self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale, ratio)
         else:
             self.runtime.skip_step()
             if self.scaler is None:

@@ -14,6 +14,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.engine.core_setup import load_plan
+from patrickstar.engine.divided_sequences import mesh_of
 from patrickstar.engine.error_texts import explain_other_engines
 from patrickstar.engine.notebook import close_engine_of_cell
 from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
@@ -47,6 +48,7 @@ def start_session(
     try:
         with ranks.guard("opening the engine"):
             check_same_config(ranks, config)
+            mesh_of(config, len(ranks.members))
             _check_sharing(ranks, config)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)

@@ -34,7 +34,8 @@ class StepGradients:
         self._max_norm: float | None = None
         self._may_clip = config.optimizer.speculation is not Speculation.COMMIT
         num_ranks = len(ranks.members)
-        self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else 1
+        by_mean = config.sequence_parallel.size  # [Note: gradients of a divided sequence]
+        self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else by_mean
         """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
         self._norm: float | None = None
         self._is_combined = False
@@ -65,10 +66,12 @@ class StepGradients:
             )
         self._max_norm = max_norm
 
-    def clip_factor(self, loss_scale: float) -> float:
-        """What gradients are multiplied by: as ``torch.nn.utils.clip_grad_norm_``."""
+    def clip_ratio(self, loss_scale: float) -> float:
+        """The largest norm allowed over the norm, infinite where nothing is clipped: what gradients are multiplied by
+        where it is below 1, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """
         max_norm = self._configured_max_norm if self._max_norm is None else self._max_norm
-        return min(1.0, max_norm / (self.norm(loss_scale) + _CLIP_EPS)) if max_norm > 0 else 1.0
+        return max_norm / (self.norm(loss_scale) + _CLIP_EPS) if max_norm > 0 else math.inf
 
     def note_change(self) -> None:
         """A chunk's gradient was rewritten: the norm is another one."""

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from patrickstar._C import StateError
 from patrickstar.config import parse_config
@@ -31,6 +33,7 @@ from patrickstar.engine.start import opening
 from patrickstar.integrations.decided_config import (
     own_config,
     precision_decisions,
+    ranks_per_sample,
     with_optimizer,
     with_precision,
     without_decided,
@@ -192,6 +195,47 @@ class PatrickStarAccelerator(Accelerator):
         model._is_accelerate_prepared = True
         self._optimizer = PatrickStarOptimizer(hybrid)
         return self._optimizer
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """How many processes share each sequence, and so are given the same batches."""
+        return ranks_per_sample(self._config)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As ``Accelerator.prepare_data_loader``; processes that share sequences get the same batches."""
+        shared = self.ranks_per_sample
+        if shared == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes // shared,
+            process_index=self.process_index // shared,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy() if self.rng_types else None,
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """As ``Accelerator.gather``: of processes that share sequences the first one's count."""
+        gathered, shared = super().gather(tensor), self.ranks_per_sample
+        if shared == 1:
+            return gathered
+
+        def firsts(value: torch.Tensor) -> torch.Tensor:
+            return value.unflatten(0, (self.num_processes, -1))[::shared].flatten(0, 1)
+
+        return tree_map_only(torch.Tensor, firsts, gathered)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

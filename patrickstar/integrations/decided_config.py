@@ -40,6 +40,13 @@ def own_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dic
     return {"bf16" if name == "bfloat16" else name: value for name, value in values.items()}
 
 
+def ranks_per_sample(config: Mapping[str, Any]) -> int:
+    """How many ranks share each sequence by a configuration as users write it, which may be wrong in other places."""
+    section = config.get("sequence_parallel")
+    size = section.get("size", 1) if isinstance(section, Mapping) else config.get("sequence_parallel_size", 1)
+    return size if type(size) is int and size > 0 else 1
+
+
 def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:
     """``config`` without the keys of ``decisions``. A section's ``enabled`` is True where the section does not say it.
 

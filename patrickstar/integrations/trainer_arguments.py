@@ -13,6 +13,7 @@ from patrickstar.config.spellings import AUTO
 from patrickstar.integrations.decided_config import (
     Decision,
     precision_decisions,
+    ranks_per_sample,
     with_precision,
     without_decided,
 )
@@ -67,7 +68,8 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
         ),
         (
             getattr(args, "parallelism_config", None),
-            "parallelism_config is set, and parameters are sharded over all ranks already; leave it out",
+            "parallelism_config is set, and parameters are sharded over all ranks already; leave it out. For its "
+            'cp_size or sp_size give patrickstar_config={"sequence_parallel": {"size": ...}}',
         ),
         (
             placed,
@@ -122,7 +124,7 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
         _decision("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
         Decision(
             key="train_batch_size",
-            value=batch * accumulation * args.world_size,
+            value=batch * accumulation * args.world_size // ranks_per_sample(config),
             source="the product of per_device_train_batch_size, gradient_accumulation_steps and ranks",
         ),
     ]

@@ -190,6 +190,20 @@ class PatrickStarTrainerMixin:
         average = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         return torch.where(torch.isfinite(loss), loss, average)
 
+    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        """As the Trainer's, which multiplies it by all processes where the engine averages over them: those that share
+        sequences have one loss.
+        """
+        found = super().compute_loss(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+        shared, counts = self.accelerator.ranks_per_sample, self.model_accepts_loss_kwargs or self.compute_loss_func
+        if shared == 1 or not (self.args.average_tokens_across_devices and counts and num_items_in_batch is not None):
+            return found
+        return (found[0] / shared, *found[1:]) if isinstance(found, tuple) else found / shared
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """As the Trainer's; processes that share sequences have the same batches."""
+        return super().get_total_train_batch_size(args) // self.accelerator.ranks_per_sample
+
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.engine.clip_grad_norm_(self.args.max_grad_norm)
 
@@ -202,7 +216,10 @@ class PatrickStarTrainerMixin:
         """As the Trainer's. Several ranks generate in step, since each forward gathers what all of them hold."""
         if self.args.world_size > 1 and getattr(self.args, "predict_with_generate", False):
             self._gen_kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {})}
-        return super().prediction_step(*args, **kwargs)
+        loss, outputs, labels = super().prediction_step(*args, **kwargs)
+        if self.accelerator.ranks_per_sample > 1 and isinstance(outputs, torch.Tensor) and outputs.dim() > 1:
+            outputs = self.engine.gather_tokens(outputs)
+        return loss, outputs, labels
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; training's logs have ``patrickstar/device_gib`` (the peak), ``host_gib``, ``uploaded_gib``

@@ -46,7 +46,9 @@ class RunFacts:
     rank: int = 0
     """The rank of this process, over all nodes."""
     num_ranks: int = 1
-    """How many work on different samples."""
+    """How many train together."""
+    ranks_per_sample: int = 1
+    """How many of them are given the same samples, of each of which they have a part."""
     device: torch.device = torch.device("cpu")
     """The device the model runs on."""
     loss_of: LossOf = LossOf.MICRO_BATCH
@@ -169,7 +171,7 @@ class StepMonitor:
             return
         step = self._begun_step()
         self._num_steps += 1
-        self._num_samples += step.num_samples * self._facts.num_ranks
+        self._num_samples += step.num_samples * self._facts.num_ranks // self._facts.ranks_per_sample
         self._losses.end_step()
         until_line = -self._num_steps % self._interval
         if self._stalls is not None and self._is_shown():
@@ -279,7 +281,7 @@ class StepMonitor:
             "stalls": self._stalls.latest if self._stalls is not None else None,
         }
         self._num_skipped = num_skipped
-        seconds = now - total.began
+        seconds = (now - total.began) * facts.ranks_per_sample  # of a whole sample, by one rank
         if seconds > 0 and total.num_samples > 0:
             figures["samples_per_second"] = total.num_samples * facts.num_ranks / seconds
         if seconds > 0 and total.num_tokens > 0:
@@ -299,7 +301,7 @@ class StepMonitor:
         profiled = ProfiledStep(
             step=self._num_steps,
             seconds=self._clock() - step.began,
-            num_tokens=step.num_tokens,
+            num_tokens=step.num_tokens // self._facts.ranks_per_sample,
             num_parameters=self._facts.num_parameters,
             num_trainable=self._facts.num_trainable,
         )

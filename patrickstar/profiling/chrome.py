@@ -32,8 +32,10 @@ _ROW_OF = {
     _C.Track.SCATTER: _SCATTER,
     _C.Track.HOST_ADAM: _HOST_ADAM,
     _C.Track.HOST_STATES: _HOST_ADAM,
+    _C.Track.HOST_OPEN: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
 }
+_WORK_OF = {_C.Track.HOST_STATES: "states", _C.Track.HOST_OPEN: "open values"}  # of updates; the others': Adam
 
 Event = dict[str, Any]
 
@@ -89,7 +91,7 @@ def _span(span: dict[str, Any]) -> Event:
         args["bytes"] = span["num_bytes"]
         args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9
     else:
-        work = "states" if track == _C.Track.HOST_STATES else "Adam"
+        work = _WORK_OF.get(track, "Adam")
         name, category = f"{work} from chunk {span['chunk']}", "adam"
         if span["owner"] == _C.SpanOwner.STEP_BEFORE:
             name += ", of the step before"

@@ -44,7 +44,7 @@ _QUEUES = {
     "download": ((_C.Track.DOWNLOAD,), "#e0a458"),
     "gather": ((_C.Track.GATHER,), "#a9c9db"),
     "scatter": ((_C.Track.SCATTER,), "#ecc791"),
-    "Adam on the host": ((_C.Track.HOST_ADAM, _C.Track.HOST_STATES), "#4e5d94"),
+    "Adam on the host": ((_C.Track.HOST_ADAM, _C.Track.HOST_STATES, _C.Track.HOST_OPEN), "#4e5d94"),
     "Adam on the device": ((_C.Track.DEVICE_ADAM,), "#4e5d94"),
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

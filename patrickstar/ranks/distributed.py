@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import json
 import os
 import socket
 import time
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from patrickstar import _C
 from patrickstar.ranks.failures import DisagreementError, FailureWatch, failing_together, first_line, own_connection
+from patrickstar.ranks.messages import read_list
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _POLL_SECONDS = 0.05
@@ -76,6 +78,8 @@ class RankGroups:
         self.members = tuple(members)
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
+        self._further: list[_C.collective.Communicator] = []
+        self._communicator_of: Callable[[RankGroups, tuple[int, ...]], _C.collective.Communicator] = _host_communicator
         self._watch: FailureWatch | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
         self._uses_world = False
@@ -86,6 +90,27 @@ class RankGroups:
     def is_fork(self) -> bool:
         """Whether this process is a fork of the one that opened the groups: the connections are the other's."""
         return os.getpid() != self._process
+
+    def open_communicator(self, what: str, members: Sequence[int] | None = None) -> _C.collective.Communicator:
+        """Another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
+
+        All ranks of these groups open it at the same point, each with those that it shares it with; it fails, is
+        stopped and is closed together with these groups. On a GPU it takes memory.
+
+        Raises:
+            ValueError: this rank is not one of ``members``, or one of them is not in these groups.
+            DisagreementError: two ranks share it with different ones.
+        """
+        some = self.members if members is None else tuple(sorted(members))
+        if self.context.rank not in some or not set(some) <= set(self.members):
+            raise ValueError(
+                f"rank {self.context.rank} opens a communicator for {what} with {format_ranks(some)}, but the groups "
+                f"are of {format_ranks(self.members)}; give some of these, with this rank among them"
+            )
+        if self._watch is None:
+            return _single_communicator(self.context.device)
+        with self.guard(f"opening the group for {what}"):
+            return _open_further(self, self._watch, what, some)
 
     def check_agreement(self, name: str, value: str) -> None:
         """Raises DisagreementError, a StateError, on every rank unless all ranks have the same `value`."""
@@ -153,7 +178,7 @@ class RankGroups:
             return
         if self._watch.failure is None:
             self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
-        for part in (self.gather, self.scatter, self.control):
+        for part in (self.gather, self.scatter, self.control, *self._further):
             part.abort()
 
     def leave(self, error: BaseException) -> None:
@@ -169,7 +194,7 @@ class RankGroups:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        parts = (self.control, self.gather, self.scatter)
+        parts = (self.control, self.gather, self.scatter, *self._further)
         for part in parts:  # before any is closed: on a GPU what one has begun may be behind what waits in another
             part.abort()
         for part in parts:
@@ -420,21 +445,22 @@ def _single_communicator(device: torch.device) -> _C.collective.Communicator:
 def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     context, members, timeout_seconds = groups.context, groups.members, groups._timeout_seconds
     index = members.index(context.rank)
-    groups.control = _C.collective.make_c10d_control(_gloo_group(groups).group_name, timeout_seconds)
+    everybody = [members]
+    groups.control = _C.collective.make_c10d_control(
+        _gloo_group(groups, members, everybody).group_name, timeout_seconds
+    )
     if context.device.type == "cuda":
         # Also because NCCL waits without end for a rank that does not come.
         gpus = groups.control.exchange(_gpu_name(context.device).encode(), "which GPU each rank has")
         groups.context = dataclasses.replace(context, num_device_ranks=gpus.count(gpus[index]))
         is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group talk in the same way
-        connect = _staged_communicator if is_shared else _nccl_communicator
-    else:
-        connect = _host_communicator
-    groups.gather = connect(groups, store, f"{prefix}/gather")
-    groups.scatter = connect(groups, store, f"{prefix}/scatter")
-    parts = [groups.control, groups.gather, groups.scatter]
+        groups._communicator_of = _staged_communicator if is_shared else _nccl_communicator
+    groups.gather = groups._communicator_of(groups, members, everybody)
+    groups.scatter = groups._communicator_of(groups, members, everybody)
+    parts, further = (groups.control, groups.gather, groups.scatter), groups._further
 
     def stop_all() -> None:
-        for part in parts:
+        for part in (*parts, *further):
             part.abort()
 
     groups._watch = FailureWatch(store, prefix, index, members, parts[1:], stop_all, timeout_seconds)
@@ -445,23 +471,51 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
             _warm_up(groups)
 
 
-def _gloo_group(groups: RankGroups) -> dist.ProcessGroup:
+def _open_further(
+    groups: RankGroups, watch: FailureWatch, what: str, members: tuple[int, ...]
+) -> _C.collective.Communicator:
+    told = groups.control.exchange(json.dumps(members).encode(), f"the members for {what}")
+    of_each = [read_list(value, f"the members for {what}", lambda rank: isinstance(rank, int)) for value in told]
+    _check_division(what, dict(zip(groups.members, map(tuple, of_each), strict=True)))
+    if len(members) == 1 and len(set(map(len, of_each))) == 1:
+        return _single_communicator(groups.context.device)
+    communicator = groups._communicator_of(groups, members, sorted(set(map(tuple, of_each))))
+    groups._further.append(communicator)
+    watch.watch_also(communicator)
+    if groups.context.device.type == "cuda":
+        _send_to_all(communicator, groups.context.device)
+    return communicator
+
+
+def _check_division(what: str, members: dict[int, tuple[int, ...]]) -> None:
+    """All ranks have the same ``members`` of each, so all of them raise."""
+    if all(members.get(other) == some for some in members.values() for other in some):
+        return
+    shown = "; ".join(f"rank {rank} with {format_ranks(some)}" for rank, some in members.items())
+    raise DisagreementError(
+        f"ranks share the communicator for {what} with different ones ({shown}); give the same members on each of them"
+    )
+
+
+def _gloo_group(groups: RankGroups, members: tuple[int, ...], division: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Of ``members``, while the others of the run make theirs. [Note: names of groups] PyTorch names a group by a count
+    where all ranks of the world make all groups. Where its members alone make it, its name is that of an earlier group
+    of theirs, whose addresses it would find; so that is done only where some ranks of the world have no part in this.
+    """
     timeout = datetime.timedelta(seconds=groups._timeout_seconds)
     everybody = len(groups.members) == groups.context.world_size
     try:
-        group = dist.new_group(
-            None if everybody else list(groups.members),
-            timeout=timeout,
-            backend="gloo",
-            use_local_synchronization=not everybody,
-        )
+        made = {
+            part: dist.new_group(list(part), timeout=timeout, backend="gloo", use_local_synchronization=not everybody)
+            for part in (division if everybody else [members])
+        }
     except RuntimeError as error:
         raise _C.RankFailure(
             f"rank {groups.context.rank} could not connect to the others ({first_line(error)}); where ranks are on "
             "several nodes, GLOO_SOCKET_IFNAME must name the network interface that reaches them"
         ) from error
-    groups._groups.append(group)
-    return group
+    groups._groups.append(made[members])
+    return made[members]
 
 
 def _gpu_name(device: torch.device) -> str:
@@ -469,20 +523,37 @@ def _gpu_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _nccl_communicator(groups: RankGroups, store: dist.Store, key: str) -> _C.collective.Communicator:
-    size, index, device = len(groups.members), groups.members.index(groups.context.rank), groups.context.device
-    if index == 0:
-        store.set(key, _C.collective.make_nccl_id())
-    return _C.collective.make_nccl_communicator(store.get(key), rank=index, size=size, device=device.index)
+def _nccl_communicator(
+    groups: RankGroups, members: tuple[int, ...], division: Sequence[tuple[int, ...]]
+) -> _C.collective.Communicator:
+    index = members.index(groups.context.rank)
+    ids = groups.control.exchange(_C.collective.make_nccl_id() if index == 0 else b"", "NCCL's id")
+    return _C.collective.make_nccl_communicator(
+        ids[groups.members.index(members[0])],
+        rank=index,
+        size=len(members),
+        device=groups.context.device.index,
+        members=_numbers(groups, members),
+    )
 
 
-def _staged_communicator(groups: RankGroups, _store: dist.Store, _key: str) -> _C.collective.Communicator:
-    name = _gloo_group(groups).group_name
-    return _C.collective.make_cuda_staged_communicator(name, device=groups.context.device.index)
+def _staged_communicator(
+    groups: RankGroups, members: tuple[int, ...], division: Sequence[tuple[int, ...]]
+) -> _C.collective.Communicator:
+    name, device = _gloo_group(groups, members, division).group_name, groups.context.device.index
+    return _C.collective.make_cuda_staged_communicator(name, device=device, members=_numbers(groups, members))
 
 
-def _host_communicator(groups: RankGroups, _store: dist.Store, _key: str) -> _C.collective.Communicator:
-    return _C.collective.make_c10d_communicator(_gloo_group(groups).group_name)
+def _host_communicator(
+    groups: RankGroups, members: tuple[int, ...], division: Sequence[tuple[int, ...]]
+) -> _C.collective.Communicator:
+    name = _gloo_group(groups, members, division).group_name
+    return _C.collective.make_c10d_communicator(name, _numbers(groups, members))
+
+
+def _numbers(groups: RankGroups, members: tuple[int, ...]) -> Sequence[int]:
+    """For errors of a communicator, which counts its own ranks from 0; nothing where that is how the run counts."""
+    return members if len(members) < groups.context.world_size else ()
 
 
 def _warm_up(groups: RankGroups) -> None:
@@ -499,6 +570,19 @@ def _warm_up(groups: RankGroups) -> None:
         torch.cuda.current_stream().synchronize()
         for communicator in (groups.gather, groups.scatter):
             communicator.check()
+
+
+def _send_to_all(communicator: _C.collective.Communicator, device: torch.device) -> None:
+    """As :func:`_warm_up`, for exchanges alone: connections for collectives would take memory."""
+    others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+    sent, received = torch.zeros(2, communicator.size, 4, device=device)
+    with torch.cuda.device(device):
+        communicator.exchange(
+            [(rank, sent[rank].data_ptr(), 16) for rank in others],
+            [(rank, received[rank].data_ptr(), 16) for rank in others],
+        )
+        torch.cuda.current_stream().synchronize()
+        communicator.check()
 
 
 # Words.

@@ -126,6 +126,12 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
 
+    def watch_also(self, communicator: _C.collective.Communicator) -> None:
+        """From now on for errors, and collectives that do not end. `stop_all` stops it as well by now."""
+        self._communicators = (*self._communicators, communicator)
+        if self.failure is not None:  # `stop_all` may have been called before
+            communicator.abort()
+
     def announce(self, text: str) -> str:
         """Posts a failure of this rank, or of one it misses; returns the notice that stands when others know it."""
         first = self.failure or self.notice.post(text)

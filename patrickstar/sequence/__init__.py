@@ -21,5 +21,6 @@ from patrickstar.sequence.attention import attention
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode, positions_of_rank
 from patrickstar.sequence.losses import linear_cross_entropy
+from patrickstar.sequence.masking import Padding
 
-__all__ = ["HybridGroup", "Mode", "SequenceGroup", "attention", "linear_cross_entropy", "positions_of_rank"]
+__all__ = ["HybridGroup", "Mode", "Padding", "SequenceGroup", "attention", "linear_cross_entropy", "positions_of_rank"]

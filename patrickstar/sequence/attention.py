@@ -12,7 +12,7 @@ from patrickstar.sequence.block import Rule
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode
-from patrickstar.sequence.masking import make_masking
+from patrickstar.sequence.masking import Padding, make_masking
 from patrickstar.sequence.ring import RingAttention
 from patrickstar.sequence.rsa import RingSelfAttention
 from patrickstar.sequence.ulysses import HeadsForTokens, TokensForHeads, key_heads, query_heads
@@ -29,6 +29,7 @@ def attention(
     window: tuple[int, int] | None = None,
     cu_seqlens: Sequence[int] | None = None,
     length: int | None = None,
+    padding: torch.Tensor | Padding | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     scale: float | None = None,
@@ -46,6 +47,9 @@ def attention(
         window: how many tokens back and forward of itself a query sees, -1 for no limit.
         cu_seqlens: where the documents of a packed sequence begin, and its length; a query sees its own document.
         length: tokens of the whole sequence without its padding.
+        padding: bool, [batch, tokens of the whole sequence], True for real tokens, the same on all ranks. Nobody sees
+            padding, and its outputs and gradients are 0. :class:`~patrickstar.sequence.Padding` of it serves several
+            layers.
         dropout_p: share of probabilities that are dropped ([Note: dropout by position]).
         seed: of the dropout; the same on all ranks, another one for each layer and step.
         scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
@@ -58,15 +62,15 @@ def attention(
     """
     mode = Mode(mode)
     _check(q, k, v, group, mode, dropout_p)
-    padded_length = q.shape[-2] * group.size
     rule = Rule(
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         masking=make_masking(
             causal=causal,
             window=window,
             cu_seqlens=cu_seqlens,
-            length=padded_length if length is None else length,
-            padded_length=padded_length,
+            length=length,
+            padding=padding,
+            shape=(q.shape[0], q.shape[-2] * group.size),
         ),
         dropout=Dropout(dropout_p, seed, q.shape[1]) if dropout_p > 0 else None,
     )
@@ -84,6 +88,7 @@ class _Alone(SequenceGroup):
 
     def __init__(self) -> None:
         self.rank, self.size, self.sent_bytes = 0, 1, 0
+        self.meet = lambda: None
 
 
 def _by_heads(

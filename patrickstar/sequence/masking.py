@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from patrickstar.sequence.layout import Slice
+
+_BEYOND = 2**62  # after every key
 
 
 class Cover(enum.Enum):
@@ -20,7 +23,52 @@ class Cover(enum.Enum):
     SOME = "what the mask says"
 
 
-@dataclasses.dataclass(frozen=True)
+class Padding:
+    """Which tokens are real, of each sequence of a batch: padding may be on either side and in the middle.
+
+    One object serves all layers of a step: making it looks at the whole mask on the host, and so waits for the device
+    if the mask is there.
+
+        padding = Padding(batch["attention_mask"].bool())
+        out = attention(q, k, v, group, padding=padding)
+
+    Args:
+        real: bool, [batch, tokens of the whole sequence].
+        device: that attention is computed on; None: where ``real`` is. Elsewhere each attention copies it there.
+
+    Attributes:
+        real: on that device.
+
+    Raises:
+        ValueError: ``real`` is not of bool or has not two dimensions.
+    """
+
+    def __init__(self, real: torch.Tensor, device: torch.device | None = None):
+        if real.dtype != torch.bool or real.dim() != 2:
+            raise ValueError(
+                f"padding is {list(real.shape)} of {real.dtype}; give bool, [batch, tokens of the whole sequence], "
+                "True for real tokens"
+            )
+        self.real = real if device is None else real.to(device, non_blocking=True)
+        on_host = real.cpu()
+        self._with_padding = _counts_before(~on_host.all(dim=0))
+        self._with_tokens = _counts_before(on_host.any(dim=0))
+
+    def is_in(self, part: Slice) -> bool:
+        """Whether some sequence has padding among these tokens."""
+        return bool(self._with_padding[part.stop] > self._with_padding[part.start])
+
+    def is_all_of(self, part: Slice) -> bool:
+        """Whether no sequence has a real token among these."""
+        return bool(self._with_tokens[part.stop] == self._with_tokens[part.start])
+
+
+def _counts_before(chosen: torch.Tensor) -> torch.Tensor:
+    """How many are chosen before each place and before the end."""
+    return torch.nn.functional.pad(chosen.long().cumsum(dim=0), (1, 0))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Masking:
     """The rule. A query sees a key where all parts of it agree.
 
@@ -31,12 +79,14 @@ class Masking:
             its own document. None: one document.
         length: tokens before the padding at the end; None: there is none. Nobody sees padding, and it sees nobody: its
             outputs are 0, and so are its gradients.
+        padding: the same of padding that differs between sequences; None: there is none.
     """
 
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
     documents: tuple[int, ...] | None = None
     length: int | None = None
+    padding: Padding | None = None
 
     def cover(self, queries: Slice, keys: Slice) -> Cover:
         """Of a block, without looking at each element."""
@@ -45,6 +95,8 @@ class Masking:
         if (back is not None and nearest_back > back) or (forward is not None and -farthest_back > forward):
             return Cover.NONE
         if self.length is not None and max(queries.start, keys.start) >= self.length:
+            return Cover.NONE
+        if self.padding is not None and (self.padding.is_all_of(queries) or self.padding.is_all_of(keys)):
             return Cover.NONE
         if self.documents is not None:
             first, last = self._document(queries.start), self._document(queries.stop - 1)
@@ -55,28 +107,37 @@ class Masking:
         )
         if not is_one_document or (self.length is not None and max(queries.stop, keys.stop) > self.length):
             return Cover.SOME
+        if self.padding is not None and (self.padding.is_in(queries) or self.padding.is_in(keys)):
+            return Cover.SOME
         if back is not None and farthest_back > back:
             return Cover.SOME
         if forward is None or -nearest_back <= forward:
             return Cover.ALL
         return Cover.DIAGONAL if self.causal and queries == keys else Cover.SOME
 
-    def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """True where a query sees a key: [queries, keys], of positions."""
-        distance = queries[:, None] - keys
-        seen = torch.ones_like(distance, dtype=torch.bool)
+    def mask(self, queries: Slice, keys: Slice, device: torch.device) -> torch.Tensor:
+        """True where a query sees a key: bool, [queries, keys], with ``padding`` [batch, 1, queries, keys]."""
+        places = torch.arange(keys.start, keys.stop, device=device)
+        first, stop = self._keys_of(torch.arange(queries.start, queries.stop, device=device))
+        seen = (places >= first[:, None]) & (places < stop[:, None])
+        if self.padding is None:
+            return seen
+        real = [self.padding.real[:, part.start : part.stop].to(device) for part in (queries, keys)]
+        return seen & (real[0][:, :, None] & real[1][:, None, :])[:, None]
+
+    def _keys_of(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first key that each query may see, and the one behind the last: without padding they are neighbours."""
         back, forward = self._reach()
-        if back is not None:
-            seen &= distance <= back
-        if forward is not None:
-            seen &= -distance <= forward
+        first = torch.zeros_like(queries) if back is None else queries - back
+        stop = torch.full_like(queries, _BEYOND) if forward is None else queries + forward + 1
         if self.documents is not None:
-            begins = torch.tensor(self.documents[1:], device=queries.device)
-            document = [torch.searchsorted(begins, part, right=True) for part in (queries, keys)]
-            seen &= document[0][:, None] == document[1]
+            pinned = queries.device.type == "cuda"  # then the host does not wait for the copy
+            bounds = torch.tensor([*self.documents, _BEYOND], pin_memory=pinned).to(queries.device, non_blocking=True)
+            document = torch.searchsorted(bounds, queries, right=True)
+            first, stop = torch.maximum(first, bounds[document - 1]), torch.minimum(stop, bounds[document])
         if self.length is not None:
-            seen &= (queries[:, None] < self.length) & (keys < self.length)
-        return seen
+            stop = torch.where(queries < self.length, stop.clamp(max=self.length), 0)
+        return first, stop
 
     def _reach(self) -> tuple[int | None, int | None]:
         back, forward = self.window
@@ -84,24 +145,36 @@ class Masking:
 
     def _document(self, position: int) -> int:
         assert self.documents is not None
-        return sum(begin <= position for begin in self.documents[1:])
+        return bisect.bisect_right(self.documents, position, lo=1)
 
 
 def make_masking(
-    *, causal: bool, window: tuple[int, int] | None, cu_seqlens: Sequence[int] | None, length: int, padded_length: int
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens: Sequence[int] | None,
+    length: int | None,
+    padding: torch.Tensor | Padding | None,
+    shape: tuple[int, int],
 ) -> Masking:
     """Of what :func:`attention` takes. A window's -1 is no limit, as flash-attention has it.
 
+    Args:
+        causal: as there, like ``window``, ``cu_seqlens``, ``length`` and ``padding``.
+        shape: [batch, tokens of all ranks].
+
     Raises:
-        ValueError: a window below -1; ``cu_seqlens`` that do not rise from 0 to the length; a length beyond the tokens.
+        ValueError: a window below -1; ``cu_seqlens`` that do not rise from 0 to the length; a length beyond the tokens;
+            a padding mask of another shape.
     """
     limits: tuple[int | None, int | None] = (None, None)
     if window is not None:
         if len(window) != 2 or min(window) < -1:
             raise ValueError(f"window is {window}; give how many tokens back and forward are seen, -1 for no limit")
         limits = (None if window[0] == -1 else window[0], None if window[1] == -1 else window[1])
-    if not 0 < length <= padded_length:
-        raise ValueError(f"length is {length}, but the ranks together have {padded_length} tokens; give 1 to that")
+    length = shape[1] if length is None else length
+    if not 0 < length <= shape[1]:
+        raise ValueError(f"length is {length}, but the ranks together have {shape[1]} tokens; give 1 to that")
     documents = None
     if cu_seqlens is not None:
         documents = tuple(int(value) for value in cu_seqlens)
@@ -109,4 +182,11 @@ def make_masking(
         if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rises:
             shown = f"{list(documents[:4])}{'…' if len(documents) > 4 else ''}"
             raise ValueError(f"cu_seqlens is {shown}; it must rise from 0 to the length of the sequence, {length}")
-    return Masking(causal, limits, documents, length if length < padded_length else None)
+    if isinstance(padding, torch.Tensor):
+        padding = Padding(padding)
+    if padding is not None and tuple(padding.real.shape) != shape:
+        raise ValueError(
+            f"padding is {list(padding.real.shape)}, but the ranks together have {shape[0]} sequences of {shape[1]} "
+            "tokens; give the mask of the whole sequence on every rank, its padding for the ranks included"
+        )
+    return Masking(causal, limits, documents, length if length < shape[1] else None, padding)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from patrickstar.sequence.block import Rule, sum_dtype
+from patrickstar.sequence.block import Rule
 from patrickstar.sequence.group import SequenceGroup
+from patrickstar.sequence.kernels import as_many_heads, sum_dtype, sum_of_heads
 from patrickstar.sequence.layout import Mode, slices_of_rank
 from patrickstar.sequence.masking import Cover
-from patrickstar.sequence.ring import as_many_heads, sum_of_heads
 
 
 class RingSelfAttention(torch.autograd.Function):
@@ -26,6 +26,7 @@ class RingSelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, rule: Rule):
         """Tensors are [batch, heads, tokens of this rank, head_dim]; ``k`` and ``v`` may have fewer heads."""
+        group.meet()
         dtype, length = sum_dtype(q), q.shape[-2]
         scores = q.new_empty((*q.shape[:-1], length * group.size), dtype=dtype)
 
@@ -35,8 +36,9 @@ class RingSelfAttention(torch.autograd.Function):
         _go_round(group, k, score)
         scores *= rule.scale
         queries, everything = _places(group, length)
-        if rule.masking.cover(*_slices(group, length)) is not Cover.ALL:
-            scores.masked_fill_(~rule.masking.mask(queries.to(q.device), everything.to(q.device)), -torch.inf)
+        slices = _slices(group, length)
+        if rule.masking.cover(*slices) is not Cover.ALL:
+            scores.masked_fill_(~rule.masking.mask(*slices, q.device), -torch.inf)
         probabilities = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # a query may see nothing
         factors = _factors(q, rule, queries, everything)
         dropped = probabilities if factors is None else probabilities * factors
@@ -55,6 +57,7 @@ class RingSelfAttention(torch.autograd.Function):
         """Gradients of this rank's queries, keys and values."""
         q, k, v, probabilities = ctx.saved_tensors
         group, rule, dtype = ctx.group, ctx.rule, sum_dtype(q)
+        group.meet()
         grad = grad.to(dtype)
         factors = _factors(q, rule, *_places(group, q.shape[-2]))
         dropped = probabilities if factors is None else probabilities * factors

@@ -22,12 +22,14 @@ class TokensForHeads(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup, heads_of: tuple[tuple[int, ...], ...]):
         """Sends each rank its heads."""
         ctx.group, ctx.heads_of, ctx.num_heads = group, heads_of, tensor.shape[1]
+        group.meet()
         parts = [tensor[:, list(heads)] for heads in heads_of]
         return torch.cat(group.all_to_all(parts), dim=2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """Each rank gets its tokens' gradients of all heads; those of a head that several had are summed."""
+        ctx.group.meet()
         parts = ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=2)))
         batch, _, tokens, head_dim = parts[0].shape
         whole = grad.new_zeros((batch, ctx.num_heads, tokens, head_dim))
@@ -43,11 +45,13 @@ class HeadsForTokens(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup):
         """Heads are in the order of ranks."""
         ctx.group = group
+        group.meet()
         return torch.cat(group.all_to_all(list(tensor.chunk(group.size, dim=2))), dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """The same way back."""
+        ctx.group.meet()
         return torch.cat(ctx.group.all_to_all(list(grad.chunk(ctx.group.size, dim=1))), dim=2), None
 
 

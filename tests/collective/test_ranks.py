@@ -102,9 +102,9 @@ def share_gpus(gpus):
     """What a rank has whose GPU is `gpus[rank]`, with the host's communicators for those of a GPU."""
     made = []
 
-    def make_staged(group_name, *, device):
+    def make_staged(group_name, *, device, members):
         made.append(device)
-        return _C.collective.make_c10d_communicator(group_name)
+        return _C.collective.make_c10d_communicator(group_name, members)
 
     distributed._gpu_name = lambda device: gpus[int(os.environ["RANK"])]
     distributed._warm_up = lambda groups: None

@@ -14,7 +14,24 @@ from patrickstar.config.schedulers import SCHEDULERS
 from patrickstar.config.values import Section
 
 VALUES: list[Any] = [
-    *(True, False, 2, 3, 0.25, 0.5, 2048, "always", "cpu", "fp32", "Ignore", "other", "nvme", "linear", "pinned"),
+    *(
+        True,
+        False,
+        2,
+        3,
+        0.25,
+        0.5,
+        2048,
+        "always",
+        "cpu",
+        "fp32",
+        "Ignore",
+        "other",
+        "nvme",
+        "linear",
+        "pinned",
+        "ring",
+    ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
 """For each key one of them is another value than its default, and one is refused where some are."""
@@ -113,6 +130,8 @@ def all_cases() -> list[Case]:
             beside = {key.section: {"enabled": True}} if key.section in switches and key.name != "enabled" else {}
         if key.path == "optimizer.params.torch_adam":
             beside = {"optimizer": {"type": "AdamW"}}
+        if key.path == "sequence_parallel.ulysses_size":
+            beside = {"sequence_parallel": {"size": 4, "mode": "hybrid"}}
         of = title if key.section == "scheduler.params" else ""
         cases.append(Case(key=key, title=key.section + of, beside=beside))
     return cases

@@ -390,6 +390,17 @@ def test_two_ranks(two_ranks):
         assert_same_run(runs["resumed"], runs["own"])
 
 
+def test_two_ranks_that_share_sequences(two_ranks, tmp_path):
+    """They get the same batches, and train and evaluate as one process does."""
+    plain = train(make_trainer(Trainer, tmp_path, eval_strategy="epoch"))
+    for rank in two_ranks:
+        run = rank["trainer"]["shared"]
+        assert run.losses == pytest.approx(plain.losses, rel=2e-6)
+        assert run.norms == pytest.approx(plain.norms, rel=2e-6)
+        assert run.evals[1:] == pytest.approx(plain.evals[1:], rel=2e-6)
+        assert relative_error(run, plain) < 2e-5
+
+
 def test_two_ranks_generate(two_ranks):
     """What one rank generates."""
     torch.manual_seed(0)

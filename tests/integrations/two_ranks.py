@@ -48,6 +48,8 @@ def trainers(folder: Path) -> dict[str, Any]:
     checkpoint = str(folder / "own" / "checkpoint-4")
     results["resumed"] = train(make_trainer(PatrickStarTrainer, folder / "own", **options), resume=checkpoint)
     options["save_strategy"] = "no"
+    shared = {"sequence_parallel": {"size": 2, "mode": "zigzag"}}
+    results["shared"] = train(make_trainer(PatrickStarTrainer, folder / "shared", config=shared, **options))
     results["sft_plain"] = train(make_trainer(SftLikeTrainer, folder / "sft", **options))
     results["sft"] = train(make_trainer(PatrickStarSftLikeTrainer, folder / "sft", **options))
     return results

@@ -62,11 +62,22 @@ def test_accumulation_and_speculation(accumulate, speculation):
 
 def test_dropped_speculation():
     """Clipping acts: what was started in backward is there, marked, and does not count as updated."""
-    config = make_host_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
+    config = make_host_config("fp32", gradient_clipping=1e-3, device_memory="2400KB")
     config["optimizer"]["speculation"] = "always"
     result = traced(WIDE, config, step=1)
     check(result)
     assert any(span["dropped"] for span in result.trace["spans"])
+    assert updated(result, _C.Track.HOST_ADAM) == result.run.report["num_parameters"]
+
+
+def test_settled_values():
+    """Clipping acts, as the step before let expect: what was left open in backward has spans of its own."""
+    config = make_host_config("bf16", gradient_clipping=1e-3, device_memory="1200KB")
+    config["optimizer"]["speculation"] = "always"
+    result = traced(WIDE, config, step=1)
+    check(result)
+    assert not any(span["dropped"] for span in result.trace["spans"])
+    assert updated(result, _C.Track.HOST_OPEN) > 0
     assert updated(result, _C.Track.HOST_ADAM) == result.run.report["num_parameters"]
 
 
@@ -122,7 +133,7 @@ def test_updates_of_the_step_before():
         trace = runtime.take_trace()
     before = [span for span in trace["spans"] if span["owner"] == _C.SpanOwner.STEP_BEFORE]
     print(f"{len(before)} updates ran on")
-    host = (_C.Track.HOST_ADAM, _C.Track.HOST_STATES)
+    host = (_C.Track.HOST_ADAM, _C.Track.HOST_STATES, _C.Track.HOST_OPEN)
     assert all(span["track"] in host and span["begin_seconds"] >= 0 for span in before)
     assert len(trace["moments"]) > 0
 

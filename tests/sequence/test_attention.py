@@ -3,18 +3,35 @@
 import dataclasses
 import itertools
 import math
+import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from patrickstar.sequence import HybridGroup, Mode, SequenceGroup, attention, positions_of_rank
+from patrickstar.ranks.distributed import open_ranks
+from patrickstar.ranks.mesh import Mesh, MeshRanks
+from patrickstar.sequence import HybridGroup, Mode, Padding, SequenceGroup, attention, block, positions_of_rank
 from patrickstar.sequence.dropout import Dropout
+from patrickstar.sequence.kernels import KERNELS
+from patrickstar.sequence.masking import Cover
+from patrickstar.sequence.ring import blocks_of_turn
 from patrickstar.sequence.ulysses import key_heads, query_heads
-from tests.distributed import run_ranks
+from tests.distributed import rank_outcomes, run_ranks
+from tests.sequence.emulation import Place, count_kernels, rule_of
 
 LENGTH = 24  # divided by 2, 3 and 4 ranks, and by twice as many slices
 SEED = 11
+
+
+# Of the two sequences of a batch; a whole slice of 2, 3 and 4 ranks may be padding.
+PADDINGS = {
+    "right": torch.arange(LENGTH) < torch.tensor([[LENGTH - 5], [LENGTH - 15]]),
+    "left": torch.arange(LENGTH) >= torch.tensor([[13], [0]]),
+    "middle": (torch.arange(LENGTH) - torch.tensor([[9], [20]])).abs() > 3,
+    "all of one": torch.tensor([[True], [False]]).expand(2, LENGTH),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +42,7 @@ class Case:
     window: tuple = None
     cu_seqlens: tuple = None
     length: int = None
+    padding: str = None
     dropout_p: float = 0.0
     scale: float = None
     value_dim: int = 8
@@ -35,6 +53,7 @@ class Case:
             "window": self.window,
             "cu_seqlens": self.cu_seqlens,
             "length": self.length,
+            "padding": None if self.padding is None else PADDINGS[self.padding],
             "dropout_p": self.dropout_p,
             "scale": self.scale,
             "seed": SEED,
@@ -53,6 +72,12 @@ CASES = {
     "packed both ways": Case(cu_seqlens=(0, 9, LENGTH)),
     "padded": Case(length=LENGTH - 5),
     "padded and packed": Case(causal=True, length=LENGTH - 5, cu_seqlens=(0, 7, LENGTH - 5)),
+    "padding right": Case(causal=True, padding="right"),
+    "padding left": Case(key_heads=4, causal=True, padding="left"),
+    "padding in the middle": Case(padding="middle", window=(9, 2)),
+    "padding alone": Case(causal=True, padding="all of one"),
+    "padding of packed": Case(padding="left", cu_seqlens=(0, 7, LENGTH), value_dim=16),
+    "padding and dropout": Case(causal=True, padding="right", dropout_p=0.3),
     "dropout": Case(causal=True, dropout_p=0.3),
     "grouped dropout": Case(key_heads=4, dropout_p=0.5, scale=0.7),
     "wide values": Case(causal=True, value_dim=16),
@@ -86,6 +111,9 @@ def dense(case):
         for begin, end in zip(case.cu_seqlens or (), (case.cu_seqlens or (0,))[1:], strict=False):
             allowed &= (begin <= query < end) == (begin <= key < end)
         seen[query, key] = allowed
+    if case.padding is not None:
+        real = PADDINGS[case.padding]
+        seen = seen & (real[:, :, None] & real[:, None, :])[:, None]
     probabilities = torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1).nan_to_num(0.0)
     if case.dropout_p:
         places = torch.arange(LENGTH)
@@ -100,7 +128,7 @@ def dense(case):
 
 
 def groups(mode):
-    """The group for a mode, None where the mode has none of this size."""
+    """The group of torch.distributed for a mode, None where the mode has none of this size."""
     everyone = SequenceGroup()
     if mode is not Mode.HYBRID:
         return everyone
@@ -110,10 +138,10 @@ def groups(mode):
     return HybridGroup(ring=SequenceGroup(pairs[2 + everyone.rank % 2]), heads=SequenceGroup(pairs[everyone.rank // 2]))
 
 
-def divided(case, mode, group, dtype=torch.float64):
+def divided(case, mode, group, dtype=torch.float64, device="cpu"):
     """The output and the gradients, of the tokens that are here."""
     here = positions_of_rank(group.rank, group.size, LENGTH // group.size, mode)
-    *leaves, grad = (part.to(dtype)[:, :, here].clone() for part in whole(case))
+    *leaves, grad = (part.to(dtype)[:, :, here].to(device, copy=True) for part in whole(case))
     for leaf in leaves:
         leaf.requires_grad_()
     out = attention(*leaves, group, mode, **case.options())
@@ -121,12 +149,38 @@ def divided(case, mode, group, dtype=torch.float64):
     return here, [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def errors_on_each_rank(cases):
-    """Of every case and mode, how far output and gradients are from the dense ones at most, on this rank."""
+def own_groups(mode, ranks):
+    """As :func:`groups`, of the extension's."""
+    if mode is not Mode.HYBRID:
+        return SequenceGroup.of_ranks(ranks)
+    sequence = MeshRanks(ranks, Mesh(sequence=len(ranks.members))).along("sequence")
+    return HybridGroup.of_ranks(sequence, 2) if sequence.size == 4 else None
+
+
+def errors_over_torch(cases):
+    """As :func:`errors_on_each_rank`, through torch.distributed."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    return errors_on_each_rank(cases, {mode: groups(mode) for mode in Mode})
+
+
+def errors_in_small_tiles(cases):
+    """As :func:`errors_over_torch`; masked parts of blocks have 5 queries and keys at most, plain ones as many scores
+    per head.
+    """
+    block._TILE_TOKENS, block._TILE_SCORES = 5, 5 * 2 * 12
+    return errors_over_torch(cases)
+
+
+def errors_over_own_groups(cases):
+    """As :func:`errors_on_each_rank`, through groups of the extension's."""
+    with open_ranks(timeout_seconds=60) as ranks:
+        return errors_on_each_rank(cases, {mode: own_groups(mode, ranks) for mode in Mode})
+
+
+def errors_on_each_rank(cases, by_mode):
+    """Of every case and mode, how far output and gradients are from the dense ones at most, on this rank."""
     found = {}
-    by_mode = {mode: groups(mode) for mode in Mode}
     for name in cases:
         expected = dense(CASES[name])
         for mode, group in by_mode.items():
@@ -139,10 +193,18 @@ def errors_on_each_rank(cases):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_as_dense_attention(num_ranks):
-    for found in run_ranks(num_ranks, errors_on_each_rank, list(CASES)):
-        assert len(found) == len(CASES) * (5 if num_ranks == 4 else 4)
+@pytest.mark.parametrize(
+    ("num_ranks", "errors", "cases"),
+    [
+        *((num_ranks, errors_over_torch, list(CASES)) for num_ranks in (1, 2, 3, 4)),
+        (2, errors_in_small_tiles, list(CASES)),
+        *((num_ranks, errors_over_own_groups, ["grouped dropout", "padded and packed"]) for num_ranks in (1, 2, 3, 4)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_as_dense_attention(num_ranks, errors, cases):
+    for found in run_ranks(num_ranks, errors, cases):
+        assert len(found) == len(cases) * (5 if num_ranks == 4 else 4)
         wrong = {key: gaps for key, gaps in found.items() if not (gaps[0] < 1e-12 and gaps[1] < 1e-10)}
         assert wrong == {}
 
@@ -167,10 +229,104 @@ def test_bytes_are_those_of_the_formulas():
     """In elements: [Note: the ring], patrickstar/sequence/rsa.py, and all-to-all's (N - 1) / N of q, k, v and out."""
     num_ranks = 4
     block = 2 * 12 * (LENGTH // num_ranks) * 8 * 4  # bytes of one rank's q, k or v
-    ring = 2 * (num_ranks - 1) * block, (2 * (num_ranks - 1) + 2 * num_ranks) * block
+    rsa = 2 * (num_ranks - 1) * block, (2 * (num_ranks - 1) + 2 * num_ranks) * block
+    ring = 2 * (num_ranks - 1) * block, 4 * (num_ranks - 1) * block
     all_to_all = 4 * (num_ranks - 1) * block // num_ranks
-    expected = {"rsa": ring, "ring": ring, "zigzag": ring, "ulysses": (all_to_all, all_to_all)}
+    expected = {"rsa": rsa, "ring": ring, "zigzag": ring, "ulysses": (all_to_all, all_to_all)}
     assert run_ranks(num_ranks, sent_bytes) == [expected] * num_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("mode", "is_causal"), [("zigzag", True), ("zigzag", False), ("ring", False), ("ring", True)])
+def test_blocks_of_a_turn_are_merged(mode, is_causal, size):
+    """One at most, of the queries and keys that see each other and no others."""
+    length = 2 * size * 4
+    rule = rule_of(torch.zeros(1, 1, length, 8), causal=is_causal)
+    seen = torch.zeros(length, length, dtype=torch.int64)
+    for rank in range(size):
+        mine = positions_of_rank(rank, size, length // size, mode)
+        for turn in range(size):
+            others = positions_of_rank((rank - turn) % size, size, length // size, mode)
+            blocks = blocks_of_turn(Place(rank, size), Mode(mode), turn, length // size, rule)
+            assert len(blocks) == (0 if mode == "ring" and is_causal and turn > rank else 1)
+            for one in blocks:
+                assert one.cover is (Cover.DIAGONAL if is_causal and turn == 0 else Cover.ALL)
+                rows, columns = mine[one.rows], others[one.columns]
+                causal_part = rows[:, None] >= columns
+                seen[rows[:, None], columns] += causal_part if one.cover is Cover.DIAGONAL else 1
+    expected = torch.ones_like(seen).tril() if is_causal else torch.ones_like(seen)
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_blocks"),
+    [
+        ({"window": (6, 0)}, [2, 2]),  # a diagonal and, too far away, nothing
+        ({"cu_seqlens": (0, 3, 16)}, [3, 1]),  # the first slice has two documents, the others are of one
+        ({"padding": torch.tensor([[True] * 15 + [False]])}, [3, 2]),
+        ({"padding": torch.tensor([[True] * 12 + [False] * 4])}, [1, 0]),
+    ],
+)
+def test_blocks_with_masks_are_merged_where_all_is_seen(options, num_blocks):
+    """Rank 0 of 2 in zigzag has tokens 0 to 3 and 12 to 15, rank 1 those between."""
+    rule = rule_of(torch.zeros(1, 1, 16, 8), causal=True, **options)
+    blocks = [blocks_of_turn(Place(0, 2), Mode.ZIGZAG, turn, 8, rule) for turn in range(2)]
+    assert [len(found) for found in blocks] == num_blocks
+
+
+def kernel_calls():
+    """Of zigzag, on this rank."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        calls = count_kernels(patch)
+        divided(CASES["grouped"], Mode.ZIGZAG, SequenceGroup())
+        return {f"{kernel.name} {name}": number for (kernel, name), number in calls.items()}
+
+
+def test_each_turn_calls_a_kernel_once():
+    assert run_ranks(3, kernel_calls) == [{"HOST forward": 3, "HOST backward": 3}] * 3
+
+
+def order_of_backward():
+    """What this rank does in backward of a ring, in its order."""
+    dist.init_process_group("gloo")
+    events = []
+
+    class Recorded(SequenceGroup):
+        def pass_on(self, tensors):
+            what = "sums" if tensors[0].dtype == torch.float32 else "keys"
+            exchange = super().pass_on(tensors)
+            wait = exchange.wait
+            events.append(f"send {what}")
+            exchange.wait = lambda: (events.append(f"wait for {what}"), wait())[1]
+            return exchange
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel, passes in KERNELS.items():
+            run = passes.backward
+            backward = lambda *args, run=run: (events.append("compute"), run(*args))[1]  # noqa: E731
+            patch.setitem(KERNELS, kernel, passes._replace(backward=backward))
+        *leaves, grad = (part[:, :, : LENGTH // 3].bfloat16() for part in whole(CASES["plain"]))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = attention(*leaves, Recorded(), Mode.ZIGZAG)
+        events.clear()
+        out.backward(grad)
+        return events
+
+
+def test_keys_and_sums_travel_while_the_next_block_is_computed():
+    first = ["send keys", "compute", "wait for keys"]
+    second = ["send keys", "compute", "send sums", "wait for keys"]
+    third = ["compute", "wait for sums", "send sums", "wait for sums"]
+    assert run_ranks(3, order_of_backward) == [first + second + third] * 3
+
+
+def test_padding_serves_several_calls():
+    padding = Padding(PADDINGS["left"])
+    *parts, _ = whole(CASES["plain"])
+    once, twice = (attention(*parts, SequenceGroup(), padding=mask) for mask in (padding, PADDINGS["left"]))
+    assert torch.equal(once, twice) and (once[0, :, :13] == 0).all()
 
 
 def in_bfloat16():
@@ -201,6 +357,27 @@ def test_half_precision_is_rounded_little():
         assert max(found.values()) < 2 * alone
 
 
+def lose_a_rank_in_backward():
+    """Rank 2 dies between the forward and the backward of the second call."""
+    with open_ranks(timeout_seconds=6) as ranks:
+        group = SequenceGroup.of_ranks(ranks)
+        q, k, v, grad = (part[:, :, : LENGTH // group.size] for part in whole(CASES["causal"]))
+        for step in range(2):
+            with ranks.guard(f"step {step}"):
+                out = attention(q.requires_grad_(), k, v, group, Mode.ZIGZAG, causal=True)
+                if step == 1 and group.rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                out.backward(grad)
+
+
+def test_a_rank_that_dies_in_attention_is_named_by_all():
+    outcomes = rank_outcomes(3, lose_a_rank_in_backward, timeout_seconds=90)
+    assert outcomes[2].returncode == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        print(outcome.error)
+        assert outcome.error.startswith("RankFailure: ") and "rank 2 of 3 failed rank" in outcome.error
+
+
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
@@ -212,6 +389,12 @@ def test_half_precision_is_rounded_little():
         ([(2, 4, 6, 8)] * 3, {"length": 9}, "length is 9, but the ranks together have 6 tokens"),
         ([(2, 4, 6, 8)] * 3, {"cu_seqlens": (0, 4)}, r"cu_seqlens is \[0, 4\]; it must rise from 0 to the length"),
         ([(2, 4, 6, 8)] * 3, {"window": (-2, 0)}, "-1 for no limit"),
+        (
+            [(2, 4, 6, 8)] * 3,
+            {"padding": torch.ones(2, 6)},
+            r"padding is \[2, 6\] of torch.float32; give bool, \[batch",
+        ),
+        ([(2, 4, 6, 8)] * 3, {"padding": torch.ones(2, 5).bool()}, r"\[2, 5\], but .* have 2 sequences of 6 tokens"),
         ([(2, 4, 6, 8)] * 3, {"mode": "hybrid"}, "hybrid, and it alone, takes a HybridGroup"),
         ([(2, 4, 6, 8)] * 3, {"mode": "zag"}, "'zag' is not a valid Mode"),
     ],

@@ -21,7 +21,7 @@ from patrickstar import _C
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridAdam
-from patrickstar.integrations.decided_config import own_config
+from patrickstar.integrations.decided_config import own_config, ranks_per_sample
 from patrickstar.integrations.lightning import folders
 from patrickstar.integrations.lightning.compiled import CompiledSteps
 from patrickstar.integrations.lightning.modules import frozen, move_metrics
@@ -104,6 +104,12 @@ class PatrickStarStrategy(RankedStrategy):
         self._unfreeze = contextlib.ExitStack()
         self._error: BaseException | None = None
         self._compiled_steps: CompiledSteps | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data is this rank's; ranks that share sequences have the same."""
+        shared = ranks_per_sample(self._config)
+        return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

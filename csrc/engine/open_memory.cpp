@@ -1,0 +1,52 @@
+#include "engine/open_memory.h"
+
+#include <algorithm>
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kMostBlock = int64_t{128} << 20;
+constexpr int64_t kLeastBlock = int64_t{1} << 16;
+constexpr int64_t kElementsPerOpen = 16;
+
+}  // namespace
+
+void OpenMemory::take(int64_t free_bytes, int64_t numel) {
+  if (blocks_.empty()) {
+    int64_t left = std::min(free_bytes, numel / kElementsPerOpen * optim::OpenValues::kBytes);
+    for (int64_t size = kMostBlock; size >= kLeastBlock;) {
+      HostBlock block = size <= left ? arena_.try_allocate_prepared(size) : HostBlock{};
+      if (block) {
+        left -= size;
+        blocks_.push_back(std::move(block));
+      } else {
+        size /= 2;
+      }
+    }
+    std::vector<optim::OpenStore::Memory> memory;
+    for (const HostBlock& block : blocks_) memory.push_back({static_cast<char*>(block.data), block.num_bytes});
+    updates_.submit_task([this, memory = std::move(memory)] { store_.set_memory(memory); });
+  }
+  updates_.submit_task([this, numel] { store_.begin(numel); });
+}
+
+void OpenMemory::keep(ChunkId chunk, std::vector<optim::AdamJob>& jobs) {
+  int64_t pieces = 0;
+  for (const optim::AdamJob& job : jobs) pieces += optim::num_open_pieces(job.range.numel);
+  std::vector<optim::OpenValues>& open = open_[static_cast<size_t>(chunk)];
+  open.resize(static_cast<size_t>(pieces));
+  optim::OpenValues* next = open.data();
+  for (optim::AdamJob& job : jobs) {
+    job.store = &store_;
+    job.open = next;
+    next += optim::num_open_pieces(job.range.numel);
+  }
+}
+
+std::vector<HostBlock> OpenMemory::give_back(Event& after) {
+  after = updates_.submit_task([this] { store_.set_memory({}); });
+  return std::exchange(blocks_, {});
+}
+
+}  // namespace patrickstar

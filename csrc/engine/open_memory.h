@@ -1,0 +1,43 @@
+// Memory for open values ([Note: settled values], optim/kernels.h) of updates that start before the clipping coefficient is
+// known: what nobody else needs, up to the room for a sixteenth of the values, as long as clipping acts.
+//
+//   memory.take(free_bytes, numel);     // before a backward
+//   memory.keep(chunk, jobs);           // its open values will be kept there
+//   memory.give_back();                 // blocks, and the event after which nobody uses them
+//
+// Guarded by the engine's lock, but for what runs on the queue of updates.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "common/types.h"
+#include "engine/update_jobs.h"
+#include "memory/host_arena.h"
+#include "optim/open_store.h"
+
+namespace patrickstar {
+
+class OpenMemory {
+ public:
+  OpenMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
+      : arena_(arena), updates_(updates), open_(static_cast<size_t>(num_chunks)) {}
+
+  // What was kept is over when the updates submitted so far are. At most `free_bytes` of memory are taken, unless there is
+  // some already. `numel`: of all chunks to come.
+  void take(int64_t free_bytes, int64_t numel);
+  // The same places for the same jobs of a chunk, until the next take().
+  void keep(ChunkId chunk, std::vector<optim::AdamJob>& jobs);
+  std::vector<HostBlock> give_back(Event& after);
+  bool is_empty() const { return blocks_.empty(); }
+
+ private:
+  HostArena& arena_;
+  HostUpdates& updates_;
+  optim::OpenStore store_;
+  std::vector<HostBlock> blocks_;
+  std::vector<std::vector<optim::OpenValues>> open_;  // of the pieces of all jobs, by chunk
+};
+
+}  // namespace patrickstar

@@ -1,0 +1,160 @@
+"""Tensors on their way between ranks while the device computes: a communicator's exchanges on a queue of their own.
+
+    exchanges = open_exchanges(ranks, "the sequence")
+    coming = exchanges.begin(sends=[(after, mine)], receives=[(before, theirs)])
+    ...                                                     # computes with neither
+    coming.wait()
+
+[Note: tensors on their way] From `begin` to `wait` nobody writes what is sent or reads what is received. On a GPU both
+are used by the stream of the exchanges, of which PyTorch's allocator knows nothing: a tensor that is freed may be given
+out again at once, to work of the stream that it was made on. So they are kept until `wait`, behind which that stream
+comes after the exchange. Where it does not (the exchange is waited for on another stream, or by nobody because of an
+error), the allocator is told who else uses them. It is not told in any case, because it then gives memory back at times
+that no step repeats.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from patrickstar import _C
+from patrickstar.ranks.distributed import DistributedContext
+
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Contiguous tensors with the rank of the group that each goes to or comes from; what two ranks send each other is
+matched in the order of their lists.
+"""
+
+
+class PendingExchange(Protocol):
+    """Begun by :meth:`Exchanges.begin`."""
+
+    def wait(self) -> None:
+        """What comes is there, what goes is free. On a GPU the current stream waits, not the host.
+
+        Raises:
+            RankFailure: a rank did not take part, or the group was aborted.
+        """
+        ...
+
+
+class Exchanges(Protocol):
+    """Of one group of ranks, all of which begin the same ones in the same order. One thread at a time."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        ...
+
+    def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
+        """Sends and receives tensors ([Note: tensors on their way])."""
+        ...
+
+
+class SharingRanks(Protocol):
+    """:class:`~patrickstar.ranks.distributed.RankGroups`, or some of them."""
+
+    @property
+    def context(self) -> DistributedContext:
+        """Which rank of the run this process is."""
+        ...
+
+    def open_communicator(self, what: str) -> _C.collective.Communicator:
+        """Of these ranks."""
+        ...
+
+
+def open_exchanges(ranks: SharingRanks, what: str) -> Exchanges:
+    """Of ``ranks``, for tensors on the device of each. All ranks of the run call this at the same point."""
+    communicator = ranks.open_communicator(what)
+    if ranks.context.device.type == "cuda":
+        return StreamExchanges(communicator, ranks.context.device)
+    return ThreadExchanges(communicator)
+
+
+class ThreadExchanges:
+    """On the CPU: a thread sends and receives. It ends when nobody has this object any more."""
+
+    def __init__(self, communicator: _C.collective.Communicator):
+        self._communicator = communicator
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="patrickstar-exchanges")
+        self.rank = communicator.rank
+        self.size = communicator.size
+
+    def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
+        """Of tensors on the CPU."""
+        return _OnThread(self._thread.submit(_exchange, self._communicator, tuple(sends), tuple(receives)))
+
+
+class _OnThread:
+    def __init__(self, done: Future[None]):
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.result()
+
+
+class StreamExchanges:
+    """On a GPU: a stream sends and receives, behind what the current stream has when an exchange begins."""
+
+    def __init__(self, communicator: _C.collective.Communicator, device: torch.device):
+        self._communicator = communicator
+        self._stream = torch.cuda.Stream(device)
+        self.rank = communicator.rank
+        self.size = communicator.size
+
+    def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
+        """Of tensors on the GPU of this rank."""
+        tensors = [tensor for _, tensor in (*sends, *receives)]
+        pending = _OnStream(self._communicator, self._stream, tensors)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            _exchange(self._communicator, sends, receives)
+        pending.done.record(self._stream)
+        return pending
+
+
+class _OnStream:
+    """[Note: tensors on their way]."""
+
+    def __init__(
+        self, communicator: _C.collective.Communicator, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]
+    ):
+        self._tensors = list(tensors)
+        self._communicator = communicator
+        self._stream = stream
+        self._begun_on = torch.cuda.current_stream(stream.device)
+        self.done = torch.cuda.Event()
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(self.done)
+        if current != self._begun_on:
+            self._leave_to_allocator(self._stream, current)
+        self._tensors.clear()
+        self._communicator.check()
+
+    def __del__(self) -> None:
+        self._leave_to_allocator(self._stream)
+
+    def _leave_to_allocator(self, *users: torch.cuda.Stream) -> None:
+        for tensor, stream in itertools.product(self._tensors, users):
+            tensor.record_stream(stream)
+
+
+def _exchange(communicator: _C.collective.Communicator, sends: Messages, receives: Messages) -> None:
+    communicator.exchange(_addresses(sends), _addresses(receives))
+
+
+def _addresses(messages: Messages) -> list[tuple[int, int, int]]:
+    return [(rank, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for rank, tensor in messages]

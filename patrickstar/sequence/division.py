@@ -1,0 +1,132 @@
+"""A batch of whole sequences as ranks that share them have it: each its tokens of every tensor.
+
+Sequences are padded at the end until all ranks have equally many tokens; what is padded, is said to attention by the
+length (:class:`patrickstar.sequence.masking.Masking`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
+from patrickstar.sequence.layout import Mode, Slice, slices_of_rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Of sequences of ``length`` tokens among ``size`` ranks, of which this is ``rank``."""
+
+    rank: int
+    size: int
+    mode: Mode
+    length: int
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of each rank, padding included."""
+        unit = 2 if self.mode is Mode.ZIGZAG else 1
+        return -(-self.length // (self.size * unit)) * unit
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of all ranks."""
+        return self.size * self.local_length
+
+    def slices(self, rank: int | None = None) -> tuple[Slice, ...]:
+        """Of this rank, or another one, in the order in which it has them."""
+        return slices_of_rank(self.rank if rank is None else rank, self.size, self.local_length, self.mode)
+
+    def padded(self, tensor: torch.Tensor, fill: float, dim: int = 1) -> torch.Tensor:
+        """All tokens, with ``fill`` at the end."""
+        missing = self.padded_length - tensor.shape[dim]
+        if missing == 0:
+            return tensor
+        after = [0, 0] * (tensor.dim() - 1 - dim % tensor.dim())
+        return F.pad(tensor, [*after, 0, missing], value=fill)
+
+    def local(self, tensor: torch.Tensor, fill: float, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of a tensor that has all of them along ``dim``."""
+        tensor = self.padded(tensor, fill, dim)
+        parts = [tensor.narrow(dim, part.start, part.length) for part in self.slices()]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+    def whole(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """Of all ranks' parts, the tokens in their order, without padding."""
+        pieces = []
+        for rank, part in enumerate(parts):
+            begin = 0
+            for piece in self.slices(rank):
+                pieces.append((piece.start, part.narrow(dim, begin, piece.length)))
+                begin += piece.length
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece for _, piece in pieces], dim).narrow(dim, 0, self.length)
+
+
+class WholeSum(torch.autograd.Function):
+    """The sum of the ranks' losses, on all of them the same bits; the gradient is that of this rank's part.
+
+    [Note: a loss in parts] Each rank has the loss of its own tokens, divided by what the whole loss is divided by. The
+    loss is their sum, and gradients of all ranks add up to its gradient. So whoever calls backward on the sum, on each
+    rank, makes each rank's part of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: SequenceGroup | HybridGroup) -> torch.Tensor:
+        """``part``: of one element."""
+        parts = everybodys(part.detach().reshape(1), group)
+        total = torch.zeros_like(part)  # no view: it may be changed in place
+        for other in parts:
+            total += other.reshape(part.shape)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        """Of this rank's part."""
+        return grad, None
+
+
+class WholeTokens(torch.autograd.Function):
+    """All ranks' tokens in their order. The gradient of a rank's tokens is the sum of all ranks' gradients of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: SequenceGroup | HybridGroup, division: Division, dim: int
+    ) -> torch.Tensor:
+        """``tensor`` has this rank's tokens along ``dim``."""
+        ctx.group, ctx.division, ctx.dim = group, division, dim
+        return division.whole(everybodys(tensor, group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        """Each rank's slice goes to it."""
+        division, dim = ctx.division, ctx.dim
+        others = [dataclasses.replace(division, rank=rank).local(grad, 0.0, dim) for rank in range(division.size)]
+        parts = exchanged(others, ctx.group)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total, None, None, None
+
+
+def everybodys(tensor: torch.Tensor, group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
+    """The tensors of all ranks, which have one shape, by rank."""
+    return exchanged([tensor] * group.size, group)
+
+
+def exchanged(parts: Sequence[torch.Tensor], group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
+    """Part i goes to rank i; what comes from each, by rank."""
+    group.meet()
+    if isinstance(group, SequenceGroup):
+        return group.all_to_all(parts)
+    # Along the ring first: to the rank of each neighbour's place, then among neighbours.
+    ring, heads = group.ring.size, group.heads.size
+    rows = [torch.stack([parts[i * heads + j] for j in range(heads)]) for i in range(ring)]
+    came = group.ring.all_to_all(rows)
+    columns = [torch.stack([came[i][j] for i in range(ring)]) for j in range(heads)]
+    found = group.heads.all_to_all(columns)
+    return [found[j][i] for i in range(ring) for j in range(heads)]

@@ -1,0 +1,153 @@
+"""Which kernel computes a block of attention: a pure function of the device and of what is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Callable
+
+import torch
+
+from patrickstar.sequence.masking import Cover
+
+_HALF = (torch.float16, torch.bfloat16)
+_CUDNN_VERSION = 91501  # older ones are wrong for some lengths that 128 does not divide (pytorch/pytorch#169849)
+_CUDNN_TOKENS = 128  # of fewer, plans for each length cost more than they gain; 1 key is not supported
+
+
+class Kernel(enum.Enum):
+    """By the names that PyTorch's ``SDPBackend`` has for them."""
+
+    CUDNN = "cudnn_attention"
+    FLASH = "flash_attention"
+    EFFICIENT = "efficient_attention"
+    HOST = "flash_attention_for_cpu"
+    PLAIN = "math"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a choice needs to know of where a block is computed.
+
+    Attributes:
+        type: ``"cpu"``, ``"cuda"`` or another.
+        capability: of a GPU, such as (9, 0); of others (0, 0).
+        cudnn: version of the library, such as 91900; 0: there is none.
+        enabled: kernels that PyTorch has there and that the user did not switch off (``sdpa_kernel``,
+            ``torch.backends.cuda.enable_flash_sdp`` and so on); ``PLAIN`` is always there.
+    """
+
+    type: str
+    capability: tuple[int, int]
+    cudnn: int
+    enabled: frozenset[Kernel]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Device:
+        """Where ``tensor`` is."""
+        if tensor.device.type == "cpu":
+            return Device("cpu", (0, 0), 0, frozenset({Kernel.HOST}))
+        if tensor.device.type != "cuda" or torch.version.hip:
+            return Device(tensor.device.type, (0, 0), 0, frozenset())
+        return Device(
+            "cuda",
+            torch.cuda.get_device_capability(tensor.device),
+            torch.backends.cudnn.version() or 0,
+            _enabled_on_cuda(),
+        )
+
+
+def _enabled_on_cuda() -> frozenset[Kernel]:
+    switches = torch.backends.cuda
+    enabled = set()
+    # With that variable cuDNN's lse has another layout; it is not deterministic.
+    avoids_plans = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
+    if switches.cudnn_sdp_enabled() and not avoids_plans and not torch.are_deterministic_algorithms_enabled():
+        enabled.add(Kernel.CUDNN)
+    if switches.flash_sdp_enabled() and switches.is_flash_attention_available():
+        enabled.add(Kernel.FLASH)
+    if switches.mem_efficient_sdp_enabled():
+        enabled.add(Kernel.EFFICIENT)
+    return frozenset(enabled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a choice needs to know of a block.
+
+    Attributes:
+        dtype: of q, k and v.
+        head_dims: of q and k, and of v.
+        lengths: queries and keys.
+        cover: what is seen of it.
+        dropout_p: share of probabilities that are dropped.
+    """
+
+    dtype: torch.dtype
+    head_dims: tuple[int, int]
+    lengths: tuple[int, int]
+    cover: Cover
+    dropout_p: float
+
+
+def choose(device: Device, question: Question) -> Kernel:
+    """The fastest kernel that can compute the block.
+
+    cuDNN is the fastest on Hopper, and not asked elsewhere. A mask is for memory-efficient attention alone; dropout by
+    position ([Note: dropout by position]) and float64 on a GPU for plain operations. Limits are those of PyTorch's own
+    choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+    if question.dropout_p > 0.0:
+        return Kernel.PLAIN
+    for kernel, can in _CAN.items():
+        if kernel in device.enabled and can(device, question):
+            return kernel
+    return Kernel.PLAIN
+
+
+def _cudnn_can(device: Device, question: Question) -> bool:
+    return (
+        device.capability[0] == 9
+        and device.cudnn >= _CUDNN_VERSION
+        and question.dtype in _HALF
+        and question.cover is not Cover.SOME
+        and all(dim % 8 == 0 and dim <= 128 for dim in question.head_dims)
+        and min(question.lengths) >= _CUDNN_TOKENS
+    )
+
+
+def _flash_can(device: Device, question: Question) -> bool:
+    width = question.head_dims[0]
+    # Backward of wide heads needs the shared memory of data centre GPUs.
+    widest = 256 if device.capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else 192
+    return (
+        device.capability >= (8, 0)
+        and question.dtype in _HALF
+        and question.cover is not Cover.SOME
+        and question.head_dims == (width, width)
+        and width % 8 == 0
+        and width <= widest
+    )
+
+
+def _efficient_can(device: Device, question: Question) -> bool:
+    dtypes = (torch.float16, torch.float32) if device.capability < (8, 0) else (*_HALF, torch.float32)
+    alignment = 4 if question.dtype is torch.float32 else 8
+    return (
+        device.capability >= (5, 0)
+        and question.dtype in dtypes
+        and all(dim % alignment == 0 and dim <= 256 for dim in question.head_dims)
+    )
+
+
+def _host_can(_device: Device, question: Question) -> bool:
+    return question.cover is not Cover.SOME and question.head_dims[0] == question.head_dims[1]
+
+
+_CAN: dict[Kernel, Callable[[Device, Question], bool]] = {
+    Kernel.CUDNN: _cudnn_can,
+    Kernel.FLASH: _flash_can,
+    Kernel.EFFICIENT: _efficient_can,
+    Kernel.HOST: _host_can,
+}  # the first that can is taken

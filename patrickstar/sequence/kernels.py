@@ -1,0 +1,301 @@
+"""What computes a block of attention: kernels of PyTorch that give the log-sum-exp, else plain operations.
+
+    kernel = choose(Device.of(q), Question(q.dtype, (128, 128), (4096, 4096), Cover.ALL, dropout_p=0.0))
+    out, lse = KERNELS[kernel].forward(q, k, v, scoring)
+    grad_q, grad_k, grad_v = KERNELS[kernel].backward(grad, out, lse, q, k, v, scoring)
+
+``q`` and ``out`` are [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, key heads, keys, head_dim], ``lse`` is
+[batch, heads, queries] in float32 (float64 for float64). In backward ``out`` and ``lse`` are those of the queries over
+all keys, maybe merged from several blocks by several kernels: all give the natural logarithm.
+
+[Note: token-major tensors] All tensors are [batch, heads, tokens, head_dim] to look at and [batch, tokens, heads,
+head_dim] in memory, as projections give them. So no kernel copies them: flash and memory-efficient attention work in
+that order, and backward of the latter takes ``out`` to be in it without looking. cuDNN's plans are kept by the layouts
+of q, k and v alone (aten/src/ATen/native/cudnn/MHA.cpp, up to PyTorch 2.11 at least): a plan that was made for another
+layout of ``grad`` would be used for this one. Layouts that are always the same, and those of most models, avoid that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from patrickstar.sequence.kernel_choice import Kernel
+from patrickstar.sequence.masking import Cover
+
+_LSE_ALIGNMENT = 32  # of memory-efficient attention: its lse has this many queries or a multiple
+_BIAS_ALIGNMENT = 16  # of its bias: elements between rows
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How a block's scores become probabilities.
+
+    Attributes:
+        scale: what the inner products are multiplied by.
+        cover: what is seen of the block; with ``DIAGONAL`` queries and keys are equally many.
+        mask: True where a query sees a key, of a shape that broadcasts to [batch, heads, queries, keys]; None where
+            ``cover`` says it all.
+        factors: of dropout, [batch, heads, queries, keys]; None: no dropout.
+    """
+
+    scale: float
+    cover: Cover
+    mask: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """As the kernels' argument."""
+        return self.cover is Cover.DIAGONAL
+
+
+def sum_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """In which sums over blocks are kept."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def token_major(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, in the order of [Note: token-major tensors]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def as_many_heads(part: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Each head of ``part`` as often as heads of ``q`` use it."""
+    times = q.shape[1] // part.shape[1]
+    return part if times == 1 else part.repeat_interleave(times, dim=1)
+
+
+def sum_of_heads(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What :func:`as_many_heads` did, backwards; sums are of :func:`sum_dtype`."""
+    heads = like.shape[1]
+    return part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(dim=2, dtype=sum_dtype(part))
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Passes(NamedTuple):
+    """``forward(q, k, v, scoring)`` gives the output, of q's dtype or of :func:`sum_dtype`, and the log-sum-exp: 0 and
+    -inf for a query that sees nothing. ``backward(grad, out, lse, q, k, v, scoring)`` gives the block's parts of the
+    gradients of q, k and v.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Pair]
+    backward: Callable[..., Gradients]
+
+
+def _cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, scoring.is_causal, False, scale=scoring.scale
+    )
+    return out, lse.reshape(q.shape[:-1])
+
+
+def _cudnn_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    lengths = q.shape[-2], k.shape[-2]
+    lse = lse.contiguous()  # the only layout that it reads, whatever strides say (NVIDIA/cudnn-frontend#304)
+    lse = lse.unsqueeze(-1) if _cudnn_lse_dims() == 4 else lse
+    unused = _no_dropout(q, torch.int64)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, unused, unused, None, None, None, *lengths, 0.0, scoring.is_causal, scale=scoring.scale
+    )
+
+
+@functools.cache
+def _cudnn_lse_dims() -> int:
+    """Of the log-sum-exp that this PyTorch's cuDNN operation gives and takes: some versions have a last one of 1."""
+    q = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+    return _aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1].dim()
+
+
+def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, scoring.is_causal, False, scale=scoring.scale
+    )
+    return out, lse
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    lengths = q.shape[-2], k.shape[-2]
+    unused = _no_dropout(q, torch.uint64)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        scoring.is_causal,
+        unused,
+        unused,
+        scale=scoring.scale,
+    )
+
+
+def _no_dropout(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For the arguments that say where dropout's random numbers begin."""
+    return torch.empty(2, dtype=dtype, device=q.device)
+
+
+def _efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    k, v = (as_many_heads(part, q) for part in (k, v))
+    bias = _bias(q, k, scoring.mask)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, scoring.is_causal, scale=scoring.scale
+    )
+    lse = lse[..., : q.shape[-2]]
+    if scoring.mask is None:
+        return out, lse
+    sees_nothing = ~scoring.mask.any(dim=-1)
+    return out.masked_fill(sees_nothing.unsqueeze(-1), 0.0), lse.masked_fill(sees_nothing, -torch.inf)
+
+
+def _efficient_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    many = [as_many_heads(part, q) for part in (k, v)]
+    length = lse.shape[-1]
+    padded = lse.new_full((*lse.shape[:-1], _round_up(length, _LSE_ALIGNMENT)), torch.inf)
+    # Of a query that sees nothing all probabilities exp(score - lse) are 0, not what -inf - -inf gives.
+    padded[..., :length] = lse.masked_fill(lse == -torch.inf, torch.inf)
+    unused = _no_dropout(q, torch.int64)
+    grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, *many, _bias(q, k, scoring.mask), out, padded, unused, unused, 0.0, [True, True, True, False],
+        scoring.is_causal, scale=scoring.scale,
+    )  # fmt: skip
+    return grad_q, sum_of_heads(grad_k, k), sum_of_heads(grad_v, v)
+
+
+def _bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """0 where the mask is True, else -inf: [batch, heads, queries, keys], with memory for the dimensions that the mask
+    has, and its rows where the kernel can load them.
+    """
+    if mask is None:
+        return None
+    keys = k.shape[-2]
+    bias = torch.zeros((*mask.shape[:-1], _round_up(keys, _BIAS_ALIGNMENT)), dtype=q.dtype, device=q.device)
+    bias = bias[..., :keys].masked_fill_(~mask, -torch.inf)
+    return bias.expand(*q.shape[:-1], keys)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _host_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    k, v = (as_many_heads(part, q) for part in (k, v))
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, scoring.is_causal, scale=scoring.scale)
+
+
+def _host_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    many = [as_many_heads(part, q) for part in (k, v)]
+    grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, *many, out, lse, 0.0, scoring.is_causal, scale=scoring.scale
+    )
+    return grad_q, sum_of_heads(grad_k, k), sum_of_heads(grad_v, v)
+
+
+def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
+    q, k, v = _wide(q, k, v)
+    scores = _scores(q, k, scoring)
+    lse = torch.logsumexp(scores, dim=-1)
+    probabilities = _probabilities(scores, lse)
+    if scoring.factors is not None:
+        probabilities *= scoring.factors
+    return probabilities @ v, lse
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+) -> Gradients:
+    own_k, own_v = k, v
+    grad, out = (part.to(sum_dtype(q)) for part in (grad, out))
+    q, k, v = _wide(q, k, v)
+    probabilities = _probabilities(_scores(q, k, scoring), lse)
+    grad_probabilities = grad @ v.transpose(-1, -2)
+    dropped = probabilities
+    if scoring.factors is not None:
+        dropped = probabilities * scoring.factors
+        grad_probabilities *= scoring.factors
+    grad_v = dropped.transpose(-1, -2) @ grad
+    delta = (grad * out).sum(dim=-1, keepdim=True)
+    grad_scores = probabilities.mul_(grad_probabilities.sub_(delta)).mul_(scoring.scale)
+    grad_k = grad_scores.transpose(-1, -2) @ q
+    return grad_scores @ k, sum_of_heads(grad_k, own_k), sum_of_heads(grad_v, own_v)
+
+
+def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """In which plain operations compute: of :func:`sum_dtype`, with as many heads each."""
+    return [q.to(sum_dtype(q)), *(as_many_heads(part.to(sum_dtype(q)), q) for part in (k, v))]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scaled, -inf where a query does not see a key."""
+    scores = (q @ k.transpose(-1, -2)).mul_(scoring.scale)
+    if scoring.cover is Cover.DIAGONAL:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(later, -torch.inf)
+    if scoring.mask is not None:
+        scores.masked_fill_(~scoring.mask, -torch.inf)
+    return scores
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(scores - lse), in the place of ``scores``; 0 for a query that sees nothing."""
+    return scores.sub_(torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)).exp_()
+
+
+KERNELS: dict[Kernel, Passes] = {
+    Kernel.CUDNN: Passes(_cudnn_forward, _cudnn_backward),
+    Kernel.FLASH: Passes(_flash_forward, _flash_backward),
+    Kernel.EFFICIENT: Passes(_efficient_forward, _efficient_backward),
+    Kernel.HOST: Passes(_host_forward, _host_backward),
+    Kernel.PLAIN: Passes(_plain_forward, _plain_backward),
+}

@@ -1,0 +1,165 @@
+"""A mesh of ranks: who shares which axes, and what they open along one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+
+from patrickstar.ranks.distributed import open_ranks
+from patrickstar.ranks.exchanges import open_exchanges
+from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks, nearest_meshes
+from tests.distributed import rank_outcomes, run_ranks
+
+MESHES = [
+    Mesh(),
+    Mesh(data=5),
+    Mesh(data=2, sequence=3),
+    Mesh(sequence=4, columns=2),
+    Mesh(data=2, sequence=3, rows=2, columns=2),
+    Mesh(data=3, sequence=1, rows=4, columns=5),
+]
+
+
+def axes_in_all_ways():
+    return itertools.chain.from_iterable(itertools.combinations(Axis, count) for count in range(len(Axis) + 1))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_has_coordinates_of_its_own(mesh):
+    expected = itertools.product(range(mesh.data), range(mesh.sequence), range(mesh.rows), range(mesh.columns))
+    for rank, coordinates in enumerate(expected):
+        assert mesh.coordinates(rank) == dict(zip(Axis, coordinates, strict=True))
+        assert mesh.rank(mesh.coordinates(rank)) == rank
+    assert rank == mesh.size - 1
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_who_shares_axes(mesh):
+    """Every set of axes divides the ranks; who is in a group differs in these axes alone, and all such are in it."""
+    for axes in axes_in_all_ways():
+        division = mesh.division(*axes)
+        assert sorted(itertools.chain.from_iterable(division)) == list(range(mesh.size))
+        for members in division:
+            assert list(members) == sorted(members)
+            for rank in members:
+                others = [axis for axis in Axis if axis not in axes]
+                here = [mesh.coordinates(rank)[axis] for axis in others]
+                same = [r for r in range(mesh.size) if [mesh.coordinates(r)[axis] for axis in others] == here]
+                assert mesh.sharing(rank, *reversed(axes)) == members == tuple(same)
+
+
+def test_those_that_talk_most_are_neighbours():
+    mesh = Mesh(data=2, sequence=2, rows=2, columns=2)
+    assert mesh.sharing(0, Axis.COLUMNS) == (0, 1)
+    assert mesh.sharing(0, Axis.ROWS) == (0, 2)
+    assert mesh.sharing(0, Axis.ROWS, Axis.COLUMNS) == (0, 1, 2, 3)
+    assert mesh.sharing(9, Axis.SEQUENCE) == (9, 13)
+    assert mesh.sharing(9, Axis.DATA) == (1, 9)
+    assert mesh.sharing(9, Axis.DATA, Axis.SEQUENCE) == (1, 5, 9, 13)  # along which chunks are cut
+
+
+def test_another_number_of_ranks_is_refused():
+    Mesh(data=2, sequence=4).check(8)
+    with pytest.raises(ValueError) as error:
+        Mesh(data=2, sequence=4).check(12)
+    assert str(error.value) == (
+        "a mesh of data 2 x sequence 4 has 8 ranks, but the run has 12; take data 3 x sequence 4, or data 2 x sequence "
+        "6, or data 4 x sequence 3, or start 8 ranks"
+    )
+    with pytest.raises(ValueError, match="a mesh of data 2 has 2 ranks, but the run has 3; take data 3, or start 2 "):
+        Mesh(data=2).check(3)
+    with pytest.raises(ValueError, match="mesh: rows is 0; give at least 1"):
+        Mesh(rows=0)
+
+
+def test_the_nearest_meshes():
+    assert nearest_meshes(Mesh(data=2, sequence=8), 8)[0] == Mesh(data=1, sequence=8)
+    assert nearest_meshes(Mesh(data=1, sequence=4), 6)[0] == Mesh(data=1, sequence=6)
+    assert nearest_meshes(Mesh(data=4, rows=2, columns=2), 8)[0] == Mesh(data=2, rows=2, columns=2)
+    for num_ranks in range(1, 20):
+        found = nearest_meshes(Mesh(data=2, sequence=2, columns=2), num_ranks)
+        assert {mesh.size for mesh in found} == {num_ranks} and {mesh.rows for mesh in found} == {1}
+        assert len(set(found)) == len(found)
+
+
+def sum_along(some):
+    """The ranks' numbers along an axis, from messages between each two of them, and what this rank adds to them."""
+    exchanges = open_exchanges(some, "a sum")
+    others = [rank for rank in range(exchanges.size) if rank != exchanges.rank]
+    mine = torch.tensor([some.context.rank])
+    theirs = {rank: torch.tensor([-1]) for rank in others}
+    exchanges.begin([(rank, mine) for rank in others], list(theirs.items())).wait()
+    return [int(theirs.get(rank, mine)) for rank in range(exchanges.size)]
+
+
+def exchange_along_each_axis():
+    with open_ranks(timeout_seconds=60) as everybody:
+        ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
+        found = {}
+        for axes in (["sequence"], ["data"], ["columns"], ["data", "sequence"], [Axis.SEQUENCE, Axis.DATA]):
+            some = ranks.along(*axes)
+            assert some.members[some.rank] == everybody.context.rank and some.size == len(some.members)
+            assert sum_along(some) == list(some.members)
+            found[str(axes[0]), len(axes)] = some.members
+        neighbours, across = ranks.along("data", "sequence").divide(2)
+        assert (neighbours.members, across.members) == (ranks.along("sequence").members, ranks.along("data").members)
+        assert (sum_along(across), sum_along(neighbours)) == (list(across.members), list(neighbours.members))
+        with pytest.raises(ValueError, match="4 ranks cannot be divided into groups of 3; give a number that divides"):
+            ranks.along("data", "sequence").divide(3)
+        with pytest.raises(ValueError, match="no axis 'row'; give data, sequence, rows, columns"):
+            ranks.along("row")
+        with pytest.raises(ValueError, match="a mesh of data 3 has 3 ranks, but the run has 4; take data 4, or start"):
+            MeshRanks(everybody, Mesh(data=3))
+        return ranks.coordinates[Axis.DATA], ranks.coordinates[Axis.SEQUENCE], found
+
+
+def test_exchanges_along_each_axis():
+    everybody = (0, 1, 2, 3)
+    for rank, (data, sequence, found) in enumerate(run_ranks(4, exchange_along_each_axis)):
+        assert (data, sequence) == divmod(rank, 2)
+        assert found == {
+            ("sequence", 1): (2 * data, 2 * data + 1),
+            ("data", 1): (sequence, sequence + 2),
+            ("columns", 1): (rank,),
+            ("data", 2): everybody,
+            ("Axis.SEQUENCE", 2): everybody,
+        }
+
+
+def lose_one_along_an_axis():
+    """Rank 3 dies between two steps of its sequence; ranks 0 and 1 share only data with it and its neighbour."""
+    with open_ranks(timeout_seconds=6) as everybody:
+        ranks = MeshRanks(everybody, Mesh(data=2, sequence=2))
+        sequence = open_exchanges(ranks.along("sequence"), "the sequence")
+        data = open_exchanges(ranks.along("data"), "the data")
+        mine, theirs = torch.zeros(2, 100)
+        for step in range(100):
+            with everybody.guard(f"step {step}"):
+                if step == 5 and everybody.context.rank == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                for exchanges in (sequence, data):
+                    exchanges.begin([(1 - exchanges.rank, mine)], [(1 - exchanges.rank, theirs)]).wait()
+
+
+def test_a_rank_that_dies_along_one_axis_ends_all():
+    outcomes = rank_outcomes(4, lose_one_along_an_axis, timeout_seconds=90)
+    assert outcomes[3].returncode == -signal.SIGKILL
+    for outcome in outcomes[:3]:
+        print(outcome.error)
+        assert outcome.error.startswith("RankFailure: ") and "rank 3 of a group of 2 failed rank" in outcome.error
+
+
+def train_with_data_alone():
+    """A mesh of data only opens nothing: as many groups of torch.distributed as without one."""
+    with open_ranks(timeout_seconds=60) as everybody:
+        before = len(everybody._groups)
+        assert MeshRanks(everybody, Mesh(data=2)).along("sequence").size == 1
+        return before, len(everybody._groups), everybody._further
+
+
+def test_a_mesh_opens_nothing_by_itself():
+    assert run_ranks(2, train_with_data_alone) == [(3, 3, [])] * 2

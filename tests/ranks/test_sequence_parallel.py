@@ -1,0 +1,154 @@
+"""Ranks that share sequences: what one process trains, whatever their number, the mode and the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bits import assert_same_bits
+from tests.distributed import run_ranks
+from tests.ranks.divided import LENGTH, Model, Run, checkpointed, go_wrong, train_all, train_own, two_entry_points
+from tests.ranks.test_training import relative_error
+
+GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
+MISTRAL = Model("mistral", {"sliding_window": 7})
+
+
+def divided(num_ranks, runs):
+    """[run][rank]"""
+    by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
+    return [[results[index] for results in by_rank] for index in range(len(runs))]
+
+
+def assert_close(found, expected):
+    """Losses and norms, and what ten steps of Adam make of their rounding, relative by L2 norms."""
+    for name, tolerance in (("losses", 1e-6), ("norms", 1e-6), ("logits", 1e-5)):
+        one, other = (torch.as_tensor(run[name], dtype=torch.float64) for run in (found, expected))
+        assert ((one - other).norm() / other.norm()).item() <= tolerance, name
+    assert relative_error(found["state"], expected["state"]) <= 1e-5
+
+
+ONE = [
+    Run(GPT2),
+    Run(BERT),
+    Run(LLAMA),
+    Run(QWEN2),
+    Run(MISTRAL),
+    Run(LLAMA, "left"),
+    Run(GPT2, "right"),
+    Run(BERT, "right"),
+    Run(LLAMA, "packed"),
+    Run(LLAMA, "no labels for some"),
+    Run(LLAMA, length=LENGTH - 5),
+    Run(QWEN2, checkpointing=False),
+    Run(GPT2, checkpointing=True),
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train_all(ONE)
+
+
+def shared(size, **options):
+    """The same runs on ranks that share sequences."""
+    modes = ["auto", "auto", "zigzag", "ring", "zigzag", "ring", "zigzag", "ring", "ring", "auto", "zigzag", "zigzag"]
+    modes += ["rsa"]
+    return [Run(**{**vars(run), "size": size, "mode": mode, **options}) for run, mode in zip(ONE, modes, strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_are_those_of_one_process(size, alone):
+    """Padding on either side, packed documents, windows, uneven lengths, slices without labels, recomputation."""
+    for run, found, expected in zip(ONE, divided(size, shared(size)), alone, strict=True):
+        print(run.model.name, run.kind, found[0]["losses"][-1], expected["losses"][-1])
+        for rank in found:
+            assert rank["losses"] == found[0]["losses"]
+            assert_same_bits(rank["state"], found[0]["state"])
+        assert_close(found[0], expected)
+
+
+def test_four_ranks_and_two_of_two(alone):
+    """A sequence on four ranks; two sequences of two ranks each are what two ranks train on their data."""
+    llama = Run(LLAMA, "left", mode="ring")
+    runs = [
+        Run(**{**vars(llama), "size": 4}),
+        Run(**{**vars(llama), "size": 4, "mode": "ulysses"}),
+        Run(**{**vars(llama), "size": 4, "mode": "hybrid", "options": {}}),
+        Run(**{**vars(llama), "size": 2}),
+        Run(**{**vars(llama), "size": 2, "mode": "ulysses", "accumulate": 2}),
+    ]
+    four = divided(4, runs)
+    for found in four[:3]:
+        assert_close(found[0], alone[ONE.index(Run(LLAMA, "left"))])
+    by_data = divided(2, [Run(LLAMA, "left"), Run(LLAMA, "left", accumulate=2)])
+    for found, expected in zip(four[3:], by_data, strict=True):
+        assert_close(found[0], expected[0])
+        assert_close(found[2], expected[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_budgets_change_no_bit(precision):
+    """Chunks come and go on demand and by plan, states are on the host, in the same mode on as many ranks."""
+    plain = Run(LLAMA, size=2, mode="zigzag", precision=precision)
+    scarce = {"device_memory": "700KB", "default_chunk_size": 4096}
+    runs = [plain, Run(**{**vars(plain), "options": scarce})]
+    roomy, small = divided(2, runs)
+    assert small[0]["report"]["num_evictions"] > 0
+    assert small[0]["report"]["num_replayed_moments"] > 0
+    for rank in range(2):
+        assert roomy[rank]["losses"] == small[rank]["losses"]
+        assert roomy[rank]["norms"] == small[rank]["norms"]
+        assert_same_bits(small[rank]["state"], roomy[rank]["state"])
+
+
+def test_dropout_in_attention_is_that_of_any_number_of_ranks():
+    model = Model("gpt2", {"attn_pdrop": 0.3})
+    by_size = [divided(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
+    assert_close(*by_size)
+    plain = divided(2, [Run(GPT2, size=2, mode="ring")])[0][0]
+    assert plain["losses"] != by_size[0]["losses"]
+
+
+def test_a_module_with_attention_of_its_own():
+    """Its slices come from the user, and the parts of its loss add up."""
+    (alone,) = run_ranks(1, train_own, 1)
+    for size in (2, 3):
+        for found in run_ranks(size, train_own, size):
+            assert found["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+            for name, value in alone["state"].items():
+                assert (found["state"][name] - value).abs().max().item() < 1e-5
+
+
+def test_checkpoints_move_between_numbers_of_ranks(tmp_path):
+    """What two ranks saved is gone on from on one, two and four."""
+    saved = run_ranks(2, checkpointed, str(tmp_path), 2)
+    for size in (1, 2, 4):
+        for found in run_ranks(size, checkpointed, str(tmp_path), size):
+            assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
+            assert relative_error(found["state"], saved[0]["state"]) <= 1e-5
+            if size == 2:
+                assert_same_bits(found["state"], saved[0]["state"])
+
+
+def test_what_cannot_be_divided_is_refused():
+    expected = [
+        "a mesh of data 1 x sequence 3 has 3 ranks, but the run has 2",
+        "a mesh of data 1 x sequence 4 has 4 ranks, but the run has 2",
+        "T5ForConditionalGeneration",
+        "Wrapped has parameters beside those of its LlamaForCausalLM",
+        "3 heads cannot be divided among 2 ranks",
+        "share sequences, but were called with different batches",
+        "with tokens that sum to",
+        "attention_mask is [2, 1, 4, 4]; with sequence_parallel give [batch, tokens]",
+        "labels of another kind than one for each token",
+    ]
+    for messages in run_ranks(2, go_wrong):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+
+
+def test_deepspeeds_names():
+    (first, by_mesh), second = run_ranks(2, two_entry_points)
+    assert first == by_mesh == second[0] == second[1]
+    assert len(first) == 4

@@ -1,0 +1,90 @@
+"""What the ranks of a ring compute, block by block, in one process; dense attention in float64; counts of kernels."""
+
+import collections
+import dataclasses
+import math
+
+import torch
+
+from patrickstar.sequence.block import Partial, Rule, Total, attend, attend_backward
+from patrickstar.sequence.kernels import KERNELS, Passes, token_major
+from patrickstar.sequence.layout import Mode, Slice, positions_of_rank
+from patrickstar.sequence.masking import make_masking
+from patrickstar.sequence.ring import blocks_of_turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A rank without a group."""
+
+    rank: int
+    size: int
+
+
+def rule_of(q, **options):
+    """As `attention` makes it, without dropout."""
+    given = {"causal": False, "window": None, "cu_seqlens": None, "length": None, "padding": None} | options
+    masking = make_masking(**given, shape=(q.shape[0], q.shape[2]))
+    return Rule(1 / math.sqrt(q.shape[-1]), masking, None)
+
+
+def divided_attention(q, k, v, grad, size, mode, rule):
+    """The output of `size` ranks and the gradients of q, k and v: those of the whole sequence, by attend per block."""
+    mode, length = Mode(mode), q.shape[2] // size
+    here = [positions_of_rank(rank, size, length, mode).to(q.device) for rank in range(size)]
+
+    def slices(tensor):
+        return [token_major(tensor[:, :, places]) for places in here]
+
+    q_of, k_of, v_of, grad_of = (slices(tensor) for tensor in (q, k, v, grad))
+    k_totals, v_totals = ([Total(part) for part in parts] for parts in (k_of, v_of))
+    outs, grad_qs = [], []
+    for rank in range(size):
+        found, grad_q = Partial(q_of[rank], v.shape[-1]), Total(q_of[rank])
+        for owner, block in _blocks(rank, size, mode, length, rule):
+            attend(found, q_of[rank], k_of[owner], v_of[owner], block, rule)
+        whole = found.result()
+        for owner, block in _blocks(rank, size, mode, length, rule):
+            totals = grad_q, k_totals[owner], v_totals[owner]
+            attend_backward(totals, grad_of[rank], whole, q_of[rank], k_of[owner], v_of[owner], block, rule)
+        outs.append(whole[0])
+        grad_qs.append(grad_q.result())
+    order = torch.argsort(torch.cat(here))
+    parts = outs, grad_qs, [total.result() for total in k_totals], [total.result() for total in v_totals]
+    return [torch.cat(part, dim=2)[:, :, order] for part in parts]
+
+
+def _blocks(rank, size, mode, length, rule):
+    """The rank that the keys are of, and the block."""
+    for turn in range(size):
+        for block in blocks_of_turn(Place(rank, size), mode, turn, length, rule):
+            yield (rank - turn) % size, block
+
+
+def dense_attention(q, k, v, grad, rule):
+    """The same by autograd of softmax(q k^T) v, in float64."""
+    leaves = [part.double().detach().requires_grad_() for part in (q, k, v)]
+    q, k, v = leaves[0], *(part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in leaves[1:])
+    everything = Slice(0, q.shape[2])
+    seen = rule.masking.mask(everything, everything, q.device)
+    scores = (q @ k.transpose(-1, -2) * rule.scale).masked_fill(~seen, -math.inf)
+    out = torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v
+    out.backward(grad.double())
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def count_kernels(monkeypatch):
+    """A counter of calls of each kernel, `{(kernel, "forward" or "backward"): number}`."""
+    calls = collections.Counter()
+
+    def counted(kernel, name, function):
+        def run(*args):
+            calls[kernel, name] += 1
+            return function(*args)
+
+        return run
+
+    for kernel, passes in KERNELS.items():
+        both = [counted(kernel, name, function) for name, function in passes._asdict().items()]
+        monkeypatch.setitem(KERNELS, kernel, Passes(*both))
+    return calls
