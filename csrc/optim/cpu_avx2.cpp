@@ -59,6 +59,12 @@ struct Vector {
   static Float by_sign(Float sign, Float if_negative, Float otherwise) {
     return _mm256_blendv_ps(otherwise, if_negative, sign);
   }
+  static constexpr float kNearError = 0x1p-11f;  // the manual's bound is 1.5 * 2^-12
+  static Float near_inverse(Float a) { return _mm256_rcp_ps(a); }
+  static Float near_inverse_sqrt(Float a) { return _mm256_rsqrt_ps(a); }
+  static unsigned not_at_most(Float a, Float b) {
+    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ)));
+  }
   static unsigned unordered(Float a, Float b) {
     return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)));
   }

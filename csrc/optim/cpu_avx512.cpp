@@ -62,6 +62,10 @@ struct Vector {
   static Float by_sign(Float sign, Float if_negative, Float otherwise) {
     return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(sign)), otherwise, if_negative);
   }
+  static constexpr float kNearError = 0x1p-13f;  // the manual's bound is 2^-14
+  static Float near_inverse(Float a) { return _mm512_rcp14_ps(a); }
+  static Float near_inverse_sqrt(Float a) { return _mm512_rsqrt14_ps(a); }
+  static unsigned not_at_most(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }
   static unsigned unordered(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
   template <DType kType>
   static unsigned differ(Float a, Float b) {

@@ -331,9 +331,15 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
           PS_INLINE { update_param<decltype(lane), kParam, Master>(r, c, i, param_store, states); });
 }
 
-// [Note: settled values] What 16-bit values are at both ends of the gradients' scales.
+// [Note: settled values] What 16-bit values are at both ends of the gradients' scales. Roots and quotients are bounded by the
+// processor's approximations, moved outwards by more than their errors and that of the roundings between: the exact ones
+// take as long as memory does. Where bounds of the denominator are no numbers of ordinary size, the value is open.
 template <DType kHalf>
 struct BetweenScales {
+  static constexpr float kLeastSquare = 0x1p-120f;
+  static constexpr float kLeastDenominator = 0x1p-100f;
+  static constexpr float kMostDenominator = 0x1p100f;
+
   const AdamRange r;
   const float most_grad_scale;
   const ParamStore param_store;
@@ -346,43 +352,52 @@ struct BetweenScales {
       : r(range), most_grad_scale(most), param_store(store), open(to) {}
 
   template <class V>
-  AdamConstants<V> at_most_scale(const AdamConstants<V>& c) const {
-    AdamConstants<V> result = c;
-    result.grad_scale = V::set(most_grad_scale);
-    return result;
-  }
-  template <class V>
   PS_STEP momentum(const AdamConstants<V>& c, int64_t i) {
-    update_momentum<V, kHalf, WholeMaster>(r, c, i, at_least);
-    update_momentum<V, kHalf, WholeMaster>(r, at_most_scale(c), i, at_most);
+    const auto g = load<V, kHalf>(r.grad, i);
+    const auto m = V::load(r.momentum + i);
+    const auto at = [&](typename V::Float scale)
+                        PS_INLINE { return V::fma(c.one_minus_beta1, V::sub(V::mul(g, scale), m), m); };
+    at_least.put_momentum<V>(r, i, at(c.grad_scale));
+    at_most.put_momentum<V>(r, i, at(V::set(most_grad_scale)));
   }
   template <class V>
   PS_STEP variance(const AdamConstants<V>& c, int64_t i) {
-    update_variance<V, kHalf, WholeMaster>(r, c, i, at_least);
-    update_variance<V, kHalf, WholeMaster>(r, at_most_scale(c), i, at_most);
-  }
-  template <class V>
-  static inline __attribute__((always_inline)) typename V::Float denominator(const AdamConstants<V>& c,
-                                                                             typename V::Float v) {
-    return V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
+    const auto g = load<V, kHalf>(r.grad, i);
+    const auto v = V::mul(c.beta2, V::load(r.variance + i));
+    const auto at = [&](typename V::Float scale) PS_INLINE {
+      const auto scaled = V::mul(g, scale);
+      return V::fma(V::mul(c.one_minus_beta2, scaled), scaled, v);
+    };
+    at_least.put_variance<V>(r, i, at(c.grad_scale));
+    at_most.put_variance<V>(r, i, at(V::set(most_grad_scale)));
   }
   template <class V>
   PS_STEP param(const AdamConstants<V>& c, int64_t i) {
+    const auto less = V::set(1 - 2 * V::kNearError);
+    const auto more = V::set(1 + 2 * V::kNearError);
     const auto m0 = V::load(at_least.momentum(r, i));
     const auto m1 = V::load(at_most.momentum(r, i));
-    const auto d0 = denominator<V>(c, V::load(at_least.variance(r, i)));
-    const auto d1 = denominator<V>(c, V::load(at_most.variance(r, i)));
+    const auto v0 = V::load(at_least.variance(r, i));
+    const auto v1 = V::max(V::load(at_most.variance(r, i)), V::set(kLeastSquare));
+    // A square below the least has a smaller root than the product of it and the least one's inverse root.
+    const auto root0 = V::mul(v0, V::near_inverse_sqrt(V::max(v0, V::set(kLeastSquare))));
+    const auto root1 = V::mul(v1, V::near_inverse_sqrt(v1));
+    const auto d0 = V::fma(root0, V::mul(c.inv_sqrt_bias_correction2, less), c.eps);
+    const auto d1 = V::fma(root1, V::mul(c.inv_sqrt_bias_correction2, more), c.eps);
+    const auto most_inverse = V::mul(V::near_inverse(d0), more);
+    const auto least_inverse = V::mul(V::near_inverse(d1), less);
     const auto low_m = V::min(m0, m1);
     const auto high_m = V::max(m0, m1);
-    // d0 <= d1: a quotient is farthest from zero over d0.
-    const auto low_q = V::div(low_m, V::by_sign(low_m, d0, d1));
-    const auto high_q = V::div(high_m, V::by_sign(high_m, d1, d0));
+    const auto low_q = V::mul(low_m, V::by_sign(low_m, most_inverse, least_inverse));
+    const auto high_q = V::mul(high_m, V::by_sign(high_m, least_inverse, most_inverse));
     const auto p = V::mul(V::load(static_cast<const float*>(r.master) + i), c.decay);
-    const auto low_p = V::quiet(V::fma(c.minus_step_size, high_q, p));
-    const auto high_p = V::quiet(V::fma(c.minus_step_size, low_q, p));
+    const auto low_p = V::fma(c.minus_step_size, high_q, p);
+    const auto high_p = V::fma(c.minus_step_size, low_q, p);
     if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, low_p);
     if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, low_p);
-    const unsigned unknown = V::unordered(m0, m1) | V::unordered(d0, d1) | V::unordered(low_q, high_q);
+    const unsigned unknown = V::unordered(m0, m1) | V::unordered(low_p, V::sub(p, p)) |
+                             V::not_at_most(V::set(0.0f), v0) | V::not_at_most(V::set(kLeastDenominator), d0) |
+                             V::not_at_most(d1, V::set(kMostDenominator));
     note_open(i, unknown | V::template differ<kHalf>(low_p, high_p));
   }
   // Of the lanes in the mask, while there is room.

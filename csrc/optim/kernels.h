@@ -36,8 +36,9 @@
 // last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale give
 // bounds of g, m, v and p, by the same operations: with 0 <= least <= most, v is least and most at these, m at either,
 // m / d lies between the least m over the d that takes it farther down and the most m over the one that takes it up, and
-// p between what these give. Where both ends round to the same 16 bits, so does all between: the value is settled. Where
-// they do not, or one of them is no number, the value is open, and made when the scale is known, from its inputs, which
+// p between what these give. (Bounds of d and of quotients are wider by what approximations of roots and inverses are
+// wrong by, so how many values are open differs between processors.) Where both ends round to the same 16 bits, so does all
+// between: the value is settled. Where they do not, or one of them is no number, the value is open, and made when the scale is known, from its inputs, which
 // are copied to lie side by side: where they are they lie far apart, and to read them there takes nearly as long as to
 // read all. (Bounds hold without L2 term, which may turn g's sign; all is open where weight_decay is not 0.)
 //

@@ -38,7 +38,13 @@ struct ScalarLane {
   static Float by_sign(Float sign, Float if_negative, Float otherwise) {
     return (bits_of(sign) & 0x80000000u) != 0 ? if_negative : otherwise;
   }
-  // A bit for each lane whose two are no numbers, or are not rounded to the same 16 bits.
+  // Relative errors of 1 / a and 1 / sqrt(a) are below kNearError, for ordinary a.
+  static constexpr float kNearError = 0x1p-20f;
+  static Float near_inverse(Float a) { return 1 / a; }
+  static Float near_inverse_sqrt(Float a) { return 1 / __builtin_sqrtf(a); }
+  // A bit for each lane where a <= b does not hold,
+  static unsigned not_at_most(Float a, Float b) { return a <= b ? 0u : 1u; }
+  // or whose two are no numbers, or are not rounded to the same 16 bits.
   static unsigned unordered(Float a, Float b) { return a != a || b != b ? 1u : 0u; }
   template <DType kType>
   static unsigned differ(Float a, Float b) {
