@@ -8,6 +8,7 @@ Both changes are made of the module itself, before hooks are put on it, and undo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from torch import nn
@@ -17,14 +18,14 @@ from patrickstar.module.tiled_modules import find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
 
+logger = logging.getLogger("patrickstar")
+
 
 class ChangedActivations:
     """See the module's docstring."""
 
-    def __init__(self, undo: list[Callable[[], None]], tiled: list[str]):
+    def __init__(self, undo: list[Callable[[], None]]):
         self._undo = undo
-        self.tiled = tiled
-        """Names of the modules that are computed in tiles."""
 
     def close(self) -> None:
         """The module is what it was."""
@@ -43,14 +44,13 @@ def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
 def change_activations(module: nn.Module, section: ActivationsConfig) -> ChangedActivations:
     """Changes the module as ``section`` says, which was checked."""
     undo: list[Callable[[], None]] = []
-    names: list[str] = []
     if section.loss is LossComputation.FUSED:
         undo.append(fuse_loss(_language_model(module)).restore)
     if section.tile_tokens:
         tiled = tile_modules(module, section.tile_tokens)
         undo.append(tiled.restore)
-        names = tiled.names
-    return ChangedActivations(undo, names)
+        logger.debug("in tiles of %d tokens: %s", section.tile_tokens, ", ".join(tiled.names))
+    return ChangedActivations(undo)
 
 
 def _language_model(module: nn.Module) -> nn.Module:
