@@ -13,6 +13,7 @@ from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.root import Config
 from patrickstar.config.schema import (
     PROFILE_VARIABLE,
+    ActivationsConfig,
     AdamConfig,
     Bf16Config,
     ClientConfig,
@@ -20,6 +21,7 @@ from patrickstar.config.schema import (
     Fp16Config,
     HostAffinity,
     HostThreadsConfig,
+    LossComputation,
     MemTracerConfig,
     OptimizerConfig,
     OptimizerType,
@@ -36,6 +38,7 @@ from patrickstar.config.values import parse_bytes
 
 __all__ = [
     "PROFILE_VARIABLE",
+    "ActivationsConfig",
     "AdamConfig",
     "BatchSizes",
     "Bf16Config",
@@ -46,6 +49,7 @@ __all__ = [
     "Fp16Config",
     "HostAffinity",
     "HostThreadsConfig",
+    "LossComputation",
     "MemTracerConfig",
     "OptimizerConfig",
     "OptimizerType",

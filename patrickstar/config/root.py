@@ -18,6 +18,7 @@ from patrickstar.config.monitors import (
 from patrickstar.config.other_keys import with_other_keys
 from patrickstar.config.schedulers import SchedulerConfig
 from patrickstar.config.schema import (
+    ActivationsConfig,
     Bf16Config,
     ClientConfig,
     DelaysConfig,
@@ -93,6 +94,8 @@ class _EngineKeys(Section):
     """Number and placement of the threads that compute on the host."""
     sequence_parallel: SequenceParallelConfig = Field(default_factory=SequenceParallelConfig)
     """Sequences that several ranks share, so that none has all of their tokens."""
+    activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
+    """Memory that activations of long sequences take."""
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.

@@ -66,6 +66,13 @@ class SequenceMode(enum.Enum):
     RSA = "rsa"
 
 
+class LossComputation(enum.Enum):
+    """How much of a language model's logits exists at a time."""
+
+    WHOLE = "whole"
+    FUSED = "fused"
+
+
 class HostAffinity(enum.Enum):
     """Where threads that compute on the host run."""
 
@@ -309,6 +316,21 @@ class SequenceParallelConfig(Section):
     ulysses_size: Annotated[AtLeast1 | None, HONOURED] = None
     """With ``mode`` ``"hybrid"``: number of neighbours among which heads are divided; rings go across them. None: the
     ranks of a machine.
+    """
+
+
+class ActivationsConfig(Section):
+    """The section ``activations``: what grows with the number of tokens, and need not exist for all of them at once."""
+
+    loss: Annotated[LossComputation, HONOURED] = LossComputation.WHOLE
+    """``"whole"``: as the model computes it, from all logits. ``"fused"``: a causal language model of Hugging Face
+    computes it together with its output layer, some tokens at a time; ``logits`` of an output cannot be used while it
+    trains with labels. A model that has another loss is refused.
+    """
+    tile_tokens: Annotated[AtLeast0, HONOURED] = 0
+    """The MLPs and norms of a model's layers are computed so many tokens at a time, and again in backward; 0: all
+    tokens at once. Gradients of their parameters are sums over tiles in float32. A model without such modules is
+    refused.
     """
 
 

@@ -63,7 +63,8 @@ def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, rep
         f"Activations and inputs take {show_size(activations)}{where}{more}, and the parameters in use "
         f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: a smaller batch "
         "or shorter sequences, activation checkpointing (gradient_checkpointing_enable() of Hugging Face's models), a "
-        "loss that does not make all logits at once (patrickstar.integrations.fused_loss.fuse_loss(model) for these), "
+        'loss that does not make all logits at once ("activations": {"loss": "fused"} for these), MLPs in tiles of '
+        'tokens ("activations": {"tile_tokens": 4096}), '
         "or a device_memory of at least "
         f"{enough_size(max(least, budget))} (this point alone "
         f"needs {show_size(least)}; blocks that are free but in pieces come on top)."

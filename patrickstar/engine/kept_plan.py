@@ -32,6 +32,7 @@ logger = logging.getLogger("patrickstar")
 _MOST_STEPS = 32  # of a run are looked at
 _MOST_FORWARDS = 1024  # of a step
 _CONFIG_KEYS = {
+    "activations": True,
     "client": {"mem_tracer"},
     "delays": True,
     "device_memory": True,

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.engine.activations import change_activations, check_activations
 from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_sequences import Sequences, WholeSequences, make_sequences
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
@@ -119,6 +120,7 @@ class Session:
         :meth:`abandon` makes the module an ordinary one again.
         """
         check_compiled(module)
+        check_activations(module, config.activations)
         self.module = module
         self.config = config
         self.ranks = ranks
@@ -189,6 +191,7 @@ class Session:
         self._buffer_sync = BufferSync(self.ranks, module)
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
+        self._teardown.callback(change_activations(module, self.config.activations).close)
         self.sequences = make_sequences(
             module, self.config, self.ranks, self.runtime.meet_ranks, lambda: self.num_steps
         )

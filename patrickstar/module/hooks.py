@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.observer import Observer
+from patrickstar.module.tiled_modules import inside_tiled, is_tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class _Hooked:
 
     hook: _C.ModuleHook
     owned: list[int]
-    """Ids of the parameters that the module itself has, not those of modules inside it."""
+    """Ids of the parameters that the module itself has; those of modules inside it where it is computed in tiles."""
     handles: tuple[RemovableHandle, ...]
 
 
@@ -39,16 +40,21 @@ class ModuleHooks:
         self.leave_out(())
 
     def leave_out(self, modules: Container[nn.Module]) -> None:
-        """From now on all modules inside but ``modules`` have hooks."""
+        """From now on all modules inside but ``modules`` have hooks, and those within one that is computed in tiles
+        ([Note: a tiled module is one use]).
+        """
+        within = inside_tiled(self._module)
         for child in self._module.modules():
-            if child in modules:
+            if child in modules or child in within:
                 self._remove_from(child)
             elif child not in self._hooked and _has_chunked(child):
                 self._hooked[child] = self._add_to(child)
 
     def _add_to(self, child: nn.Module) -> _Hooked:
-        owned = [p._patrickstar.id for p in child._parameters.values() if isinstance(p, ChunkedParameter)]
-        inner = any(_has_chunked(grandchild) for grandchild in child.children())
+        is_one_use = is_tiled(child)
+        params = child.parameters() if is_one_use else child._parameters.values()
+        owned = [p._patrickstar.id for p in params if isinstance(p, ChunkedParameter)]
+        inner = not is_one_use and any(_has_chunked(grandchild) for grandchild in child.children())
         until = _C.HoldUntil.NEXT_EVENT if inner else _C.HoldUntil.SCOPE_END
         hook = _C.ModuleHook(self._observer.uses, list(dict.fromkeys(owned)), until)
         before = child.register_forward_pre_hook(hook.before_forward, prepend=True)

@@ -14,7 +14,8 @@ Each rank passes the queries, keys and values of its own tokens and gets its own
 * ``ulysses``: each rank gets some heads of the whole sequence (Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509).
 * ``hybrid``: Ulysses within groups of ranks and rings across them (Fang and Zhao, *USP*, arXiv 2405.07719).
 
-:func:`linear_cross_entropy` is the loss of long sequences, whose logits would not fit.
+:func:`linear_cross_entropy` is the loss of long sequences, whose logits would not fit; :func:`in_tiles` computes what
+treats every token alone some tokens at a time.
 """
 
 from patrickstar.sequence.attention import attention
@@ -22,5 +23,15 @@ from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode, positions_of_rank
 from patrickstar.sequence.losses import linear_cross_entropy
 from patrickstar.sequence.masking import Padding
+from patrickstar.sequence.tiling import in_tiles
 
-__all__ = ["HybridGroup", "Mode", "Padding", "SequenceGroup", "attention", "linear_cross_entropy", "positions_of_rank"]
+__all__ = [
+    "HybridGroup",
+    "Mode",
+    "Padding",
+    "SequenceGroup",
+    "attention",
+    "in_tiles",
+    "linear_cross_entropy",
+    "positions_of_rank",
+]

@@ -31,6 +31,7 @@ VALUES: list[Any] = [
         "linear",
         "pinned",
         "ring",
+        "fused",
     ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]

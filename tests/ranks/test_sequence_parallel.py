@@ -110,6 +110,20 @@ def test_dropout_in_attention_is_that_of_any_number_of_ranks():
     assert plain["losses"] != by_size[0]["losses"]
 
 
+def test_loss_and_modules_in_tiles(alone):
+    """Of each rank's tokens: the model that one process trains from whole logits, all tokens at once."""
+    options = {"activations": {"loss": "fused", "tile_tokens": 7}}
+    expected = [Run(LLAMA, "left"), Run(LLAMA, "no labels for some"), Run(QWEN2, checkpointing=False)]
+    modes = ["zigzag", "ring", "ulysses"]
+    runs = [
+        Run(**{**vars(run), "size": 2, "mode": mode, "options": options})
+        for run, mode in zip(expected, modes, strict=True)
+    ]
+    for run, found in zip(expected, divided(2, runs), strict=True):
+        assert_same_bits(found[1]["state"], found[0]["state"])
+        assert_close(found[0], alone[ONE.index(run)])
+
+
 def test_a_module_with_attention_of_its_own():
     """Its slices come from the user, and the parts of its loss add up."""
     (alone,) = run_ranks(1, train_own, 1)

@@ -1,0 +1,188 @@
+"""Causal language models of Hugging Face whose loss never has all logits, with no code of a model changed.
+
+    fused = fuse_loss(model)   # before it goes into an engine, or any other training
+    fused.restore()
+
+[Note: logits that are made when they are used] While the model trains with labels, its head gives a tensor that has the
+shape of the logits and no memory. The model's loss function knows it and computes the loss tile by tile. Any other
+function gets real logits, made there and then; so a model that does something to its logits trains as before, without
+the gain. When the model's forward is over it is too late to make them, and an error says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from patrickstar.sequence.losses import linear_cross_entropy
+
+_LOSS_TYPE = "ForCausalLM"
+_ASK_FREELY = {
+    torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.layout.__get__,
+    torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__,
+    torch.Tensor.ndim.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+}  # fmt: skip
+
+
+def fuse_loss(model: nn.Module) -> FusedModel:
+    """Lets a causal language model of Hugging Face compute its loss without having all logits.
+
+    Losses are those of the model's own loss function up to rounding, sums over tiles being in float32. While it trains
+    with labels, ``logits`` of its output cannot be used; in evaluation all is as before.
+
+    Returns:
+        What makes it as it was.
+
+    Raises:
+        ValueError: it has another loss, or no linear output layer.
+    """
+    check_fusable(model)
+    return FusedModel(model)
+
+
+def check_fusable(model: nn.Module) -> None:
+    """Raises ValueError where the loss of ``model`` cannot be fused with its output layer; nothing is changed."""
+    if not isinstance(_head_of(model), nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output layer, so its loss cannot be fused with it")
+    if "_loss_function" in vars(model) or getattr(model, "loss_type", None) not in (_LOSS_TYPE, None):
+        raise ValueError(f"{type(model).__name__} has a loss of its own; only {_LOSS_TYPE} can be fused")
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+class FusedModel:
+    """A model whose loss is fused with its output layer."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        head = _head_of(model)
+        assert head is not None
+        self._head = head
+        self._forward = vars(head).get("forward")
+        state = _State()
+        model.loss_function = _FusedLoss(model.loss_function)
+        self._handles = (
+            model.register_forward_pre_hook(state.begin, with_kwargs=True),
+            model.register_forward_hook(state.end, always_call=True),
+        )
+        head.forward = _LateHead(state, head.forward)  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Its loss and its output layer are what they were."""
+        for handle in self._handles:
+            handle.remove()
+        vars(self._model).pop("_loss_function", None)
+        if self._forward is None:
+            vars(self._head).pop("forward", None)
+        else:
+            self._head.forward = self._forward  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass
+class _State:
+    """Whether the model is in a forward whose logits its loss alone needs."""
+
+    is_training: bool = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_training = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.is_training = False
+
+
+class _LateHead:
+    """The forward of the output layer."""
+
+    def __init__(self, state: _State, forward: Callable[[torch.Tensor], torch.Tensor]):
+        self._state = state
+        self._forward = forward
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Real logits, or late ones."""
+        if not self._state.is_training:
+            return self._forward(hidden)
+        head: nn.Linear = self._forward.__self__  # type: ignore[attr-defined]
+        return LateLogits(hidden, head, self._state)
+
+
+class LateLogits(torch.Tensor):
+    """See [Note: logits that are made when they are used]."""
+
+    hidden: torch.Tensor
+    head: nn.Linear
+
+    @staticmethod
+    def __new__(cls, hidden: torch.Tensor, head: nn.Linear, state: _State) -> LateLogits:  # noqa: D102
+        shape = (*hidden.shape[:-1], head.out_features)
+        late = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
+        late.hidden, late.head, late._state = hidden, head, state
+        return late
+
+    def __init__(self, *_: Any):
+        super().__init__()
+
+    def made(self) -> torch.Tensor:
+        """Real logits.
+
+        Raises:
+            RuntimeError: the model's forward is over.
+        """
+        if not self._state.is_training:
+            raise RuntimeError(
+                "these logits were not made: the model was given labels in training, and its loss is fused with its "
+                "output layer; call the model without labels, or in eval()"
+            )
+        return functional.linear(self.hidden, self.head.weight, self.head.bias)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Questions about shape and the like need no logits; all else does."""
+        if func in _ASK_FREELY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(LateLogits, LateLogits.made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Never reached with late logits: functions get real ones."""
+        raise NotImplementedError(f"{func} of logits that were not made")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LateLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class _FusedLoss:
+    """The model's loss function."""
+
+    def __init__(self, plain: Callable[..., torch.Tensor]):
+        self._plain = plain
+
+    def __call__(
+        self, logits: torch.Tensor, labels: Any = None, vocab_size: Any = None, **options: Any
+    ) -> torch.Tensor:
+        """As ``ForCausalLMLoss`` of transformers."""
+        if not isinstance(logits, LateLogits):
+            return self._plain(logits, labels, vocab_size, **options)
+        ignore_index = options.get("ignore_index", -100)
+        shifted = options.get("shift_labels")
+        if shifted is None:
+            shifted = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return linear_cross_entropy(
+            logits.hidden,
+            logits.head.weight,
+            shifted.reshape(logits.hidden.shape[:-1]).to(logits.hidden.device),
+            bias=logits.head.bias,
+            ignore_index=ignore_index,
+            num_targets=options.get("num_items_in_batch"),
+        )

@@ -1,0 +1,222 @@
+"""Tiles of tokens against plain PyTorch: outputs, gradients, random numbers, recomputation, and memory by counting."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.sequence import in_tiles
+
+HIDDEN, INTERMEDIATE = 8, 20
+SHAPES = [(23, HIDDEN), (1, 17, HIDDEN), (3, 7, HIDDEN), (2, 3, 5, HIDDEN)]
+
+
+class Gated(nn.Module):
+    """As Llama's, with biases, and dropout where asked for."""
+
+    def __init__(self, dropout=0.0, hidden=HIDDEN, intermediate=INTERMEDIATE, bias=True):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=bias) for _ in range(2))
+        self.down = nn.Linear(intermediate, hidden, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.calls = []
+
+    def forward(self, hidden):
+        self.calls.append(tuple(hidden.shape))
+        inner = nn.functional.silu(self.gate(hidden)) * self.up(hidden)
+        return self.dropout(self.down(inner))
+
+
+class RowByRow(nn.Module):
+    """A linear layer and a norm of which no row depends on how many rows there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(INTERMEDIATE, HIDDEN))
+        self.scale = nn.Parameter(torch.randn(INTERMEDIATE))
+
+    def forward(self, hidden):
+        inner = (hidden.unsqueeze(-2) * self.weight).sum(-1)
+        return self.scale * inner * torch.rsqrt(inner.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def run(module, hidden, tile_tokens=None):
+    """The output, the input's gradient, the parameters' gradients; ``tile_tokens`` None: plain PyTorch."""
+    module.zero_grad()
+    hidden = hidden.clone().requires_grad_()
+    params = list(module.parameters())
+    output = module(hidden) if tile_tokens is None else in_tiles(module, hidden, params, tile_tokens)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    (output * weights).sum().backward()
+    return output.detach(), hidden.grad, [param.grad for param in params]
+
+
+def relative(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tile_tokens", [1, 4, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
+def test_outputs_and_gradients(shape, tile_tokens, dtype, tolerance):
+    torch.manual_seed(0)
+    module, hidden = Gated().to(dtype), torch.randn(shape, dtype=dtype)
+    output, slope, gradients = run(module, hidden)
+    module.calls.clear()
+    tiled_output, tiled_slope, tiled_gradients = run(module, hidden, tile_tokens)
+    assert {len(called) for called in module.calls} == {len(shape)}
+    assert tiled_output.shape == output.shape and tiled_output.dtype == dtype
+    for found, expected in zip((tiled_output, tiled_slope, *tiled_gradients), (output, slope, *gradients), strict=True):
+        assert relative(found, expected) <= tolerance
+
+
+@pytest.mark.parametrize("tile_tokens", [2, 5, 16])
+def test_bits_where_rows_do_not_depend_on_their_number(tile_tokens):
+    torch.manual_seed(0)
+    module, hidden = RowByRow(), torch.randn(3, 11, HIDDEN)
+    output, slope, gradients = run(module, hidden)
+    found = run(module, hidden, tile_tokens)
+    assert torch.equal(found[0], output) and torch.equal(found[1], slope)
+    for one, other in zip(found[2], gradients, strict=True):
+        assert relative(one, other) <= 1e-6
+
+
+def test_a_gradient_is_rounded_once_and_handed_in_once():
+    """[Note: gradients of tiles]: 512 tiles lose no more than one rounding to bfloat16."""
+    torch.manual_seed(0)
+    module, hidden = nn.Linear(HIDDEN, HIDDEN).bfloat16(), torch.randn(512, HIDDEN).bfloat16().abs()
+    handed_in = []
+    module.weight.register_post_accumulate_grad_hook(lambda param: handed_in.append(param.grad))
+    in_tiles(module, hidden, list(module.parameters()), 1).sum().backward()
+    exact = hidden.double().sum(0).expand(HIDDEN, HIDDEN)
+    assert len(handed_in) == 1
+    assert ((module.weight.grad.double() - exact).abs() <= exact * 2**-8).all()
+
+
+def test_dropout_drops_the_same_again():
+    """As the same tiles one after the other, and the generator goes on as if nothing were computed again."""
+    module, hidden = Gated(dropout=0.4).double(), torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+
+    def one_after_the_other(rows):
+        return torch.cat([module(tile) for tile in rows.view(-1, HIDDEN).split(4)]).view(rows.shape)
+
+    results = []
+    for compute in (one_after_the_other, lambda rows: in_tiles(module, rows, list(module.parameters()), 4)):
+        torch.manual_seed(3)
+        module.zero_grad()
+        rows = hidden.clone().requires_grad_()
+        output = compute(rows)
+        between = torch.rand(1)
+        output.square().sum().backward()
+        results.append(
+            [output.detach(), rows.grad, *(param.grad for param in module.parameters()), between, torch.rand(1)]
+        )
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert (results[0][0] == 0).any()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_within_a_checkpointed_layer(use_reentrant):
+    """[Note: the input is kept first]: what comes last in a layer is not computed a third time."""
+    torch.manual_seed(0)
+    module, hidden = Gated().double(), torch.randn(10, HIDDEN, dtype=torch.float64)
+    params = list(module.parameters())
+
+    def layer(rows, tile_tokens):
+        return rows + (module(rows.sin()) if tile_tokens is None else in_tiles(module, rows.sin(), params, tile_tokens))
+
+    gradients = []
+    for tile_tokens in (None, 5):
+        module.zero_grad()
+        module.calls.clear()
+        rows = hidden.clone().requires_grad_()
+        checkpoint(layer, rows, tile_tokens, use_reentrant=use_reentrant).square().sum().backward()
+        gradients.append([rows.grad, *(param.grad for param in params)])
+    assert len(module.calls) == (2 + 2 if not use_reentrant else 2 + 2 + 2)
+    for found, expected in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_autocast_and_frozen_parameters():
+    """The recomputation is in the forward's dtype; what requires no grad gets none, nor does the input."""
+    torch.manual_seed(0)
+    module, hidden = Gated(), torch.randn(9, HIDDEN)
+    module.up.requires_grad_(False)
+    gradients = []
+    for tile_tokens in (None, 4):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = (
+                module(hidden)
+                if tile_tokens is None
+                else in_tiles(module, hidden, list(module.parameters()), tile_tokens)
+            )
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+        assert module.up.weight.grad is None
+        gradients.append([param.grad for param in module.parameters() if param.requires_grad])
+    for found, expected in zip(*reversed(gradients), strict=True):
+        assert found.dtype == torch.float32 and relative(found, expected) < 0.01
+
+
+def test_without_gradients_nothing_is_kept():
+    module, hidden = Gated(), torch.randn(9, HIDDEN)
+    params = list(module.parameters())
+    with torch.no_grad():
+        output = in_tiles(module, hidden, params, 4)
+    assert not output.requires_grad and module.calls == [(4, HIDDEN), (4, HIDDEN), (1, HIDDEN)]
+    module.requires_grad_(False)
+    assert not in_tiles(module, hidden, params, 4).requires_grad
+
+
+def peak_bytes(function):
+    """Most bytes of tensors alive at a time in ``function()``, beside those before: every allocation is counted."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(sizes))
+
+
+def test_intermediate_tensors_exist_for_one_tile():
+    """docs/guides/long_sequences.md: six of [tokens, intermediate size] at the peak of a gated MLP; in tiles, six of
+    [tile, intermediate size], with two gradients of the parameters and four tensors of [tokens, hidden size].
+    """
+    tokens, hidden_size, size = 1024, 8, 512
+    module = Gated(hidden=hidden_size, intermediate=size, bias=False)
+    params = list(module.parameters())
+    num_params = sum(param.numel() for param in params)
+    module(torch.randn(2, hidden_size)).sum().backward()  # what PyTorch takes once
+    peaks = {}
+    for tile_tokens in (tokens, 256, 64, 16):
+        module.zero_grad()
+        hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+
+        def step(hidden=hidden, tile_tokens=tile_tokens):
+            in_tiles(module, hidden, params, tile_tokens).sum().backward()
+
+        peaks[tile_tokens] = peak_bytes(step)
+    print(peaks)
+    assert peaks[tokens] >= 4 * 6 * tokens * size
+    for tile_tokens in (256, 64, 16):
+        inner, rest = 4 * 6 * tile_tokens * size, 4 * (2 * num_params + 4 * tokens * hidden_size)
+        assert inner <= peaks[tile_tokens] <= inner + 1.2 * rest
+
+
+def test_wrong_calls():
+    module, hidden = Gated(), torch.randn(6, HIDDEN)
+    with pytest.raises(ValueError, match="tile_tokens is 0; give at least 1"):
+        in_tiles(module, hidden, [], 0)
+    with pytest.raises(ValueError, match=r"compute was called with \[8\]; tiles need"):
+        in_tiles(module, hidden[0], [], 1)
+    for compute, gave in ((lambda tile: (tile, tile), "a tuple"), (lambda tile: tile[:1], r"\[1, 8\]")):
+        with pytest.raises(ValueError, match=rf"experts gave {gave} for a tile of \[4, 8\]; .* leave it untiled"):
+            in_tiles(compute, hidden, [], 4, name="experts")
+    twice = in_tiles(module, hidden.requires_grad_(), [], 4)
+    (slope,) = torch.autograd.grad(twice.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
