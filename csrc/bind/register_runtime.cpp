@@ -139,6 +139,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_committed_updates"] = counters.num_committed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_settled_updates"] = counters.num_settled_updates;
+  result["stashed_bytes"] = counters.stashed_bytes;
   result["num_states_passes"] = counters.num_states_passes;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
@@ -296,6 +297,23 @@ void register_runtime(py::module_& module) {
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
       .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
       .def("meet_ranks", &Runtime::meet_ranks, ReleaseGil())
+      .def("excess_of_activations", &Runtime::excess_of_activations, ReleaseGil())
+      .def(
+          "stash_activation",
+          [](Runtime& self, uintptr_t data, int64_t num_bytes) {
+            return self.stash_activation(reinterpret_cast<const void*>(data), num_bytes);
+          },
+          ReleaseGil())
+      .def("is_stashed", &Runtime::is_stashed, ReleaseGil())
+      .def("finish_stashing", &Runtime::finish_stashing, ReleaseGil())
+      .def(
+          "fetch_activation",
+          [](Runtime& self, int64_t ticket, uintptr_t to) {
+            self.fetch_activation(ticket, reinterpret_cast<void*>(to));
+          },
+          ReleaseGil())
+      .def("await_activation", &Runtime::await_activation, ReleaseGil())
+      .def("drop_activation", &Runtime::drop_activation, ReleaseGil())
       .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
       .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())

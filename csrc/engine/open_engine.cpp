@@ -58,6 +58,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
                   speculation_mode(options), reserved_gradient_bytes(memory.layout())),
       pager(memory, speculation, recorder, *collectives),
+      stash(pager, speculation),
       gradients(memory.store()),
       updates(pager, gradients, host_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),
@@ -87,9 +88,10 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
 
 void OpenEngine::shut_down() {
   EveryStep steps;
-  steps.then([this] { tracker.release_all(); }).then([this] { updates.forget_committed(); }).then([this] {
-    speculation.release_memory();
-  });
+  steps.then([this] { tracker.release_all(); })
+      .then([this] { updates.forget_committed(); })
+      .then([this] { stash.drop_all(); })
+      .then([this] { speculation.release_memory(); });
   for (int index = 0; index < memory.store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     steps.then([&] { memory.leave_device(id); }).then([&] { memory.drop_block(id); });

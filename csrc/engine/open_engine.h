@@ -28,6 +28,7 @@
 #include "engine/rank_turns.h"
 #include "engine/residency.h"
 #include "engine/shared_device.h"
+#include "engine/stash.h"
 #include "engine/step_planner.h"
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
@@ -69,6 +70,7 @@ struct OpenEngine {
   HostUpdates host_updates;
   Speculation speculation;
   Pager pager;
+  Stash stash;
   Gradients gradients;
   Updates updates;
   GradientFlow flow;

@@ -340,14 +340,29 @@ HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
 // [Note: homes on the host]. What was reserved fits the promises, so it is left to them while any is open. The spare is for
 // what goes away again: a gradient whose parameters are still of use, a frozen value that is being written.
 HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
-  HostArena& arena = memory_.arena();
   const int64_t num_bytes = store().num_bytes(id);
-  if (is_promised(id)) return arena.try_allocate(num_bytes);
+  if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
   const bool takes_spare = store().home(id.chunk) == Tier::kHost || !store().chunk(id.chunk).trainable;
+  return try_allocate_in_room(num_bytes, takes_spare ? 0 : spare_bytes(layout()));
+}
+
+HostBlock Pager::try_allocate_in_room(int64_t num_bytes, int64_t spare) {
+  HostArena& arena = memory_.arena();
   const int64_t promised = promised_host_bytes();
-  const int64_t room = arena.free_bytes() - promised - (takes_spare ? 0 : spare_bytes(layout()));
-  if (num_bytes > room) return {};
+  if (num_bytes > arena.free_bytes() - promised - spare) return {};
   return promised == 0 ? arena.try_allocate(num_bytes) : arena.try_allocate_unreserved(num_bytes);
+}
+
+HostBlock Pager::try_allocate_guest(int64_t num_bytes) {
+  const int64_t spare = spare_bytes(layout());
+  speculation_.free_completed();
+  HostBlock block = try_allocate_in_room(num_bytes, spare);
+  if (!block) {
+    speculation_.release_memory();
+    block = try_allocate_in_room(num_bytes, spare);
+  }
+  if (block) memory_.arena().prepare(block);
+  return block;
 }
 
 bool Pager::is_promised(ArrayId id) const {

@@ -76,6 +76,8 @@ class Pager final : public Tenant {
   void ensure_slot(ArrayId id);
   // A slot for something that is no array, making room for it. `what` is for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what);
+  // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
+  HostBlock try_allocate_guest(int64_t num_bytes);
   // Of arrays that are at home on the host, what has no block yet.
   int64_t promised_host_bytes() const;
   // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before
@@ -130,6 +132,7 @@ class Pager final : public Tenant {
   bool reserve_value_of(ArrayId id, HostRoom room);
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
+  HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
   bool is_promised(ArrayId id) const;
   // Lives on the device by placement just now: an optimizer state, or a compute value that is a part of one.
   bool is_placed_on_device(ArrayId id) const;

@@ -367,6 +367,26 @@ void Runtime::meet_ranks() {
   if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
 }
 
+int64_t Runtime::excess_of_activations() { return Entry(*this)->stash.excess_bytes(); }
+
+Stash::Ticket Runtime::stash_activation(const void* data, int64_t num_bytes) {
+  return compute()->stash.put(data, num_bytes);
+}
+
+bool Runtime::is_stashed(Stash::Ticket ticket) { return Entry(*this)->stash.is_over(ticket); }
+
+void Runtime::finish_stashing(Stash::Ticket ticket) { Entry(*this)->stash.finish(ticket); }
+
+void Runtime::fetch_activation(Stash::Ticket ticket, void* to) { compute()->stash.fetch(ticket, to); }
+
+void Runtime::await_activation(Stash::Ticket ticket) { compute()->stash.await(ticket); }
+
+void Runtime::drop_activation(Stash::Ticket ticket) {
+  if (!made_in_.is_here()) return;
+  const std::lock_guard<SharedDevice::Lock> lock(*lock_);
+  if (open_) open_->stash.drop(ticket);
+}
+
 void Runtime::undo_forward() {
   const Entry open = compute();
   open->tracker.release_all();

@@ -109,6 +109,15 @@ class Runtime final : public UseListener {
   // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the engine's:
   // returns when they have, each served with what it needed on the way. In a replay nobody has to be waited for.
   void meet_ranks();
+  // Activations in host memory (engine/stash.h).
+  int64_t excess_of_activations();
+  Stash::Ticket stash_activation(const void* data, int64_t num_bytes);
+  bool is_stashed(Stash::Ticket ticket);
+  void finish_stashing(Stash::Ticket ticket);
+  void fetch_activation(Stash::Ticket ticket, void* to);
+  void await_activation(Stash::Ticket ticket);
+  // Any thread, also after close().
+  void drop_activation(Stash::Ticket ticket);
   void undo_forward();
   // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
   void vacate_device(Vacate what);

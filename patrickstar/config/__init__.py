@@ -13,6 +13,7 @@ from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.root import Config
 from patrickstar.config.schema import (
     PROFILE_VARIABLE,
+    ActivationOffload,
     ActivationsConfig,
     AdamConfig,
     Bf16Config,
@@ -38,6 +39,7 @@ from patrickstar.config.values import parse_bytes
 
 __all__ = [
     "PROFILE_VARIABLE",
+    "ActivationOffload",
     "ActivationsConfig",
     "AdamConfig",
     "BatchSizes",

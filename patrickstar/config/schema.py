@@ -73,6 +73,14 @@ class LossComputation(enum.Enum):
     FUSED = "fused"
 
 
+class ActivationOffload(enum.Enum):
+    """Whose activations may leave the device between forward and backward."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    ALWAYS = "always"
+
+
 class HostAffinity(enum.Enum):
     """Where threads that compute on the host run."""
 
@@ -331,6 +339,12 @@ class ActivationsConfig(Section):
     """The MLPs and norms of a model's layers are computed so many tokens at a time, and again in backward; 0: all
     tokens at once. Gradients of their parameters are sums over tiles in float32. A model without such modules is
     refused.
+    """
+    offload: Annotated[ActivationOffload, HONOURED] = ActivationOffload.AUTO
+    """Whether tensors that a forward keeps for its backward go to host memory where they take more than half of the
+    device, the first of them first, and come back in time; where host memory has no room they stay. ``"auto"``: of
+    models of Hugging Face that checkpoint their layers, whose inputs these are then. ``"always"``: of any model.
+    ``"never"``. Numbers do not depend on it.
     """
 
 

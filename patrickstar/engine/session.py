@@ -30,6 +30,7 @@ from patrickstar.engine.notebook import running_statement
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.run_log import NoRunLog
+from patrickstar.engine.stashed_activations import keeper_of_activations
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.machine.budgets import Budgets
@@ -196,6 +197,9 @@ class Session:
             module, self.config, self.ranks, self.runtime.meet_ranks, lambda: self.num_steps
         )
         self._teardown.callback(self.sequences.close)
+        offload = self.config.activations.offload
+        self._activations = keeper_of_activations(module, offload, self.runtime, self.device)
+        self._teardown.callback(self._activations.finish)
         self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
         self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
         self._hooks = ModuleHooks(module, self.observer)
@@ -345,7 +349,7 @@ class Session:
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED, attempt)
         self._is_inside = True
         try:
-            with signals.allowed():
+            with signals.allowed(), self._activations.keeping() if training else contextlib.nullcontext():
                 result = call()
             self.runtime.end_forward()
         except BaseException as error:

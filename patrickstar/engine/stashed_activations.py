@@ -1,0 +1,232 @@
+"""Activations that leave the device between forward and backward, where they take more of it than is theirs.
+
+    stash = ActivationStash(runtime, device, storages)
+    with stash.keeping():
+        loss = module(...)
+
+[Note: kept activations] What autograd saves in such a forward is kept here instead: with activation checkpointing the
+inputs of the layers, which are computed again from them. Where the tide exceeds its share of the device (``_C`` says by
+how much), what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h).
+The copy back begins when what was kept a little later is used. Its bits are those that were saved.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import ActivationOffload
+
+_LEAST_SHARE = 4096  # of the device's memory: smaller tensors stay, so that hooks cost little
+_MOST_LEAVING = 2  # tensors whose copies to the host run: so far may the launching thread be ahead of the device
+_FETCHED_AHEAD = 3  # how many tensors before its use the copy back of one begins
+
+
+def keeper_of_activations(
+    module: nn.Module, offload: ActivationOffload, runtime: _C.Runtime, device: torch.device
+) -> ActivationKeeper:
+    """What each training forward of ``module`` runs in. Its parameters are where they stay."""
+    if offload is ActivationOffload.NEVER:
+        return StayingActivations()
+    stash = ActivationStash(runtime, device, {param.untyped_storage()._cdata for param in module.parameters()})
+    if offload is ActivationOffload.ALWAYS:
+        return stash
+    return CheckpointedActivations(module, stash)
+
+
+class ActivationKeeper(Protocol):
+    """Whose forwards keep activations, and where."""
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward whose backward comes."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when no copy runs any more."""
+        ...
+
+
+class StayingActivations:
+    """They stay on the device, as autograd has them."""
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing happens."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """There is none."""
+
+
+class CheckpointedActivations:
+    """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
+
+    def __init__(self, module: nn.Module, stash: ActivationStash):
+        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._stash = stash
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """As the layers are just then."""
+        checkpoints = any(layer.gradient_checkpointing for layer in self._layers)
+        return self._stash.keeping() if checkpoints else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """The stash's."""
+        self._stash.finish()
+
+
+class ActivationStash:
+    """Of one engine. Forwards and backwards come one after the other."""
+
+    def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int]):
+        """``storages``: the addresses (``_cdata``) of those that hold parameters, which have their own way."""
+        self._runtime = runtime
+        self._device = device
+        self._storages = frozenset(storages)
+        self._least_bytes = runtime.report()["device_budget_bytes"] // _LEAST_SHARE
+        self._known: weakref.WeakValueDictionary[Any, _Kept] = weakref.WeakValueDictionary()
+        self._on_device: collections.deque[weakref.ref[_Kept]] = collections.deque()
+        self._leaving: collections.deque[_Kept] = collections.deque()
+        self._away: list[weakref.ref[_Kept]] = []
+        self._num_kept = 0
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Around a forward whose backward comes."""
+        self._on_device.clear()
+        self._away.clear()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except BaseException:
+            self.finish()
+            raise
+
+    def finish(self) -> None:
+        """Returns when no copy to the host runs any more."""
+        while self._leaving:
+            self._finish_oldest()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        if not self._may_leave(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype)
+        kept = self._known.get(key)
+        if kept is None or kept.tensor is None or kept.ticket is not None:
+            kept = self._known[key] = _Kept(self._runtime, tensor, self._num_kept)
+            self._num_kept += 1
+            self._make_room()
+            self._on_device.append(weakref.ref(kept))
+        return kept
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        num_bytes = tensor.nbytes
+        if num_bytes < self._least_bytes or type(tensor) is not torch.Tensor or tensor.device != self._device:
+            return False
+        storage = tensor.untyped_storage()
+        # Of a larger tensor that something else may hold, a part that leaves frees nothing.
+        return tensor.is_contiguous() and storage.nbytes() < 2 * num_bytes and storage._cdata not in self._storages
+
+    def _make_room(self) -> None:
+        """What was kept first leaves, as long as activations take too much."""
+        self._let_go()
+        excess = self._runtime.excess_of_activations() - sum(kept.num_bytes for kept in self._leaving)
+        while excess > 0 and self._on_device:
+            kept = self._on_device[0]()
+            if kept is not None and not kept.is_unchanged:
+                kept = None  # its backward will say so
+            if kept is not None:
+                assert kept.tensor is not None
+                ticket = self._runtime.stash_activation(kept.tensor.data_ptr(), kept.num_bytes)
+                if ticket < 0:
+                    return  # the host has no room
+                kept.ticket = ticket
+                self._leaving.append(kept)
+                self._away.append(weakref.ref(kept))
+                excess -= kept.num_bytes
+            self._on_device.popleft()
+            if len(self._leaving) > _MOST_LEAVING:
+                self._finish_oldest()
+
+    def _let_go(self) -> None:
+        while self._leaving and self._runtime.is_stashed(self._leaving[0].ticket):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        kept = self._leaving.popleft()
+        self._runtime.finish_stashing(kept.ticket)
+        kept.tensor = None
+
+    def _unpack(self, saved: torch.Tensor | _Kept) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._let_go()
+        tensor = saved.tensor if saved.ticket is None or saved in self._leaving else self._fetched(saved)
+        if tensor is None or not saved.is_unchanged:
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.shape)} that a forward saved for its backward was modified in place; "
+                "let that operation make a new tensor"
+            )
+        self._fetch_ahead(saved)
+        return tensor
+
+    def _fetched(self, kept: _Kept) -> torch.Tensor:
+        """It may be used once more: what comes back is not held."""
+        tensor = kept.tensor if kept.tensor is not None else kept.fetch(self._device)
+        self._runtime.await_activation(kept.ticket)
+        kept.tensor, kept.version = None, 0
+        return tensor
+
+    def _fetch_ahead(self, used: _Kept) -> None:
+        while self._away:
+            kept = self._away[-1]()
+            if kept is not None and kept.number < used.number:
+                if used.number - kept.number <= _FETCHED_AHEAD and kept not in self._leaving:
+                    self._away.pop()
+                    kept.fetch(self._device)
+                return
+            self._away.pop()
+
+
+class _Kept:
+    """A tensor that autograd saved: on the device (no ticket), leaving it (``tensor`` is needed until then), away, or
+    on its way back into ``tensor``.
+    """
+
+    def __init__(self, runtime: _C.Runtime, tensor: torch.Tensor, number: int):
+        self._runtime = runtime
+        self.tensor: torch.Tensor | None = tensor
+        self.number = number
+        self.num_bytes = tensor.nbytes
+        self.shape = tensor.shape
+        self.version = tensor._version
+        self.ticket: int = None  # type: ignore[assignment]
+        self._dtype = tensor.dtype
+        self._is_fetched = False
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Since it was saved, or came back; nothing changes what is away."""
+        return self.tensor is None or self.tensor._version == self.version
+
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        """Starts the copy back."""
+        self.tensor = torch.empty(self.shape, dtype=self._dtype, device=device)
+        self.version = self.tensor._version
+        self._runtime.fetch_activation(self.ticket, self.tensor.data_ptr())
+        self._is_fetched = True
+        return self.tensor
+
+    def __del__(self):
+        if self.ticket is None:
+            return
+        if self.tensor is not None and self._is_fetched and not self._runtime.closed:
+            self._runtime.await_activation(self.ticket)  # its memory may be used again, by what compute does later
+        self._runtime.drop_activation(self.ticket)

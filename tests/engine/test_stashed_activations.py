@@ -1,0 +1,139 @@
+"""Activations that leave the device between forward and backward: the same bits, within less device memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar.runtime import initialize_engine
+from tests.models import VOCAB, Case
+from tests.training import ADAM, Run, assert_same, least_device_memory, make_config, train
+
+LENGTH, HIDDEN, LAYERS = 256, 32, 10
+HIDDEN_BYTES = 2 * LENGTH * HIDDEN * 4
+
+
+def deep_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LENGTH,
+    )
+    config._attn_implementation = "sdpa"
+    return LlamaForCausalLM(config)
+
+
+def long_batch(generator):
+    tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+DEEP = Case(deep_llama, long_batch)
+
+
+def stashing(offload, precision="fp32", **config):
+    result = make_config(precision, activations={"offload": offload}, default_chunk_size=8192, **config)
+    result["optimizer"]["params"]["use_hybrid_adam"] = False
+    return result
+
+
+@functools.cache
+def reference(precision: str) -> Run:
+    run = train(DEEP, stashing("never", precision), steps=3, checkpointing=False)
+    assert run.report["stashed_bytes"] == 0
+    return run
+
+
+@functools.cache
+def least(offload: str, reentrant: bool = False) -> int:
+    return least_device_memory(DEEP, stashing(offload), steps=2, checkpointing=reentrant)
+
+
+def test_less_memory_is_enough():
+    """Half of the checkpointed inputs, at least, need not be there; the default finds out by itself."""
+    saved = least("never") - least("auto")
+    print(f"{saved} bytes less than {least('never')}; inputs of layers take {LAYERS * HIDDEN_BYTES}")
+    assert saved > LAYERS * HIDDEN_BYTES / 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_bits_do_not_depend_on_it(precision, reentrant):
+    run = train(DEEP, stashing("auto", precision, device_memory=least("auto", reentrant)), steps=3, checkpointing=reentrant)
+    print(f"{run.report['stashed_bytes']} bytes left the device")
+    assert run.report["stashed_bytes"] > 0
+    assert_same(run, reference(precision))
+
+
+def test_models_that_checkpoint_nothing():
+    """What any of their operations saves may leave, when asked for; weights do not."""
+    roomy = train(DEEP, stashing("never"), steps=2)
+    budget = 3 * (roomy.report["device_peak_bytes"] // 4)
+    run = train(DEEP, stashing("always", device_memory=budget), steps=2)
+    assert run.report["stashed_bytes"] > 0
+    assert_same(run, roomy)
+    assert train(DEEP, stashing("auto", device_memory=2 * budget), steps=1).report["stashed_bytes"] == 0
+
+
+def test_host_memory_without_room():
+    """They stay then, as they would without."""
+    config = stashing("auto")
+    states = 16 * sum(param.numel() for param in deep_llama().parameters())
+    config |= {"host_memory": states + (1 << 20), "device_memory": least("never")}
+    assert_same(train(DEEP, config, steps=3, checkpointing=False), reference("fp32"))
+
+
+class Doubling(nn.Module):
+    """Changes what the product saved in place, as no model should."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x, spoil):
+        hidden = self.linear(x)
+        result = hidden * hidden
+        if spoil:
+            hidden.add_(1)
+        return result.sum()
+
+
+def test_changes_in_place_are_errors_still():
+    config = {"optimizer": {"type": "AdamW", "params": dict(ADAM)}, "activations": {"offload": "always"}}
+    engine, _ = initialize_engine(Doubling, 0, {**config, "device_memory": "4MB"})
+    with engine:
+        engine.backward(engine(torch.randn(512, 64), False))
+        loss = engine(torch.randn(512, 64), True)
+        with pytest.raises(RuntimeError, match="modified.*in.?place"):
+            engine.backward(loss)
+
+
+def test_a_graph_that_is_used_twice():
+    """What came back once comes back again."""
+    config = {"optimizer": {"type": "AdamW", "params": dict(ADAM)}, "activations": {"offload": "always"}}
+    grads = []
+    for offload, memory in (("never", "64MB"), ("always", "4MB")):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())))
+        engine, optimizer = initialize_engine(
+            lambda model=model: model, 0, {**config, "activations": {"offload": offload}, "device_memory": memory}
+        )
+        with engine:
+            x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0))
+            loss = engine(x).square().mean()
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            optimizer.step()
+            assert (engine.report()["stashed_bytes"] > 0) == (offload == "always")
+            grads.append(engine.state_dict())
+    for name, value in grads[0].items():
+        assert torch.equal(value, grads[1][name]), name
