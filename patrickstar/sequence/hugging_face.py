@@ -161,16 +161,7 @@ class DividedModel:
     def _mode_for(self, batch: int, length: int) -> Mode:
         if self._mode is not None:
             return self._mode
-        config, heads = self._model.config.get_text_config(), _num_heads(self._model)
-        work = Attended(
-            batch=batch,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            length=length,
-            causal=_is_causal(self._model),
-        )
-        return choose_mode(work, self._group.size).mode
+        return choose_mode(attended(self._model, batch, length), self._group.size).mode
 
     def _with_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by."""
@@ -275,6 +266,19 @@ def check_model(model: nn.Module) -> None:
             f"{name} adds a loss of its routers (output_router_logits), which is no sum over tokens; set it to False, "
             "or leave sequence_parallel out"
         )
+
+
+def attended(model: nn.Module, batch: int, length: int) -> Attended:
+    """One layer's attention of the model in a call with ``batch`` sequences of ``length`` tokens."""
+    config, heads = model.config.get_text_config(), _num_heads(model)
+    return Attended(
+        batch=batch,
+        heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        length=length,
+        causal=_is_causal(model),
+    )
 
 
 def divided_attention(
