@@ -321,14 +321,14 @@ def _lines(answer: Answer) -> list[str]:
 
 def _length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:
     """A line per number of GPUs that share a sequence."""
-    lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations   step        tokens/s"]
+    lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations       step    tokens/s"]
     for size, one in found:
         if isinstance(one, DoesNotFitError):
             lines.append(f"{size:17}   none: {one}")
             continue
         length, step = one.question.workload.length, one.chosen.step
         lines.append(
-            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:<9.3f} s "
+            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:>8.3f} s "
             f"{one.tokens_per_second:9,.0f}"
         )
     return lines if found else []
