@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import pydoc_data.topics
 import sys
 import time
@@ -34,6 +35,8 @@ from patrickstar.config import SequenceMode
 from patrickstar.planning.models import enable_checkpointing
 from patrickstar.runtime import initialize_engine
 
+logging.getLogger("patrickstar").setLevel(logging.WARNING)  # how a run begins is printed here
+
 CPU_TOKENS = 4096
 """Of a sequence without a GPU: attention takes four times as long for twice as many."""
 
@@ -53,7 +56,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--seq-len", type=int, default=None if on_gpu else CPU_TOKENS, metavar="N",
         help="tokens of a sequence; each step takes the next ones (default on a GPU: the whole document)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="optimizer steps")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps (default: once through the document, at least 8)"
+    )
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--hidden", type=int, default=1024 if on_gpu else 128, metavar="N", help="of the Llama")
     parser.add_argument("--layers", type=int, default=12 if on_gpu else 2, metavar="N", help="of the Llama")
@@ -137,6 +142,7 @@ def train(args: argparse.Namespace, document: torch.Tensor, ranks: Ranks) -> lis
     """
     seq_len = args.seq_len or len(document)
     sequences = document[: len(document) // seq_len * seq_len].view(-1, seq_len)
+    num_steps = args.steps or max(len(sequences), 8)
     torch.manual_seed(args.seed)
     try:
         model, optimizer = initialize_engine(lambda: build_model(args, seq_len), 0, engine_config(args, ranks))
@@ -146,11 +152,11 @@ def train(args: argparse.Namespace, document: torch.Tensor, ranks: Ranks) -> lis
     with model:
         count = model.report()["num_parameters"]
         ranks.say(
-            f"{count / 1e6:.1f} M parameters, {args.precision}; {args.steps} steps of {seq_len} of the document's "
+            f"{count / 1e6:.1f} M parameters, {args.precision}; {num_steps} steps of {seq_len} of the document's "
             f"{len(document)} tokens, {-(-seq_len // ranks.size)} on each of {ranks.size} processes"
         )
         model.train()
-        for step in range(args.steps):
+        for step in range(num_steps):
             tokens = sequences[step % len(sequences)].unsqueeze(0)
             loss = model(input_ids=tokens, labels=tokens).loss
             model.backward(loss)
@@ -159,7 +165,7 @@ def train(args: argparse.Namespace, document: torch.Tensor, ranks: Ranks) -> lis
             losses.append(loss.item())
             ranks.say(f"step {step + 1}: loss {losses[-1]:.7f}")
         seconds, peak = time.perf_counter() - began, model.report()["device_peak_bytes"]
-    ranks.say(f"{args.steps * seq_len / seconds:.0f} tokens/s, device peak {format_bytes(peak)} on each process")
+    ranks.say(f"{num_steps * seq_len / seconds:.0f} tokens/s, device peak {format_bytes(peak)} on each process")
     return losses
 
 

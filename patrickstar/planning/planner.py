@@ -15,7 +15,7 @@ from patrickstar.config import Speculation
 from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.machines import Machine
+from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
 from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
 from patrickstar.planning.uses import StepUses, trace_uses
@@ -261,10 +261,13 @@ def shared_sequences(question: Question) -> SharedSequences | None:
     workload = question.workload
     if workload.sequence_ranks == 1:
         return None
-    gpu = question.machine.gpu
-    rate = gpu.attention_flops(DTYPES[workload.precision], workload.length, causal=True) / 2
-    gbps = question.cluster.pass_on_gbps(question.machine, workload.sequence_ranks)
-    return SharedSequences(size=workload.sequence_ranks, links=Links(attention_tflops=rate / 1e12, gbps=gbps))
+    gpu, dtype = question.machine.gpu, DTYPES[workload.precision]
+    tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
+    links = Links(
+        attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
+        gbps=question.cluster.pass_on_gbps(question.machine, workload.sequence_ranks),
+    )
+    return SharedSequences(size=workload.sequence_ranks, links=links)
 
 
 def check_precision(precision: str, machine: Machine) -> None:
