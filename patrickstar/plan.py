@@ -40,7 +40,7 @@ from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_ho
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
 from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
-from patrickstar.sequence.choice import Choice
+from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
 
 _GRAIN = 2**28
@@ -350,7 +350,7 @@ def _attention_lines(answer: Answer) -> list[str]:
         return []
     return [
         f"{size} GPUs share each sequence, mode {choice.mode.value}: attention by {choice.reason}, of which GPUs wait "
-        f"{choice.exposed_seconds * 1e3:.3g} ms for each other"
+        f"{show_seconds(choice.exposed_seconds)} for each other"
     ]
 
 

@@ -79,13 +79,18 @@ def choose_mode(work: Attended, size: int, links: Links | None = None) -> Choice
     by_mode = {mode: forward.seconds + backward.seconds for mode, (forward, backward) in found.items()}
     best = min(by_mode.values())
     mode = next(mode for mode, seconds in by_mode.items() if seconds <= 1.01 * best)
-    others = ", ".join(f"{other.value} {by_mode[other] * 1e3:.3g} ms" for other in by_mode if other is not mode)
-    reason = f"{mode.value} takes {by_mode[mode] * 1e3:.3g} ms a layer"
+    others = ", ".join(f"{other.value} {show_seconds(by_mode[other])}" for other in by_mode if other is not mode)
+    reason = f"{mode.value} takes {show_seconds(by_mode[mode])} a layer"
     if others:
         reason += f" ({others})"
     if Mode.ULYSSES not in by_mode:
         reason += f"; {work.heads} heads cannot be divided among {size} ranks, so not ulysses"
     return Choice(mode, *found[mode], reason)
+
+
+def show_seconds(seconds: float) -> str:
+    """For people, with three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def candidates(work: Attended, size: int) -> list[Mode]:
