@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.sequence.choice import Choice, Links, choose_mode
 from patrickstar.sequence.division import Division
-from patrickstar.sequence.hugging_face import attended, check_model
+from patrickstar.sequence.hugging_face import attended, check_layer, check_model
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.ulysses import key_heads
 
@@ -68,7 +68,15 @@ class PlannedDivision:
 def planned_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out."""
+    """As transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
+
+    Raises:
+        CannotDivideError: the layer asks for scores of another kind.
+    """
+    try:
+        check_layer(module, query, key, kwargs)
+    except ValueError as error:
+        raise CannotDivideError(str(error)) from error
     out = _PlannedAttention.apply(query, key, value, kwargs[_ATTENTION])
     return out.transpose(1, 2).contiguous(), None
 

@@ -303,7 +303,7 @@ def divided_attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    _check_layer(module, query, key, kwargs)
+    check_layer(module, query, key, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window)
     length = call.division.length
@@ -325,7 +325,8 @@ def divided_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_layer(module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def check_layer(module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError, which names the layer, where it asks for scores of another kind, or for other keys."""
     name = type(module).__name__
     for other in _OTHER_SCORES:
         if kwargs.get(other) is not None:

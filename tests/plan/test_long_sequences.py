@@ -164,8 +164,15 @@ def test_bad_input_is_named(capsys, args, match):
 
 
 def test_models_that_cannot_be_divided_are_named(capsys, tmp_path):
-    from transformers import BloomConfig
+    """Before a trace, or by the layer that asks for other scores; those that can be are planned."""
+    from transformers import BertConfig, BloomConfig, Gemma2Config
 
-    BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=1000).save_pretrained(tmp_path)
-    asked = ["--model", str(tmp_path), *BF16, "--gpus-per-node", "2", "--sequence-parallel", "2"]
-    assert "BloomForCausalLM" in run(capsys, *asked, expect=2).err
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"vocab_size": 1000}
+    asked = [*BF16, "--seq-len", "128", "--batch-size", "1", "--gpus-per-node", "2", "--sequence-parallel", "2"]
+    BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=1000).save_pretrained(tmp_path / "bloom")
+    assert "BloomForCausalLM" in run(capsys, "--model", str(tmp_path / "bloom"), *asked, expect=2).err
+    Gemma2Config(**small, num_key_value_heads=2, head_dim=16).save_pretrained(tmp_path / "gemma")
+    assert "asks for softcap" in run(capsys, "--model", str(tmp_path / "gemma"), *asked, expect=2).err
+    BertConfig(**small, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    assert as_json(capsys, "--model", str(tmp_path / "bert"), *asked)["attention"]["mode"] in ("ring", "ulysses")
