@@ -65,7 +65,7 @@ env:  ## what this machine offers, what is missing, what mends it
 	$(RUN) -- -m patrickstar.env
 
 clean:  ## what was built
-	rm -rf build dist docs/_pictures demo-output gpt2-output clue-output llm-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist docs/_pictures demo-output gpt2-output clue-output llm-output long-context-output *.egg-info patrickstar/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## that, the virtual environment and the downloads

@@ -31,8 +31,14 @@ from sphinx.util.docutils import SphinxDirective
 from torch import nn
 
 from patrickstar import _C, StateError, initialize_engine
+from patrickstar.module.preprocess import plan_params
+from patrickstar.planning.divided import PlannedDivision
+from patrickstar.planning.machines import H200
+from patrickstar.planning.uses import trace_uses
 from patrickstar.profiling import ChunkLayers
 from patrickstar.profiling.picture import draw_memory, draw_queues, name_layers
+from patrickstar.sequence.choice import Links
+from patrickstar.sequence.layout import Mode, slices_of_rank
 
 FOLDER = Path(__file__).resolve().parent / "_pictures"
 
@@ -267,7 +273,115 @@ def draw_ranks() -> Callable[[Figure], None]:
     return draw
 
 
+_SHARED = 4
+"""Ranks in the pictures of a sequence that ranks share."""
+
+
+def draw_ring() -> Callable[[Figure], None]:
+    """Whose keys and values each rank has in each turn of the ring, and which blocks causal attention sees."""
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9, 3.4)
+        for turn, axes in enumerate(figure.subplots(1, _SHARED)):
+            for rank in range(_SHARED):
+                owner = (rank - turn) % _SHARED
+                y = -1.1 * rank
+                kinds = (("Q", rank, 0.0), ("K, V", owner, 1.7))
+                for text, whose, x in kinds:
+                    axes.add_patch(Rectangle((x, y - 0.4), 1.3, 0.8, facecolor=_RANK_COLORS[whose], linewidth=0))
+                    axes.text(x + 0.65, y, f"{text} {whose}", ha="center", va="center", fontsize=9, color=_INK["light"])
+                axes.text(1.5, y, "·", ha="center", va="center", fontsize=13)
+                if turn == 0:
+                    axes.text(-0.25, y, f"rank {rank}", ha="right", va="center", fontsize=9)
+                if turn + 1 < _SHARED and rank + 1 < _SHARED:
+                    ends = {"posA": (3.15, y), "posB": (3.15, y - 1.1)}
+                    curve = {"connectionstyle": "arc3,rad=-0.5", "arrowstyle": "-|>", "mutation_scale": 9}
+                    axes.add_patch(FancyArrowPatch(**ends, **curve, color=_CYCLE_COLOR[_theme()], linewidth=1.4))
+            axes.set_title(f"turn {turn}", fontsize=10)
+            axes.set_xlim(-1.4 if turn == 0 else -0.1, 3.6)
+            axes.set_ylim(-1.1 * _SHARED + 0.4, 0.6)
+            axes.axis("off")
+
+    return draw
+
+
+def draw_zigzag() -> Callable[[Figure], None]:
+    """Which tokens a rank has, one slice or the two of zigzag, and how much of the scores that gives it to compute."""
+    count = 4 * _SHARED
+
+    def owners(mode: Mode) -> list[int]:
+        found = [0] * count
+        for rank in range(_SHARED):
+            for part in slices_of_rank(rank, _SHARED, count // _SHARED, mode):
+                found[part.start : part.stop] = [rank] * part.length
+        return found
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9, 4.6)
+        for axes, mode in zip(figure.subplots(1, 2), (Mode.RING, Mode.ZIGZAG), strict=True):
+            whose = owners(mode)
+            seen = [0] * _SHARED
+            for query, rank in enumerate(whose):
+                seen[rank] += query + 1
+                for key in range(query + 1):
+                    axes.add_patch(Rectangle((key, -query - 1), 0.94, 0.94, facecolor=_RANK_COLORS[rank], linewidth=0))
+            shares = ", ".join(str(part) for part in seen)
+            axes.set_title(f"{mode.value}: {shares} scores on ranks 0 to {_SHARED - 1}", fontsize=10)
+            axes.set_xlim(-0.3, count + 0.3)
+            axes.set_ylim(-count - 0.3, 0.3)
+            axes.set_xlabel("16 keys, of which a query sees its own and those before")
+            axes.set_ylabel("queries; the color is the rank that has them")
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_aspect("equal")
+            for side in axes.spines.values():
+                side.set_visible(False)
+
+    return draw
+
+
+def _activation_bytes(length: int, size: int) -> int:
+    """Of a step of a Llama with 2 layers, on one rank, as ``patrickstar plan`` counts it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16,
+                             num_key_value_heads=4, vocab_size=8192, use_cache=False)  # fmt: skip
+        model = LlamaForCausalLM(config)
+    params = plan_params(model, torch.bfloat16, use_cpu_embedding=False)
+    division = PlannedDivision(model, 1, length, size, Links()) if size > 1 else None
+    tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+    inputs = {"input_ids": tokens, "labels": tokens} if division is None else division.inputs(1, model)
+    uses = trace_uses(model, params, torch.bfloat16, inputs, H200.gpu, division=division)
+    return max(use.tide_peak_bytes for use in uses.uses)
+
+
+def draw_sequence_memory() -> Callable[[Figure], None]:
+    """Memory of activations on each rank, for a length that grows with the ranks, and for one that does not."""
+    ranks, tokens = (1, 2, 4, 8, 16), 2**15
+    growing = [_activation_bytes(tokens * size, size) / 2**30 for size in ranks]
+    fixed = [_activation_bytes(tokens, size) / 2**30 for size in ranks]
+
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(9, 3.4)
+        axes = figure.subplots()
+        for values, label, color in (
+            (growing, f"{tokens // 1024} K tokens for each rank: {tokens // 1024} K to {tokens * 16 // 1024} K", 1),
+            (fixed, f"{tokens // 1024} K tokens in all", 0),
+        ):
+            axes.plot(ranks, values, marker="o", label=label, color=_RANK_COLORS[color])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(size) for size in ranks])
+        axes.set_ylim(0, 1.15 * max(growing))
+        axes.set_xlabel("ranks that share a sequence")
+        axes.set_ylabel("activations of a rank, GiB")
+        axes.legend(frameon=False, labelcolor=matplotlib.rcParams["text.color"])
+
+    return draw
+
+
 PICTURES = {"chunks": draw_chunks, "overlap": draw_overlap, "states": draw_states, "ranks": draw_ranks}
+PICTURES |= {"ring": draw_ring, "zigzag": draw_zigzag, "sequence_memory": draw_sequence_memory}
 
 
 def write_pictures(folder: Path) -> None:

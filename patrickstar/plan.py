@@ -8,7 +8,11 @@ how much (each was planned again), and the configuration to train so;
     patrickstar plan --model 10.5b --device-memory 24GiB --host-memory 64GiB --checkpointing \\
         --nodes 4 --gpus-per-node 8 --link ib400 --also 8,256
 
-the same for many GPUs, each of which has a batch and budgets of its own. In programs: ``engine.plan()`` gives the plan
+the same for many GPUs, each of which has a batch and budgets of its own;
+
+    patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --gpus-per-node 2 --sequence-parallel 2 --longest
+
+the longest sequences that one GPU, and two that share them, can train. In programs: ``engine.plan()`` gives the plan
 of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan`` makes a new engine start with it,
 and :func:`predict` plays it on a machine of given rates.
 """
@@ -25,18 +29,22 @@ from typing import Any
 
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
 from patrickstar.config import Speculation
+from patrickstar.integrations.fused_loss import fuse_loss
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.known_models import KNOWN_MODELS
+from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
 from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
+from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
 
 _GRAIN = 2**28
+_BATCH, _LENGTH = 16, 1024
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
@@ -55,8 +63,19 @@ def _parser(prog: str) -> CommandParser:
         help=f"a usual name ({', '.join(KNOWN_MODELS)}), gpt:HIDDENxLAYERS, a benchmark's size such as 4.3b, or a "
         "Hugging Face config.json or folder",
     )  # fmt: skip
-    work.add_argument("--batch-size", type=at_least_1, default=16, metavar="N", help="sequences per forward and GPU")
-    work.add_argument("--seq-len", type=at_least_1, default=1024, metavar="N", help="tokens per sequence")
+    work.add_argument(
+        "--batch-size", type=at_least_1, metavar="N",
+        help=f"sequences per forward and GPU, or GPUs that share them (default: {_BATCH}, 1 with --longest)",
+    )  # fmt: skip
+    work.add_argument("--seq-len", type=at_least_1, metavar="N", help=f"tokens per sequence (default: {_LENGTH})")
+    work.add_argument("--longest", action="store_true", help="instead of --seq-len: the longest sequences that fit")
+    work.add_argument(
+        "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
+    )
+    work.add_argument(
+        "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
+        help="a loss without logits, as fuse_loss(model) gives it (default: the model's own)",
+    )  # fmt: skip
     work.add_argument(
         "--gradient-accumulation", type=at_least_1, default=1, metavar="N", help="forwards and backwards per step"
     )
@@ -121,6 +140,8 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(f"--margin-use-ratio is {args.margin_use_ratio}; give more than 0 and at most 1")
     if args.lora_rank < 0:
         raise ValueError(f"--lora-rank is {args.lora_rank}; give 0 or more")
+    if args.longest and args.seq_len is not None:
+        raise ValueError(f"--longest finds the length, but --seq-len is {args.seq_len}; leave out one of them")
     speculation = Speculation(args.speculation)
     if speculation is Speculation.COMMIT and (args.gradient_accumulation > 1 or args.clip > 0):
         raise ValueError(
@@ -132,11 +153,13 @@ def _question(args: argparse.Namespace) -> Question:
     return Question(
         workload=Workload(
             model=args.model,
-            batch=args.batch_size,
-            length=args.seq_len,
+            batch=args.batch_size or (1 if args.longest else _BATCH),
+            length=args.seq_len or _LENGTH,
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank,
             precision=args.precision,
+            prepare=fuse_loss if args.fused_loss else None,
+            sequence_ranks=args.sequence_parallel,
         ),
         machine=machine,
         setting=Setting(
@@ -195,9 +218,12 @@ def _others(args: argparse.Namespace, question: Question) -> list[Question]:
 
 def _tell(args: argparse.Namespace) -> int:
     question = _question(args)
-    others = _others(args, question)
     planner = Planner()
-    found = _ask(planner, question)
+    lengths = _longest(planner, question) if args.longest else []
+    if lengths and isinstance(lengths[-1][1], Answer):
+        question = lengths[-1][1].question
+    others = _others(args, question)
+    found = lengths[-1][1] if lengths else _ask(planner, question)
     also = [_ask(planner, other) for other in others]
     advice: list[Advice] = []
     if args.advice:
@@ -207,15 +233,30 @@ def _tell(args: argparse.Namespace) -> int:
         found.chosen.plan.save(args.save)
     if args.json:
         said = _as_dict(found) | {"advice": [item.as_dict() for item in advice]}
+        if lengths:
+            said["longest"] = [{"sequence_parallel": size} | _length_as_dict(one) for size, one in lengths]
         print(json.dumps(said | ({"also": [_as_dict(other) for other in also]} if also else {})))
     else:
-        lines = _lines(found) if isinstance(found, Answer) else _refusal_lines(question, found)
+        lines = _length_lines(lengths)
+        lines += _lines(found) if isinstance(found, Answer) else _refusal_lines(question, found)
         lines += _advice_lines(advice, found) if args.advice else []
         lines += _comparison([found, *also], [question, *others]) if also else []
         if isinstance(found, Answer):
             lines += ["configuration (the learning rate is yours):", json.dumps(found.config(), indent=2)]
         print("\n".join(lines))
     return 0 if isinstance(found, Answer) else 1
+
+
+def _longest(planner: Planner, question: Question) -> list[tuple[int, Answer | DoesNotFitError]]:
+    """The longest sequences that fit: of one GPU each, and of as many as were asked for, which come last."""
+    found: list[tuple[int, Answer | DoesNotFitError]] = []
+    for size in sorted({1, question.workload.sequence_ranks}):
+        workload = dataclasses.replace(question.workload, sequence_ranks=size)
+        try:
+            found.append((size, longest(planner, dataclasses.replace(question, workload=workload))))
+        except DoesNotFitError as refusal:
+            found.append((size, refusal))
+    return found
 
 
 def _ask(planner: Planner, question: Question) -> Answer | DoesNotFitError:
@@ -236,7 +277,9 @@ def _lines(answer: Answer) -> list[str]:
         f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
         f"({question.machine.source})",
         _work(question),
+        *_position_lines(answer),
         *_cluster_lines(answer),
+        *_attention_lines(answer),
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
         f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
@@ -276,6 +319,41 @@ def _lines(answer: Answer) -> list[str]:
     return lines
 
 
+def _length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:
+    """A line per number of GPUs that share a sequence."""
+    lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations       step    tokens/s"]
+    for size, one in found:
+        if isinstance(one, DoesNotFitError):
+            lines.append(f"{size:17}   none: {one}")
+            continue
+        length, step = one.question.workload.length, one.chosen.step
+        lines.append(
+            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:>8.3f} s "
+            f"{one.tokens_per_second:9,.0f}"
+        )
+    return lines if found else []
+
+
+def _position_lines(answer: Answer) -> list[str]:
+    length, there = answer.question.workload.length, answer.num_positions
+    if there is None or length <= there:
+        return []
+    return [
+        f"{length} tokens are more than the {there} positions of the model's configuration: memory and time are "
+        "these, what it learns depends on how its positions are scaled"
+    ]
+
+
+def _attention_lines(answer: Answer) -> list[str]:
+    choice, size = answer.attention, answer.question.workload.sequence_ranks
+    if choice is None:
+        return []
+    return [
+        f"{size} GPUs share each sequence, mode {choice.mode.value}: attention by {choice.reason}, of which GPUs wait "
+        f"{show_seconds(choice.exposed_seconds)} for each other"
+    ]
+
+
 def _trained(answer: Answer) -> str:
     return "" if answer.num_trained == answer.num_params else f", {answer.num_trained / 1e6:.1f} M of them trained,"
 
@@ -285,6 +363,7 @@ def _work(question: Question) -> str:
     parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
     parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
     parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
+    parts += ["the loss without logits"] if work.prepare is fuse_loss else []
     parts.append("activations are computed again" if work.checkpointing else "activations are kept")
     return ", ".join(parts)
 
@@ -337,6 +416,29 @@ def _comparison(answers: Sequence[Answer | DoesNotFitError], questions: Sequence
     return lines
 
 
+def _length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
+    if isinstance(found, DoesNotFitError):
+        return {"fits": False, "why": str(found)}
+    return {
+        "fits": True,
+        "seq_len": found.question.workload.length,
+        "tide_peak_bytes": found.chosen.plan.tide_peak_bytes,
+        "step_seconds": found.chosen.step.seconds,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+def _attention_as_dict(choice: Choice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    return {
+        "mode": choice.mode.value,
+        "reason": choice.reason,
+        "layer_seconds": choice.seconds,
+        "exposed_layer_seconds": choice.exposed_seconds,
+    }
+
+
 def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     """In JSON's types, as ``--json`` prints it."""
     if isinstance(found, DoesNotFitError):
@@ -352,6 +454,9 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "link": question.cluster.link.name,
         "batch_size": question.workload.batch,
         "seq_len": question.workload.length,
+        "sequence_parallel": question.workload.sequence_ranks,
+        "attention": _attention_as_dict(found.attention),
+        "fused_loss": question.workload.prepare is fuse_loss,
         "gradient_accumulation": question.setting.accumulation,
         "fits": True,
         "device_budget_bytes": question.setting.device_bytes,

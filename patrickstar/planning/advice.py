@@ -8,6 +8,7 @@ from typing import Any
 
 from patrickstar.config import Speculation
 from patrickstar.machine.budgets import expected_device_bytes
+from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
 from patrickstar.sizes import enough_size, show_size, size_in_words
@@ -81,7 +82,7 @@ def _planned(planner: Planner, proposals: Iterator[Proposal]) -> Iterator[Advice
     for proposal in proposals:
         try:
             yield Advice(proposal=proposal, answer=planner.answer(proposal.question))
-        except DoesNotFitError:
+        except (DoesNotFitError, CannotDivideError):
             continue
 
 
@@ -181,6 +182,8 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
     least_device = refusal.least_device_bytes
     if least_device is not None and not question.workload.checkpointing:
         yield _checkpointing(question)
+    if least_device is not None:
+        yield from _shared_sequences(question)
     if least_device is not None and least_device <= _most_device_bytes(question):
         for share in (1.0, 1.1, 1.25):
             yield _more_device_memory(question, size_in_words(int(least_device * share)))
@@ -194,6 +197,15 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
             flags = ("--gpus-per-node", str(count))
             other = dataclasses.replace(question, cluster=cluster)
             yield Proposal(kind="GPUs", text=text, flags=flags, question=other)
+
+
+def _shared_sequences(question: Question) -> Iterator[Proposal]:
+    """Among more of the GPUs that there are."""
+    for size in _MORE_GPUS:
+        if size > question.workload.sequence_ranks and question.cluster.num_ranks % size == 0:
+            text = f"{size} GPUs share each sequence, so that each has 1/{size} of its activations"
+            flags = ("--sequence-parallel", str(size))
+            yield _other_work("sequences", text, flags, question, sequence_ranks=size)
 
 
 def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import dataclasses
 
 from patrickstar import _C
-from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
+from patrickstar.planning.machines import ADAM_HOST_BYTES, H200, Machine
+from patrickstar.sequence.choice import Links
 
 _COLLECTIVE_SECONDS = 8.4e-6
 _NVLINK_HOP_SECONDS = 3.4e-6
@@ -115,6 +116,13 @@ class Cluster:
         from_ranks = (self.num_ranks - 1) / self.num_ranks
         from_nodes = (self.nodes - 1) / self.nodes
         return min(within, between * from_ranks / from_nodes)
+
+    def pass_on_gbps(self, machine: Machine, size: int) -> float:
+        """What a rank sends to the next one, or to each of a sequence, while ``size`` neighbours do the same: within a
+        node as much of NVLink as on an H200's.
+        """
+        within = Links.gbps * machine.nvlink_gather_gbps / H200.nvlink_gather_gbps
+        return within if size <= self.gpus_per_node or self.link.gbps is None else min(within, self.link.gbps)
 
     @property
     def latency_seconds(self) -> float:

@@ -14,6 +14,8 @@ from patrickstar import _C
 from patrickstar.planning.measuring import measure_host_adam_gparams, measure_link_gbps
 from patrickstar.sizes import show_size
 
+_SHORT_TOKENS = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -24,7 +26,11 @@ class Gpu:
     matmul_float32_tflops: float
     """Sustained by float32 matrix products of such sizes, 1e12 operations per second."""
     attention_tflops: float
-    """Sustained by 16-bit fused attention, counted as if nothing were masked."""
+    """Sustained by 16-bit fused attention over 1024 tokens, counted as if nothing were masked."""
+    long_attention_tflops: float
+    """Sustained by it over very long sequences, of what causal attention does not mask: by the kernel that PyTorch
+    chooses by itself, which is not that of sequences that ranks share (patrickstar/sequence/choice.py).
+    """
     memory_gbps: float
     """Sustained by element-wise operations, 1e9 bytes per second, reads and writes."""
     launch_seconds: float
@@ -39,9 +45,16 @@ class Gpu:
         """Operations per second of matrix products."""
         return (self.matmul_tflops if dtype.itemsize == 2 else self.matmul_float32_tflops) * 1e12
 
-    def attention_flops(self, dtype: torch.dtype) -> float:
-        """Operations per second of attention."""
-        return min(self.attention_tflops * 1e12, self.matmul_flops(dtype))
+    def attention_flops(self, dtype: torch.dtype, length: int, *, causal: bool) -> float:
+        """Operations per second of attention to ``length`` tokens, counted as if nothing were masked. In very long
+        sequences half of a causal kernel's are not done; in those of 1024 tokens most are. In between, seconds per
+        operation are linear in 1 / length: the blocks on the diagonal, and what a call costs by itself, are as many as
+        there are tokens.
+        """
+        short = min(self.attention_tflops * 1e12, self.matmul_flops(dtype))
+        most = min(self.long_attention_tflops * 1e12, self.matmul_flops(dtype)) * (2 if causal else 1)
+        share = min(_SHORT_TOKENS / length, 1.0)
+        return 1.0 / (share / short + (1.0 - share) / max(most, short))
 
 
 # Through host memory per updated parameter: gradient 2, states 12 in and 12 out, parameter 2 (csrc/optim/kernels.h).
@@ -105,6 +118,7 @@ H200 = Machine(
         matmul_tflops=710.0,
         matmul_float32_tflops=50.0,
         attention_tflops=420.0,
+        long_attention_tflops=250.0,  # fitted to 8.03 B with 4 x 4096 tokens, as the others are to 1024
         memory_gbps=3900.0,
         launch_seconds=4e-6,
     ),
@@ -160,6 +174,7 @@ def _of_data_sheet(
             matmul_tflops=H200.gpu.matmul_tflops * arithmetic,
             matmul_float32_tflops=float32_tflops * _OF_FLOAT32,
             attention_tflops=H200.gpu.attention_tflops * arithmetic,
+            long_attention_tflops=H200.gpu.long_attention_tflops * arithmetic,
             memory_gbps=H200.gpu.memory_gbps * memory,
             launch_seconds=H200.gpu.launch_seconds,
         ),
@@ -219,6 +234,7 @@ def given_gpu(
             gpu,
             matmul_tflops=H200.gpu.matmul_tflops * share,
             attention_tflops=H200.gpu.attention_tflops * share,
+            long_attention_tflops=H200.gpu.long_attention_tflops * share,
             matmul_float32_tflops=min(gpu.matmul_float32_tflops, H200.gpu.matmul_tflops * share / 2),
         )
         told.append(f"{tflops:g} TFLOPS")

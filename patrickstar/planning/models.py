@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
+from patrickstar.sequence.choice import Links
 
 _VOCAB = 50304
 # hidden size x layers of the GPTs that the benchmarks train; untied output layer
@@ -46,6 +49,12 @@ class PlannedModel:
     """Elements in all parameters."""
     num_trained: int
     """Of these, elements of those that are trained."""
+    num_positions: int | None
+    """Of the configuration; None: it says none. A longer sequence has positions that the model was not trained with."""
+    most_tokens: int | None
+    """Of a sequence, where positions are rows of a table; None: there is no such limit."""
+    division: PlannedDivision | None = None
+    """Of the sequences among ranks; None: each rank has its own."""
 
     def model_flops(self, batch: int, length: int) -> float:
         """Operations of forward and backward: 6 per parameter and token, 4 where it is frozen, and 6 per layer, hidden
@@ -85,7 +94,25 @@ def _adapt(module: nn.Module, rank: int) -> None:
             setattr(parent, name, _Adapted(child, inputs, outputs, rank))
 
 
-def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora_rank: int = 0) -> PlannedModel:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedSequences:
+    """So many ranks have a part of each sequence."""
+
+    size: int
+    links: Links = dataclasses.field(default_factory=Links)
+    """How fast they compute attention and talk."""
+
+
+def build_model(
+    name: str,
+    batch: int,
+    length: int,
+    *,
+    checkpointing: bool,
+    lora_rank: int = 0,
+    prepare: Callable[[nn.Module], None] | None = None,
+    shared: SharedSequences | None = None,
+) -> PlannedModel:
     """The model that ``--model`` names.
 
     Args:
@@ -95,9 +122,11 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora
         length: tokens per sequence.
         checkpointing: recompute activations in backward, block by block.
         lora_rank: of the adapters that are trained while everything else is frozen; 0: all is trained.
+        prepare: what is done to the model before it is trained, such as ``fuse_loss``.
+        shared: whose sequences they are; None: one rank has them.
 
     Raises:
-        ValueError: there is no such model, or it cannot be built or called with tokens.
+        ValueError: there is no such model, or it cannot be built, called with tokens or divided.
     """
     try:
         import transformers
@@ -115,22 +144,35 @@ def build_model(name: str, batch: int, length: int, *, checkpointing: bool, lora
             config = transformers.AutoConfig.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
-    _check_length(name, config, length)
     config.use_cache = False
+    num_positions = getattr(config, "max_position_embeddings", None)
+    is_made_for_length = num_positions == length and _gpt_shape(name) is not None
     with torch.device("meta"):
         module = _from_config(_auto_class(transformers, config), config)
         if lora_rank > 0:
             _adapt(module, lora_rank)
+    has_table = num_positions is not None and not is_made_for_length and _has_table(module, num_positions)
+    most_tokens = num_positions if has_table else None
+    if most_tokens is not None and length > most_tokens:
+        raise ValueError(f"--seq-len is {length}, but {name} has {most_tokens} positions; give less")
     if checkpointing:
         enable_checkpointing(module)
+    if prepare is not None:
+        prepare(module)
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
+    division = None
+    if shared is not None and shared.size > 1:
+        division = PlannedDivision(module, batch, length, shared.size, shared.links)
     return PlannedModel(
         module=module,
-        inputs={"input_ids": tokens, "labels": tokens},
+        inputs={"input_ids": tokens, "labels": tokens} if division is None else division.inputs(batch, module),
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         num_params=sum(param.numel() for param in module.parameters()),
         num_trained=sum(param.numel() for param in module.parameters() if param.requires_grad),
+        num_positions=None if is_made_for_length else num_positions,
+        most_tokens=most_tokens,
+        division=division,
     )
 
 
@@ -152,13 +194,19 @@ def _similar(name: str) -> str:
     return f" ({', '.join(near or ('llama-3.1-8b', 'qwen2.5-7b', 'mistral-7b'))})"
 
 
+def _gpt_shape(name: str) -> tuple[int, int] | None:
+    """Hidden size and layers of a GPT that is named by them, or by its size."""
+    match = re.fullmatch(r"gpt:([1-9]\d*)x([1-9]\d*)", name)
+    return _SIZES.get(name.lower()) if match is None else (int(match.group(1)), int(match.group(2)))
+
+
 def _gpt_config(name: str, length: int) -> Any:
     from transformers import GPT2Config
 
-    match = re.fullmatch(r"gpt:([1-9]\d*)x([1-9]\d*)", name)
-    if match is None and name.lower() not in _SIZES:
+    shape = _gpt_shape(name)
+    if shape is None:
         return None
-    hidden, layers = _SIZES[name.lower()] if match is None else (int(match.group(1)), int(match.group(2)))
+    hidden, layers = shape
     heads = _HEADS.get(hidden, 16)
     if hidden % heads:
         raise ValueError(f"--model {name}: the hidden size {hidden} is not a multiple of {heads}, the number of heads")
@@ -177,10 +225,11 @@ def _gpt_config(name: str, length: int) -> Any:
     )
 
 
-def _check_length(name: str, config: Any, length: int) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise ValueError(f"--seq-len is {length}, but {name} has {longest} positions; give less")
+def _has_table(module: nn.Module, num_positions: int) -> bool:
+    """Whether positions are rows of an embedding, so that there are no more; some tables have two rows more."""
+    tokens = module.get_input_embeddings()
+    tables = (child for child in module.modules() if isinstance(child, nn.Embedding) and child is not tokens)
+    return any(num_positions <= table.num_embeddings <= num_positions + 2 for table in tables)
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:

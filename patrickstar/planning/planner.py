@@ -5,18 +5,21 @@ another size. What answers have in common (the model's trace, its layouts) is ma
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from patrickstar.config import Speculation
 from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.planning.cluster import Cluster
-from patrickstar.planning.machines import Machine
-from patrickstar.planning.models import PlannedModel, build_model
+from patrickstar.planning.machines import H200, Machine
+from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
 from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
 from patrickstar.planning.uses import StepUses, trace_uses
+from patrickstar.sequence.choice import Choice, Links
 from patrickstar.sizes import enough_size, parse_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -25,7 +28,7 @@ CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one GPU computes in a forward and its backward."""
+    """What one GPU computes in a forward and its backward, or several that share sequences."""
 
     model: str
     """As ``--model`` takes it."""
@@ -39,6 +42,10 @@ class Workload:
     """Of the adapters that alone are trained; 0: everything is."""
     precision: str = "bf16"
     """Of compute, a key of :data:`DTYPES`."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """What is done to the model before it is trained, such as ``patrickstar.integrations.fused_loss.fuse_loss``."""
+    sequence_ranks: int = 1
+    """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,8 @@ class Question:
     def tokens(self) -> int:
         """Of one step, on all GPUs."""
         workload = self.workload
-        return workload.batch * workload.length * self.setting.accumulation * self.cluster.num_ranks
+        groups = self.cluster.num_ranks // workload.sequence_ranks
+        return workload.batch * workload.length * self.setting.accumulation * groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,10 @@ class Answer:
     """All chunk sizes that were tried and fit."""
     model_flops: float
     """Of one GPU's step, recomputation not counted."""
+    num_positions: int | None = None
+    """Of the model's configuration; None: it says none."""
+    attention: Choice | None = None
+    """How attention over sequences that ranks share is computed, for one layer; None: each has its own."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,6 +107,9 @@ class Answer:
             "host_memory": _as_written(case.setting.host_bytes),
             "default_chunk_size": case.chunk_numel,
         }
+        if self.attention is not None:
+            size, mode = question.workload.sequence_ranks, self.attention.mode.value
+            config["sequence_parallel"] = {"size": size, "mode": mode}
         precision = question.workload.precision
         if precision != "fp32":
             config[precision] = {"enabled": True}
@@ -120,7 +135,7 @@ class Planner:
     """Answers questions, and keeps what the next ones may need."""
 
     def __init__(self) -> None:
-        self._traces: dict[tuple[Workload, Any, tuple[int, ...]], _Trace] = {}
+        self._traces: dict[tuple[Any, ...], _Trace] = {}
         self._predictors: dict[tuple[Any, ...], Predictor] = {}
         self._answers: dict[Question, Answer] = {}
 
@@ -137,8 +152,7 @@ class Planner:
 
     def _answer(self, question: Question) -> Answer:
         workload = question.workload
-        check_precision(workload.precision, question.machine)
-        trace = self._trace(question)
+        trace = self._checked_trace(question)
         cases, refusals = [], []
         for size in self._sizes(question, trace):
             predictor = self._predictor(question, trace, size)
@@ -149,19 +163,61 @@ class Planner:
         if not cases:
             raise refusals[0]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
+        division = trace.model.division
         return Answer(
             question=question,
             num_params=trace.model.num_params,
             num_trained=trace.model.num_trained,
             chosen=_best(cases),
             cases=cases,
-            model_flops=flops,
+            model_flops=flops / workload.sequence_ranks,
+            num_positions=trace.model.num_positions,
+            attention=None if division is None else division.choice,
         )
+
+    def refusal(self, question: Question) -> DoesNotFitError | None:
+        """Why it does not fit, or None; found sooner than an answer.
+
+        Raises:
+            ValueError: as :meth:`answer`.
+        """
+        trace = self._checked_trace(question)
+        refusals = []
+        for size in self._sizes(question, trace):
+            try:
+                self._predictor(question, trace, size).predict(question.setting)
+                return None
+            except DoesNotFitError as refusal:
+                refusals.append(refusal)
+        return min(refusals, key=lambda refusal: refusal.least_device_bytes or 0)
+
+    def least_device_bytes(self, question: Question) -> int:
+        """The ``device_memory`` that its activations and the largest moment's chunks need, of the chunk size that needs
+        least.
+        """
+        trace = self._checked_trace(question)
+        sizes = self._sizes(question, trace)
+        return min(self._predictor(question, trace, size).least_device_bytes(question.setting) for size in sizes)
+
+    def most_tokens(self, question: Question) -> int | None:
+        """Of its model's sequences, where positions are rows of a table."""
+        return build_model(question.workload.model, 1, 1, checkpointing=False).most_tokens
+
+    def _checked_trace(self, question: Question) -> _Trace:
+        check_precision(question.workload.precision, question.machine)
+        size, num_ranks = question.workload.sequence_ranks, question.cluster.num_ranks
+        if num_ranks % size:
+            raise ValueError(
+                f"--sequence-parallel is {size}, but there are {num_ranks} GPUs, which are not groups of {size}; give "
+                f"--gpus-per-node {size}, or another size"
+            )
+        return self._trace(question)
 
     def _trace(self, question: Question) -> _Trace:
         workload, gpu = question.workload, question.machine.gpu
         asked = CHUNK_SIZES if question.chunk_numel is None else (question.chunk_numel,)
-        key = (workload, gpu, asked)
+        shared = shared_sequences(question)
+        key = (workload, gpu, asked, shared)
         if key not in self._traces:
             model = build_model(
                 workload.model,
@@ -169,6 +225,8 @@ class Planner:
                 workload.length,
                 checkpointing=workload.checkpointing,
                 lora_rank=workload.lora_rank,
+                prepare=workload.prepare,
+                shared=shared,
             )
             dtype = DTYPES[workload.precision]
             params = plan_params(model.module, dtype, use_cpu_embedding=False)
@@ -177,7 +235,7 @@ class Planner:
             self._traces[key] = _Trace(
                 model,
                 params,
-                trace_uses(model.module, params, dtype, model.inputs, gpu),
+                trace_uses(model.module, params, dtype, model.inputs, gpu, division=model.division),
                 next(iter(scarce.values())).ample_bytes,
                 {size: chosen.numel for size, chosen in scarce.items()},
             )
@@ -196,6 +254,20 @@ class Planner:
             layout = make_layout(trace.params, size, num_ranks, bf16_master=master)
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, question.cluster)
         return self._predictors[key]
+
+
+def shared_sequences(question: Question) -> SharedSequences | None:
+    """The ranks that share a sequence, with the rates of the machine; None: each has its own."""
+    workload = question.workload
+    if workload.sequence_ranks == 1:
+        return None
+    gpu, dtype = question.machine.gpu, DTYPES[workload.precision]
+    tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
+    links = Links(
+        attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
+        gbps=question.cluster.pass_on_gbps(question.machine, workload.sequence_ranks),
+    )
+    return SharedSequences(size=workload.sequence_ranks, links=links)
 
 
 def check_precision(precision: str, machine: Machine) -> None:

@@ -181,12 +181,18 @@ class Predictor:
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
         self._timelines: dict[tuple[bool, ...], TimedTimeline] = {}
 
+    def least_device_bytes(self, setting: Setting) -> int:
+        """The ``device_memory`` that activations and the largest moment's chunks need."""
+        moments = self._timeline(self._nowhere).moments
+        problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
+        return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
+
     def predict(self, setting: Setting) -> Case:
         """With these budgets. Raises DoesNotFitError."""
         layout, chunks = self._layout, self._chunks
         _, least_host = _C.initial_placement(layout, _C.UNLIMITED, 0, setting.backwards)
         budget = self._budget(setting)
-        least = self._least_device_bytes(setting)
+        least = self.least_device_bytes(setting)
         if least > setting.device_bytes:
             raise DoesNotFitError(
                 f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
@@ -350,11 +356,6 @@ class Predictor:
         except DoesNotFitError as refusal:
             return max(num_bytes, refusal.least_host_bytes or 0)
         return num_bytes
-
-    def _least_device_bytes(self, setting: Setting) -> int:
-        moments = self._timeline(self._nowhere).moments
-        problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
-        return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
 
     def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[bool], list[bool]]:
         """By chunk, whether its states are on the device: at first those that the host cannot hold, then those of the

@@ -28,6 +28,7 @@ from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
+from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.machines import Gpu
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
@@ -40,11 +41,24 @@ _FREE = {
     _aten.new_empty_strided,
     _aten._unsafe_view,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class _FusedKernel:
+    """Where its arguments have the queries, with the keys after them, and whether it is causal; and its products of
+    queries x keys x head_dim.
+    """
+
+    query: int
+    causal: int
+    products: int
+
+
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_flash_attention: _FusedKernel(0, 4, 2),
+    _aten._scaled_dot_product_flash_attention_backward: _FusedKernel(1, 11, 5),
+    _aten._scaled_dot_product_efficient_attention: _FusedKernel(0, 6, 2),
+    _aten._scaled_dot_product_efficient_attention_backward: _FusedKernel(1, 11, 5),
 }
 
 
@@ -167,13 +181,28 @@ class _CostMode(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
         seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
+        if packet in _ATTENTION:
+            return max(seconds, self._attention_seconds(_ATTENTION[packet], args, kwargs))
         count = flop_registry.get(packet)
         if count is None or not inputs:
             return seconds
         flops = float(count(*args, **kwargs, out_val=out))
         self.flops += flops
-        rate = self._gpu.attention_flops if packet in _ATTENTION else self._gpu.matmul_flops
-        return max(seconds, flops / rate(inputs[0].dtype))
+        return max(seconds, flops / self._gpu.matmul_flops(inputs[0].dtype))
+
+    def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
+        query, key = args[kernel.query], args[kernel.query + 1]
+        causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
+        flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
+        self.flops += flops
+        return flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal)
+
+    def charge(self, seconds: float, flops: float) -> None:
+        """Adds what no operation shows."""
+        self.flops += flops
+        self.num_operations += 1
+        if self._recorder.uses:
+            self._recorder.uses[-1].seconds += seconds
 
     def _watch(self, tensor: torch.Tensor, num_bytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -209,10 +238,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if attn_mask is None and query.itemsize == 2:  # which has fewer heads of keys as they are
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    if attn_mask is None and query.itemsize == 2:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     bias = attn_mask
     if bias is not None:
         bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
@@ -226,6 +255,7 @@ def trace_uses(
     inputs: Mapping[str, Any],
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
+    division: PlannedDivision | None = None,
 ) -> StepUses:
     """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
     hooks learn). ``module`` is of no use afterwards.
@@ -237,6 +267,7 @@ def trace_uses(
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: what operations cost.
         loss: takes the loss out of the module's output.
+        division: of the sequences among ranks; None: this one has them.
     """
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
@@ -256,6 +287,8 @@ def trace_uses(
         for spec in params.chunked:
             costs.ignore(spec.param)
         recorder.clear()
+        if division is not None:
+            division.charge = costs.charge
         with _FusedAttention(), costs:
             value = loss(module(**inputs))
             recorder.uses.append(Use(Call.END_FORWARD, []))

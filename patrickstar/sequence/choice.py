@@ -39,14 +39,32 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A way, the seconds that it takes for one layer, forward and backward, and why not the others."""
+class Pass:
+    """A layer's attention in forward, or in backward, on each rank."""
 
-    mode: Mode
     seconds: float
     exposed_seconds: float
     """Of these, what ranks wait for each other's tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way, what it takes for one layer, and why not the others."""
+
+    mode: Mode
+    forward: Pass
+    backward: Pass
     reason: str
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of these, what ranks wait for each other's tensors."""
+        return self.forward.exposed_seconds + self.backward.exposed_seconds
 
 
 def choose_mode(work: Attended, size: int, links: Links | None = None) -> Choice:
@@ -55,18 +73,24 @@ def choose_mode(work: Attended, size: int, links: Links | None = None) -> Choice
     """
     links = links or Links()
     if size == 1:
-        return Choice(Mode.ULYSSES, attention_seconds(work, links), 0.0, "one rank has the whole sequence")
-    by_mode = {mode: predicted_seconds(work, size, mode, links) for mode in candidates(work, size)}
-    best = min(seconds for seconds, _ in by_mode.values())
-    mode = next(mode for mode, (seconds, _) in by_mode.items() if seconds <= 1.01 * best)
-    seconds, exposed = by_mode[mode]
-    others = ", ".join(f"{other.value} {by_mode[other][0] * 1e3:.3g} ms" for other in by_mode if other is not mode)
-    reason = f"{mode.value} takes {seconds * 1e3:.3g} ms a layer"
+        forward, backward = (Pass(seconds, 0.0) for seconds in _shares(work, links))
+        return Choice(Mode.ULYSSES, forward, backward, "one rank has the whole sequence")
+    found = {mode: predicted_passes(work, size, mode, links) for mode in candidates(work, size)}
+    by_mode = {mode: forward.seconds + backward.seconds for mode, (forward, backward) in found.items()}
+    best = min(by_mode.values())
+    mode = next(mode for mode, seconds in by_mode.items() if seconds <= 1.01 * best)
+    others = ", ".join(f"{other.value} {show_seconds(by_mode[other])}" for other in by_mode if other is not mode)
+    reason = f"{mode.value} takes {show_seconds(by_mode[mode])} a layer"
     if others:
         reason += f" ({others})"
     if Mode.ULYSSES not in by_mode:
         reason += f"; {work.heads} heads cannot be divided among {size} ranks, so not ulysses"
-    return Choice(mode, seconds, exposed, reason)
+    return Choice(mode, *found[mode], reason)
+
+
+def show_seconds(seconds: float) -> str:
+    """For people, with three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def candidates(work: Attended, size: int) -> list[Mode]:
@@ -85,26 +109,39 @@ def attention_seconds(work: Attended, links: Links) -> float:
     return products * (0.5 if work.causal else 1.0) / (links.attention_tflops * 1e12)
 
 
-def predicted_seconds(work: Attended, size: int, mode: Mode, links: Links) -> tuple[float, float]:
-    """Of one layer, forward and backward; and what of it is exposed communication."""
-    share = attention_seconds(work, links) / size
-    if mode is Mode.RING and work.causal:
-        share *= 2 - 1 / size  # of the last rank, which sees all keys
-    sent = sent_bytes(work, size, mode) / (links.gbps * 1e9)
-    if mode is Mode.ULYSSES:  # nothing is computed meanwhile
-        exposed = sent + 8 * links.latency_seconds
-        return share + exposed, exposed
-    turns = 3 * (size - 1)
-    exposed = max(sent + turns * links.latency_seconds - share * (size - 1) / size, 0.0)
-    return share + exposed, exposed
+def _shares(work: Attended, links: Links) -> tuple[float, float]:
+    """Of :func:`attention_seconds` those of forward and of backward."""
+    whole = attention_seconds(work, links)
+    return whole * 2 / 7, whole * 5 / 7
 
 
-def sent_bytes(work: Attended, size: int, mode: Mode) -> int:
-    """By each rank, of one layer, forward and backward."""
+def predicted_passes(work: Attended, size: int, mode: Mode, links: Links) -> tuple[Pass, Pass]:
+    """Forward and backward of one layer. Round the ring transfers take place while blocks are computed, all but the
+    last one; what heads and tokens are exchanged for waits for it.
+    """
+    passes = []
+    for whole, sent, turns in zip(_shares(work, links), sent_bytes(work, size, mode), (1, 2), strict=True):
+        share = whole / size
+        if mode is Mode.RING and work.causal:
+            share *= 2 - 1 / size  # of the last rank, which sees all keys
+        exposed = sent / (links.gbps * 1e9)
+        if mode is Mode.ULYSSES:
+            exposed += 4 * links.latency_seconds
+        else:
+            exposed += turns * (size - 1) * links.latency_seconds - share * (size - 1) / size
+        exposed = max(exposed, 0.0)
+        passes.append(Pass(share + exposed, exposed))
+    return passes[0], passes[1]
+
+
+def sent_bytes(work: Attended, size: int, mode: Mode) -> tuple[int, int]:
+    """By each rank, of one layer, in forward and in backward."""
     queries = work.batch * work.heads * (work.length // size) * work.head_dim
     keys = work.batch * work.key_heads * (work.length // size) * work.head_dim
     if mode is Mode.ULYSSES:
         # A key head goes to every rank that has a query head of it.
         keys = max(keys, queries * size // work.heads)
-        return 2 * (2 * queries + 2 * keys) * (size - 1) // size * work.element_bytes
-    return (size - 1) * keys * (4 * work.element_bytes + 2 * max(work.element_bytes, 4))
+        each = (2 * queries + 2 * keys) * (size - 1) // size * work.element_bytes
+        return each, each
+    turn = 2 * (size - 1) * keys
+    return turn * work.element_bytes, turn * (work.element_bytes + max(work.element_bytes, 4))

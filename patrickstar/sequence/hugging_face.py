@@ -161,16 +161,7 @@ class DividedModel:
     def _mode_for(self, batch: int, length: int) -> Mode:
         if self._mode is not None:
             return self._mode
-        config, heads = self._model.config.get_text_config(), _num_heads(self._model)
-        work = Attended(
-            batch=batch,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            length=length,
-            causal=_is_causal(self._model),
-        )
-        return choose_mode(work, self._group.size).mode
+        return choose_mode(attended(self._model, batch, length), self._group.size).mode
 
     def _with_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by."""
@@ -277,6 +268,19 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def attended(model: nn.Module, batch: int, length: int) -> Attended:
+    """One layer's attention of the model in a call with ``batch`` sequences of ``length`` tokens."""
+    config, heads = model.config.get_text_config(), _num_heads(model)
+    return Attended(
+        batch=batch,
+        heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        length=length,
+        causal=_is_causal(model),
+    )
+
+
 def divided_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -299,7 +303,7 @@ def divided_attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    _check_layer(module, query, key, kwargs)
+    check_layer(module, query, key, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window)
     length = call.division.length
@@ -321,7 +325,8 @@ def divided_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_layer(module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def check_layer(module: nn.Module, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError, which names the layer, where it asks for scores of another kind, or for other keys."""
     name = type(module).__name__
     for other in _OTHER_SCORES:
         if kwargs.get(other) is not None:

@@ -68,7 +68,8 @@ def test_less_memory_is_enough():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_bits_do_not_depend_on_it(precision, reentrant):
-    run = train(DEEP, stashing("auto", precision, device_memory=least("auto", reentrant)), steps=3, checkpointing=reentrant)
+    config = stashing("auto", precision, device_memory=least("auto", reentrant))
+    run = train(DEEP, config, steps=3, checkpointing=reentrant)
     print(f"{run.report['stashed_bytes']} bytes left the device")
     assert run.report["stashed_bytes"] > 0
     assert_same(run, reference(precision))

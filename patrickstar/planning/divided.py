@@ -1,0 +1,154 @@
+"""Sequences that several ranks share, in a plan: which tokens a rank has, and what attention over all of them costs it.
+
+A model of Hugging Face is called with the tokens of one rank, as an engine calls it
+(:class:`patrickstar.sequence.hugging_face.DividedModel`), and its attention is :func:`planned_attention`. That computes
+nothing: it takes the memory that patrickstar/sequence/ring.py and ulysses.py take, and charges what
+:func:`patrickstar.sequence.choice.choose_mode` says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.sequence.choice import Choice, Links, choose_mode
+from patrickstar.sequence.division import Division
+from patrickstar.sequence.hugging_face import attended, check_layer, check_model
+from patrickstar.sequence.layout import Mode
+from patrickstar.sequence.ulysses import key_heads
+
+_ATTENTION = "patrickstar_plan"  # its name among transformers' attention functions, and of the argument that it gets
+
+
+class CannotDivideError(ValueError):
+    """A model's sequences cannot be divided; the message names it."""
+
+
+class PlannedDivision:
+    """Of one model's sequences of ``length`` tokens among ``size`` ranks, ``batch`` sequences at a time.
+
+    Raises:
+        CannotDivideError: the model's sequences cannot be divided.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, length: int, size: int, links: Links):
+        try:
+            check_model(model)
+        except ValueError as error:
+            raise CannotDivideError(str(error)) from error
+        _register()
+        model.set_attn_implementation(_ATTENTION)
+        work = attended(model, batch, length)
+        self.size = size
+        self.choice: Choice = choose_mode(work, size, links)
+        """How attention is computed, and why so."""
+        self.local_length = Division(0, size, self.choice.mode, length).local_length
+        """Tokens of each sequence that a rank has."""
+        whole = 4.0 * work.batch * work.heads * work.length**2 * work.head_dim / size
+        self.flops = (whole, 2.5 * whole)
+        """Of one layer on one rank, forward and backward, counted as if nothing were masked."""
+        self.charge: Callable[[float, float], None] = _nowhere
+        """Takes the seconds and operations of one layer's forward or backward."""
+
+    def inputs(self, batch: int, model: nn.Module) -> dict[str, Any]:
+        """Arguments of the model's forward on one rank, on the meta device."""
+        tokens = torch.empty(batch, self.local_length, dtype=torch.long, device="meta")
+        found = {"input_ids": tokens, "labels": tokens, "position_ids": tokens, _ATTENTION: self}
+        if getattr(model, "loss_type", None) in ("ForCausalLM", None):
+            found["shift_labels"] = tokens
+        # Of four dimensions, so that transformers makes none of tokens x tokens elements.
+        found["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device="meta")
+        return found
+
+
+def planned_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it: [batch, heads, tokens, head_dim] in, [batch, tokens, heads, head_dim] out.
+
+    Raises:
+        CannotDivideError: the layer asks for scores of another kind.
+    """
+    try:
+        check_layer(module, query, key, kwargs)
+    except ValueError as error:
+        raise CannotDivideError(str(error)) from error
+    out = _PlannedAttention.apply(query, key, value, kwargs[_ATTENTION])
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _PlannedAttention(torch.autograd.Function):
+    """Its memory: what is saved for backward, and what exists beside it for a while."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, division: PlannedDivision
+    ) -> torch.Tensor:
+        ctx.division = division
+        saved = [query, key, value]
+        if division.choice.mode is Mode.ULYSSES:
+            saved = _by_heads(saved, division.size)
+            beside: list[torch.Tensor] = []
+        else:
+            # Keys and values that are here and those that come; the sum so far, and a block's output.
+            beside = [torch.empty_like(part) for part in (key, value, key, value)]
+            beside += [_wide(query), torch.empty_like(query)]
+        out = _token_major(saved[0])
+        log_sums = saved[0].new_empty(saved[0].shape[:-1], dtype=torch.float32)
+        del beside
+        ctx.save_for_backward(*saved, out, log_sums)
+        ctx.local = [part.shape for part in (query, key, value)]
+        division.charge(division.choice.forward.seconds, division.flops[0])
+        return out if out.shape == query.shape else _token_major(query)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        query, key, value, *_ = ctx.saved_tensors
+        division = ctx.division
+        if division.choice.mode is Mode.ULYSSES:
+            beside = [torch.empty_like(part) for part in (query, query, key, value)]
+        else:
+            # Beside keys and values that come: sums of this block, those that leave and those that arrive.
+            beside = [torch.empty_like(part) for part in (key, value, key, value)]
+            beside += [_wide(part) for part in (key, value) * 3]
+            beside += [_wide(query), torch.empty_like(query)]
+        grads = [_token_major(grad.new_empty(shape)) for shape in ctx.local]
+        del beside
+        division.charge(division.choice.backward.seconds, division.flops[1])
+        return (*grads, None)
+
+
+def _by_heads(parts: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """All tokens of the heads that a rank has."""
+    query, key, _ = parts
+    num_keys = len(key_heads(query.shape[1], key.shape[1], size)[0])
+    counts = (query.shape[1] // size, num_keys, num_keys)
+    return [
+        part.new_empty((part.shape[0], count, part.shape[2] * size, part.shape[3]))
+        for part, count in zip(parts, counts, strict=True)
+    ]
+
+
+def _token_major(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _wide(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, dtype=torch.float32)
+
+
+def _nowhere(seconds: float, flops: float) -> None:
+    """Outside of a trace."""
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    AttentionInterface.register(_ATTENTION, planned_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
