@@ -1,0 +1,84 @@
+"""What layers on a mesh have in common: a group, and where the elements of each parameter come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.division import Placement, Split
+from patrickstar.tensor2d.group import MeshGroup
+
+
+class Layer2D(nn.Module):
+    """A module whose parameters are this rank's parts of whole ones.
+
+    Every rank has the same parameters, of the same shapes.
+
+    Attributes:
+        group: the mesh.
+        placements: of each parameter of this module itself, by name.
+        whole_rows: of parameters with rows of zeros behind them, how many rows are real.
+    """
+
+    def __init__(self, group: MeshGroup):
+        super().__init__()
+        self.group = group
+        self.placements: dict[str, Placement] = {}
+        self.whole_rows: dict[str, int] = {}
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], placement: Placement, dtype: torch.dtype | None, device: object
+    ) -> None:
+        """Registers a parameter of this rank's ``shape``, without values."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))  # type: ignore[arg-type]
+        self.placements[name] = placement
+
+    @torch.no_grad()
+    def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Takes this rank's part of whole parameters, of the shapes that PyTorch's own layer has.
+
+        Raises:
+            ValueError: a parameter has another shape, or there is none of that name.
+        """
+        for name, whole in values.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise ValueError(
+                    f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(self._parameters)}"
+                )
+            part = self.placements[name].divide(whole, self.group.place)
+            if part.shape != parameter.shape:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: a whole tensor of {list(whole.shape)} gives blocks of "
+                    f"{list(part.shape)}; the layer has {list(parameter.shape)}"
+                )
+            parameter.copy_(part)
+
+
+def placements_of(model: nn.Module) -> dict[str, tuple[Placement, int | None]]:
+    """Of each parameter of ``model`` that lies in a :class:`Layer2D`, by its name there: its placement, and how many
+    rows of it are real (None: all).
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: (placement, module.whole_rows.get(name))
+        for prefix, module in model.named_modules()
+        if isinstance(module, Layer2D)
+        for name, placement in module.placements.items()
+        if module._parameters.get(name) is not None
+    }
+
+
+@torch.no_grad()
+def match_replicas(model: nn.Module) -> None:
+    """Gives parameters that ranks of one column share the values of its first row. All ranks call it once after they
+    have drawn initial values.
+    """
+    for module in model.modules():
+        if not isinstance(module, Layer2D) or module.group.along_rows.size == 1:
+            continue
+        for name, placement in module.placements.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and placement.split is Split.COLUMNS:
+                module.group.along_rows.broadcast(parameter.data, 0).wait()
