@@ -18,7 +18,7 @@ from patrickstar.tensor2d.division import Placement, Split, assemble_activation,
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
 from patrickstar.tensor2d.feed_forward import MLP2D, GatedMLP2D
 from patrickstar.tensor2d.group import MeshGroup, Place
-from patrickstar.tensor2d.layer import Layer2D, match_replicas, placements_of
+from patrickstar.tensor2d.layer import Layer2D, load_whole, match_replicas, whole_values
 from patrickstar.tensor2d.linear import Linear2D, Sent, initialise_normal
 from patrickstar.tensor2d.losses import CrossEntropy2D, LMHead2D, whole_logits
 from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
@@ -46,10 +46,11 @@ __all__ = [
     "divide_activation",
     "divide_batch",
     "initialise_normal",
+    "load_whole",
     "match_replicas",
     "multiply",
     "multiply_transposed",
-    "placements_of",
     "transposed_multiply",
     "whole_logits",
+    "whole_values",
 ]

@@ -53,8 +53,8 @@ class Heads2D(nn.Module):
         key_heads = heads if key_heads is None else key_heads
         if heads % key_heads:
             raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
-        check_divides("attention: heads", heads, group.place, group.place.columns)
-        check_divides("attention: heads of keys and values", key_heads, group.place, group.place.columns)
+        check_divides("attention: heads", heads, group.place, "columns")
+        check_divides("attention: heads of keys and values", key_heads, group.place, "columns")
         self.head_dim = features // heads if head_dim is None else head_dim
         self.heads, self.key_heads = heads // group.place.columns, key_heads // group.place.columns
         self.is_causal, self.scale, self.dropout = is_causal, scale, dropout

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from patrickstar.tensor2d.group import Place
-from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.panels import Cut, check_divides
 
 
 class Split(enum.Enum):
@@ -58,8 +58,8 @@ class Placement:
         if self.transposed:
             whole = whole.t()
         if self.split is Split.BLOCKS:
-            whole = _cut(whole, 0, place.rows, place.row, place)
-        return _cut(whole, -1, place.columns, place.column, place).clone(memory_format=torch.contiguous_format)
+            whole = _cut(whole, 0, "rows", place.row, place)
+        return _cut(whole, -1, "columns", place.column, place).clone(memory_format=torch.contiguous_format)
 
     def assemble(self, blocks: Sequence[torch.Tensor], place: Place, size: int | None = None) -> torch.Tensor:
         """The whole tensor of what all ranks of the mesh of ``place`` have, in the order of ranks. With ``padded_to``,
@@ -83,7 +83,7 @@ def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:
     Raises:
         ValueError: rows do not divide b.
     """
-    return _cut(whole, 0, place.rows, place.row, place)
+    return _cut(whole, 0, "rows", place.row, place)
 
 
 def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
@@ -92,7 +92,7 @@ def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
     Raises:
         ValueError: rows do not divide b or columns do not divide h.
     """
-    return _cut(divide_batch(whole, place), -1, place.columns, place.column, place).contiguous()
+    return _cut(divide_batch(whole, place), -1, "columns", place.column, place).contiguous()
 
 
 def assemble_activation(blocks: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
@@ -102,6 +102,6 @@ def assemble_activation(blocks: Sequence[torch.Tensor], place: Place) -> torch.T
     )
 
 
-def _cut(whole: torch.Tensor, dim: int, number: int, index: int, place: Place) -> torch.Tensor:
-    check_divides(f"dimension {dim % whole.dim()} of {list(whole.shape)}", whole.shape[dim], place, number)
-    return whole.chunk(number, dim=dim)[index]
+def _cut(whole: torch.Tensor, dim: int, by: Cut, index: int, place: Place) -> torch.Tensor:
+    check_divides(f"dimension {dim % whole.dim()} of {list(whole.shape)}", whole.shape[dim], place, by)
+    return whole.chunk(getattr(place, by), dim=dim)[index]

@@ -54,7 +54,7 @@ class Embedding2D(Layer2D):
     ):
         super().__init__(group)
         place = group.place
-        check_divides(f"Embedding2D({num_embeddings}, {features}): features", features, place, place.columns)
+        check_divides(f"Embedding2D({num_embeddings}, {features}): features", features, place, "columns")
         self.num_embeddings, self.features, self.padding_idx = num_embeddings, features, padding_idx
         padded = padded_vocabulary(num_embeddings, group)
         placement = Placement(Split.BLOCKS, padded_to=padded)
@@ -112,7 +112,7 @@ class SmallEmbedding2D(Layer2D):
     ):
         super().__init__(group)
         columns = group.place.columns
-        check_divides(f"SmallEmbedding2D({num_embeddings}, {features}): features", features, group.place, columns)
+        check_divides(f"SmallEmbedding2D({num_embeddings}, {features}): features", features, group.place, "columns")
         self.padding_idx = padding_idx
         self.add_parameter("weight", (num_embeddings, features // columns), Placement(Split.COLUMNS), dtype, device)
         torch.nn.init.normal_(self.weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -57,17 +57,41 @@ class Layer2D(nn.Module):
             parameter.copy_(part)
 
 
-def placements_of(model: nn.Module) -> dict[str, tuple[Placement, int | None]]:
-    """Of each parameter of ``model`` that lies in a :class:`Layer2D`, by its name there: its placement, and how many
-    rows of it are real (None: all).
+def load_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """:meth:`Layer2D.load_whole` of all values, by the names of ``model``'s parameters.
+
+    Raises:
+        ValueError: a name is of no parameter of a :class:`Layer2D`, or a shape does not fit.
     """
-    return {
-        f"{prefix}.{name}" if prefix else name: (placement, module.whole_rows.get(name))
-        for prefix, module in model.named_modules()
-        if isinstance(module, Layer2D)
-        for name, placement in module.placements.items()
-        if module._parameters.get(name) is not None
-    }
+    for name, whole in values.items():
+        path, _, own = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            module = None
+        if not isinstance(module, Layer2D):
+            raise ValueError(f"{type(model).__name__} has no parameter {name!r} that is divided over a mesh")
+        module.load_whole({own: whole})
+
+
+def whole_values(
+    model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
+) -> dict[str, torch.Tensor]:
+    """Of each parameter of a :class:`Layer2D` in ``model``, the whole of it, on each rank. All ranks of the mesh call
+    it at the same point.
+
+    Args:
+        model: of which parameters are asked; a tied one has each of its names.
+        of: what of a parameter is wanted, of its shape: itself, its gradient, an optimizer state.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Layer2D):
+            for name, parameter in module.named_parameters(recurse=False):
+                blocks = module.group.everybody.gather(of(parameter).detach())
+                whole = module.placements[name].assemble(blocks, module.group.place, module.whole_rows.get(name))
+                found[f"{prefix}.{name}" if prefix else name] = whole
+    return found
 
 
 @torch.no_grad()

@@ -77,9 +77,9 @@ class Linear2D(Layer2D):
         panels_of = in_features if self.sent is Sent.INPUT else out_features
         check_divides(f"Linear2D({in_features}, {out_features}): the {self.sent.value}", panels_of, group.place)
         for size in (in_features, *(parts or (out_features,))):
-            check_divides(f"Linear2D({in_features}, {out_features}): features", size, group.place, columns)
+            check_divides(f"Linear2D({in_features}, {out_features}): features", size, group.place, "columns")
         shape = (in_features, out_features) if self.sent is Sent.INPUT else (out_features, in_features)
-        check_divides(f"Linear2D({in_features}, {out_features}): features", shape[0], group.place, rows)
+        check_divides(f"Linear2D({in_features}, {out_features}): features", shape[0], group.place, "rows")
         placement = Placement(Split.BLOCKS, tuple(parts), transposed=self.sent is Sent.INPUT)
         self.add_parameter("weight", (shape[0] // rows, shape[1] // columns), placement, dtype, device)
         if bias:

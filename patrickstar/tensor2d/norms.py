@@ -24,7 +24,7 @@ class _Norm2D(Layer2D):
         self, features: int, group: MeshGroup, eps: float, bias: bool, dtype: torch.dtype | None, device: object
     ):
         super().__init__(group)
-        check_divides(f"{type(self).__name__}({features}): features", features, group.place, group.place.columns)
+        check_divides(f"{type(self).__name__}({features}): features", features, group.place, "columns")
         self.features, self.eps = features, eps
         shape, placement = (features // group.place.columns,), Placement(Split.COLUMNS)
         self.add_parameter("weight", shape, placement, dtype, device)

@@ -7,6 +7,7 @@ product l + 1 is computed. Each has two buffers, so that memory does not grow wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 
@@ -17,27 +18,28 @@ from patrickstar.tensor2d.lines import Line
 _SHOWN_MESHES = 3
 
 
-def check_divides(what: str, size: int, place: Place, divisor: int | None = None) -> None:
-    """Raises ValueError, which names sizes and meshes that would do, unless ``divisor`` (None: the number of panels)
-    divides ``size``.
-    """
-    panels = place.num_panels
-    divisor = panels if divisor is None else divisor
-    if size % divisor == 0:
+Cut = Literal["num_panels", "rows", "columns"]
+"""Into how many parts: what a :class:`~patrickstar.tensor2d.group.Place` calls so."""
+
+
+def check_divides(what: str, size: int, place: Place, by: Cut = "num_panels") -> None:
+    """Raises ValueError, which names a size and meshes that would do, unless ``size`` can be cut so."""
+    number = getattr(place, by)
+    if size % number == 0:
         return
-    why = f"lcm({place.rows}, {place.columns}) = {panels} panels" if divisor == panels else f"{divisor} blocks"
-    nearest = max(round(size / divisor), 1) * divisor
-    message = f"{what}: {size} cannot be cut into {why} of a mesh of {place.rows} x {place.columns}; take {nearest}"
-    meshes = [f"{rows} x {columns}" for rows, columns in meshes_that_divide(size, place)]
+    parts = f"lcm({place.rows}, {place.columns}) = {number} panels" if by == "num_panels" else f"{number} {by}"
+    nearest = max(round(size / number), 1) * number
+    message = f"{what}: {size} cannot be cut into {parts} of a mesh of {place.rows} x {place.columns}; take {nearest}"
+    meshes = [f"{rows} x {columns}" for rows, columns in meshes_that_divide(size, place, by)]
     if meshes:
         message += f", or a mesh of {' or '.join(meshes[:_SHOWN_MESHES])}"
     raise ValueError(message)
 
 
-def meshes_that_divide(size: int, place: Place) -> list[tuple[int, int]]:
-    """(rows, columns) of as many ranks whose panels divide ``size``, the nearest first."""
+def meshes_that_divide(size: int, place: Place, by: Cut) -> list[tuple[int, int]]:
+    """(rows, columns) of meshes of as many ranks that cut ``size``, the nearest first."""
     pairs = [(rows, place.size // rows) for rows in range(1, place.size + 1) if place.size % rows == 0]
-    fitting = [(rows, columns) for rows, columns in pairs if size % Place(rows, columns).num_panels == 0]
+    fitting = [(rows, columns) for rows, columns in pairs if size % getattr(Place(rows, columns), by) == 0]
     return sorted(fitting, key=lambda pair: abs(pair[0] - place.rows) + abs(pair[1] - place.columns))
 
 
