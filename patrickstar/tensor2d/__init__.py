@@ -18,17 +18,20 @@ from patrickstar.tensor2d.division import Placement, Split, assemble_activation,
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
 from patrickstar.tensor2d.feed_forward import MLP2D, GatedMLP2D
 from patrickstar.tensor2d.group import MeshGroup, Place
-from patrickstar.tensor2d.layer import Layer2D, load_whole, match_replicas, whole_values
+from patrickstar.tensor2d.layer import Layer2D, load_whole, match_replicas, source_values, whole_values
 from patrickstar.tensor2d.linear import Linear2D, Sent, initialise_normal
 from patrickstar.tensor2d.losses import CrossEntropy2D, LMHead2D, whole_logits
 from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
+from patrickstar.tensor2d.plans import parallelize
 from patrickstar.tensor2d.products import multiply, multiply_transposed, transposed_multiply
+from patrickstar.tensor2d.styles import Head2D, Slices2D, Style, Summa2D
 
 __all__ = [
     "Attention2D",
     "CrossEntropy2D",
     "Embedding2D",
     "GatedMLP2D",
+    "Head2D",
     "Heads2D",
     "LMHead2D",
     "Layer2D",
@@ -40,8 +43,11 @@ __all__ = [
     "Placement",
     "RMSNorm2D",
     "Sent",
+    "Slices2D",
     "SmallEmbedding2D",
     "Split",
+    "Style",
+    "Summa2D",
     "assemble_activation",
     "divide_activation",
     "divide_batch",
@@ -50,6 +56,8 @@ __all__ = [
     "match_replicas",
     "multiply",
     "multiply_transposed",
+    "parallelize",
+    "source_values",
     "transposed_multiply",
     "whole_logits",
     "whole_values",

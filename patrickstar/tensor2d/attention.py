@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -11,6 +13,9 @@ from patrickstar.tensor2d.panels import check_divides
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each position, [b/r or 1, s, head_dim] each."""
+
+Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values [b/r, key heads/c, s, head_dim] into those of all tokens so far."""
 
 
 class Heads2D(nn.Module):
@@ -62,7 +67,11 @@ class Heads2D(nn.Module):
         self.qkv = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+        extend: Extend | None = None,
     ) -> torch.Tensor:
         """[b/r, s, h/c] -> [b/r, s, heads/c * head_dim].
 
@@ -70,19 +79,22 @@ class Heads2D(nn.Module):
             hidden: the activations.
             mask: of ``scaled_dot_product_attention``, [b/r or 1, 1, s, s]; None: causal, or everything.
             rotary: turns queries and keys.
+            extend: gives keys and values of earlier tokens too; a single query sees all of them.
         """
         sizes = [self.heads * self.head_dim, *[self.key_heads * self.head_dim] * 2]
         parts = self.qkv(hidden).split(sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         if rotary is not None:
             q, k = (_turn(part, *rotary) for part in (q, k))
+        if extend is not None:
+            k, v = extend(k, v)
         out = nn.functional.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.is_causal and mask is None,
+            is_causal=self.is_causal and mask is None and q.shape[2] > 1,
             scale=self.scale,
             enable_gqa=self.heads != self.key_heads,
         )
@@ -129,10 +141,14 @@ class Attention2D(nn.Module):
         self.out = Linear2D(width, features, group, bias=out_bias, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+        extend: Extend | None = None,
     ) -> torch.Tensor:
         """As :meth:`Heads2D.forward`."""
-        return self.out(self.attend(hidden, mask, rotary))
+        return self.out(self.attend(hidden, mask, rotary, extend))
 
 
 def _turn(part: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

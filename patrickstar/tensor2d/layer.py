@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,6 +10,18 @@ from torch import nn
 
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.group import MeshGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a parameter was made of: whole parameters of another model, one behind the other."""
+
+    names: tuple[str, ...]
+    """Of them in that model."""
+    sizes: tuple[int, ...]
+    """Of their first dimension (second, if transposed)."""
+    is_transposed: bool = False
+    """Whether that model has [in, out]."""
 
 
 class Layer2D(nn.Module):
@@ -20,6 +33,7 @@ class Layer2D(nn.Module):
         group: the mesh.
         placements: of each parameter of this module itself, by name.
         whole_rows: of parameters with rows of zeros behind them, how many rows are real.
+        sources: of parameters that replace those of another model, by name.
     """
 
     def __init__(self, group: MeshGroup):
@@ -27,6 +41,7 @@ class Layer2D(nn.Module):
         self.group = group
         self.placements: dict[str, Placement] = {}
         self.whole_rows: dict[str, int] = {}
+        self.sources: dict[str, Source] = {}
 
     def add_parameter(
         self, name: str, shape: tuple[int, ...], placement: Placement, dtype: torch.dtype | None, device: object
@@ -34,6 +49,19 @@ class Layer2D(nn.Module):
         """Registers a parameter of this rank's ``shape``, without values."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))  # type: ignore[arg-type]
         self.placements[name] = placement
+
+    def take(self, name: str, theirs: Mapping[str, torch.Tensor], *, is_transposed: bool = False) -> None:
+        """Makes parameter ``name`` of whole ones of another model, given by their names there, one behind the other;
+        keeps its values, if they are on the meta device.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
+        wholes = [whole.t() if is_transposed and whole.dim() == 2 else whole for whole in theirs.values()]
+        self.sources[name] = Source(tuple(theirs), tuple(len(whole) for whole in wholes), is_transposed)
+        if not any(whole.is_meta for whole in wholes):
+            self.load_whole({name: torch.cat([whole.detach() for whole in wholes])})
+        self.get_parameter(name).requires_grad_(all(whole.requires_grad for whole in theirs.values()))
 
     @torch.no_grad()
     def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -91,6 +119,25 @@ def whole_values(
                 blocks = module.group.everybody.gather(of(parameter).detach())
                 whole = module.placements[name].assemble(blocks, module.group.place, module.whole_rows.get(name))
                 found[f"{prefix}.{name}" if prefix else name] = whole
+    return found
+
+
+def source_values(
+    model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
+) -> dict[str, torch.Tensor]:
+    """As :func:`whole_values`, by the names and in the shapes of the model whose parameters were replaced."""
+    sources = {
+        f"{prefix}.{name}" if prefix else name: source
+        for prefix, module in model.named_modules()
+        if isinstance(module, Layer2D)
+        for name, source in module.sources.items()
+    }
+    found = {}
+    for name, whole in whole_values(model, of).items():
+        if name in sources:
+            source = sources[name]
+            for theirs, part in zip(source.names, whole.split(source.sizes), strict=True):
+                found[theirs] = part.t() if source.is_transposed and part.dim() == 2 else part
     return found
 
 
