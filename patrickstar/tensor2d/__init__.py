@@ -14,6 +14,7 @@ products are made of panels that travel while others are multiplied (:mod:`~patr
 """
 
 from patrickstar.tensor2d.attention import Attention2D, Heads2D
+from patrickstar.tensor2d.clipping import clip_grad_norm
 from patrickstar.tensor2d.division import Placement, Split, assemble_activation, divide_activation, divide_batch
 from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
 from patrickstar.tensor2d.feed_forward import MLP2D, GatedMLP2D
@@ -49,6 +50,7 @@ __all__ = [
     "Style",
     "Summa2D",
     "assemble_activation",
+    "clip_grad_norm",
     "divide_activation",
     "divide_batch",
     "initialise_normal",

@@ -1,9 +1,22 @@
 """Whole models on meshes against Hugging Face's in one process: losses, gradients, bytes, steps of AdamW."""
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from patrickstar.tensor2d import cost, divide_batch, load_whole, whole_logits, whole_values
+from patrickstar.ranks.mesh import Axis, Mesh
+from patrickstar.tensor2d import (
+    MeshGroup,
+    clip_grad_norm,
+    cost,
+    divide_batch,
+    load_whole,
+    whole_logits,
+    whole_values,
+)
 from patrickstar.tensor2d.division import Split
 from patrickstar.tensor2d.layer import Layer2D
 from tests.tensor2d.models import (
@@ -98,6 +111,45 @@ def product_bytes(linears, config, tied, place):
         for features in linears:
             found += cost.linear(TOKENS, *features, place.rows, place.columns)
     return 8 * found.forward, 8 * found.backward
+
+
+def grad_or_zeros(parameter):
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def train_beside(_rows, columns):
+    """A column of data beside the mesh: this rank's loss and clipped gradients, with blocks that are computed again in
+    backward and a frozen layer, and what they should be.
+    """
+    dist.init_process_group("gloo")
+    mesh = Mesh(data=2, columns=columns)
+    group = MeshGroup.of_torch(mesh)
+    index = mesh.coordinates(dist.get_rank())[Axis.DATA]
+    ours, theirs = build("gpt2", torch.float64, group)
+    ids, labels = (part.roll(index, dims=1) for part in batch())
+    ours.blocks[0].mlp.up.weight.requires_grad_(False)
+    theirs.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    for block in ours.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    expected = plain_loss(theirs, ids, labels)[1]
+    loss = make_loss(group)(ours(ids), labels)
+    for value in (loss, expected):
+        value.backward()
+    norms = clip_grad_norm(ours, 0.1, group), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    found, wanted = whole_values(ours, grad_or_zeros), by_our_names("gpt2", theirs, grad_or_zeros)
+    return (
+        index,
+        loss.item(),
+        {"loss": gap(loss, expected), "norm": gap(*norms)} | {key: gap(found[key], wanted[key]) for key in wanted},
+    )
+
+
+def test_checkpointed_and_clipped_beside_a_data_axis():
+    found = on_mesh(2, 2, train_beside)
+    for _, _, gaps in found:
+        assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}
+    assert [index for index, *_ in found] == [0, 0, 1, 1]
+    assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
 
 
 def of_products(received):
