@@ -41,7 +41,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: MeshGroup) -> torch
         if id(parameter) not in splits:
             raise ValueError(f"{name} is not divided over the mesh; clip it by itself")
         grads.append(parameter.grad)
-        if splits[id(parameter)] is Split.BLOCKS or group.place.row == 0:
+        if splits[id(parameter)] is not Split.COLUMNS or group.place.row == 0:
             total = total + parameter.grad.to(sum_dtype(parameter.grad.dtype)).square().sum()
     if not grads:
         raise ValueError("no parameter has a gradient; call it after backward")

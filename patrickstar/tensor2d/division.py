@@ -23,6 +23,8 @@ class Split(enum.Enum):
     """Of a matrix, block (row, column)."""
     COLUMNS = "columns"
     """The part of the last dimension that belongs to its column; ranks of one column have the same."""
+    ROWS = "rows"
+    """The part of the first dimension that belongs to its row; ranks of one row have the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Placement:
 
     Attributes:
         split: what a rank has.
-        parts: sizes of what the first dimension consists of, each of which is divided over the columns, so that a
-            column has some of each (queries, keys and values of some heads); empty: one part.
+        parts: sizes of what the first dimension consists of, each of which is divided over the columns (rows, where
+            these divide it), so that each has some of each (queries, keys and values of some heads); empty: one part.
         padded_to: rows that the whole tensor has after zeros are added to its first dimension; None: none are.
         transposed: whether it is stored with its two dimensions exchanged.
     """
@@ -53,28 +55,36 @@ class Placement:
         if self.padded_to is not None:
             whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.padded_to - whole.shape[0]))
         if self.parts:
-            cut = [part.chunk(place.columns) for part in whole.split(self.parts)]
-            whole = torch.cat([part[column] for column in range(place.columns) for part in cut])
+            number = self._parts_over(place)
+            cut = [part.chunk(number) for part in whole.split(self.parts)]
+            whole = torch.cat([part[index] for index in range(number) for part in cut])
         if self.transposed:
             whole = whole.t()
-        if self.split is Split.BLOCKS:
+        if self.split is not Split.COLUMNS:
             whole = _cut(whole, 0, "rows", place.row, place)
-        return _cut(whole, -1, "columns", place.column, place).clone(memory_format=torch.contiguous_format)
+        if self.split is not Split.ROWS:
+            whole = _cut(whole, -1, "columns", place.column, place)
+        return whole.clone(memory_format=torch.contiguous_format)
 
     def assemble(self, blocks: Sequence[torch.Tensor], place: Place, size: int | None = None) -> torch.Tensor:
         """The whole tensor of what all ranks of the mesh of ``place`` have, in the order of ranks. With ``padded_to``,
         ``size`` says how many rows stay.
         """
-        rows = [torch.cat(list(blocks[row * place.columns :][: place.columns]), dim=-1) for row in range(place.rows)]
-        whole = torch.cat(rows) if self.split is Split.BLOCKS else rows[0]
+        rows = [list(blocks[row * place.columns :][: place.columns]) for row in range(place.rows)]
+        joined = [row[0] if self.split is Split.ROWS else torch.cat(row, dim=-1) for row in rows]
+        whole = joined[0] if self.split is Split.COLUMNS else torch.cat(joined)
         if self.transposed:
             whole = whole.t()
         if self.parts:
-            sizes = [part // place.columns for part in self.parts] * place.columns
+            number = self._parts_over(place)
+            sizes = [part // number for part in self.parts] * number
             cut = whole.split(sizes)
             count = len(self.parts)
             whole = torch.cat([piece for part in range(count) for piece in cut[part::count]])
         return whole[:size].contiguous() if self.padded_to is not None else whole.contiguous()
+
+    def _parts_over(self, place: Place) -> int:
+        return place.rows if self.split is Split.ROWS else place.columns
 
 
 def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:

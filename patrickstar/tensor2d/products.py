@@ -99,7 +99,7 @@ class _Multiply(torch.autograd.Function):
         total = torch.empty(a.shape[0], b.shape[1], dtype=sum_dtype(a.dtype), device=a.device)
         operands = Panels(a, 1, count, group.along_columns), Panels(b, 0, count, group.along_rows)
         for index, (left, right) in enumerate(travelling(*operands, num_panels=count)):
-            _add_product(total, left, right, beta=min(index, 1))
+            add_product(total, left, right, beta=min(index, 1))
         return total.to(a.dtype)
 
     @staticmethod
@@ -163,10 +163,10 @@ def _summand(a: torch.Tensor, b: torch.Tensor, sums: PartialSums, index: int) ->
     if dtype == a.dtype or not sums.keeps(index):
         return a @ b
     total = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    return _add_product(total, a, b, beta=0)
+    return add_product(total, a, b, beta=0)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> torch.Tensor:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> torch.Tensor:
     """``total = beta * total + a b`` in the type of ``total``, which is not read with ``beta`` 0."""
     if total.dtype == a.dtype:
         return torch.addmm(total, a, b, beta=beta, out=total)

@@ -1,6 +1,7 @@
 """GPT-2 and Llama written with layers on a mesh, and the values of Hugging Face's by the names of these."""
 
 import functools
+import types
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ from patrickstar.tensor2d import (
     RMSNorm2D,
     SmallEmbedding2D,
 )
+from patrickstar.tensor2d.one_dimension import MLP1D, Attention1D, GatedMLP1D, LMHead1D
 
 VOCABULARY = 50  # is no multiple of 3
 LENGTH = 5
@@ -35,6 +37,10 @@ LLAMA = transformers.LlamaConfig(
 )
 
 
+TWO = types.SimpleNamespace(Attention=Attention2D, MLP=MLP2D, GatedMLP=GatedMLP2D, Head=LMHead2D)
+ONE = types.SimpleNamespace(Attention=Attention1D, MLP=MLP1D, GatedMLP=GatedMLP1D, Head=LMHead1D)
+
+
 class Block(nn.Module):
     def __init__(self, norms, attention, mlp):
         super().__init__()
@@ -47,7 +53,7 @@ class Block(nn.Module):
 
 
 class GPT2Like(nn.Module):
-    def __init__(self, config, group):
+    def __init__(self, config, group, layers=TWO):
         super().__init__()
         h = config.n_embd
         self.tokens = Embedding2D(config.vocab_size, h, group)
@@ -56,30 +62,31 @@ class GPT2Like(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 (LayerNorm2D(h, group), LayerNorm2D(h, group)),
-                Attention2D(h, config.n_head, group),
-                MLP2D(h, 4 * h, group, activation=gelu),
+                layers.Attention(h, config.n_head, group),
+                layers.MLP(h, 4 * h, group, activation=gelu),
             )
             for _ in range(config.n_layer)
         )
         self.norm = LayerNorm2D(h, group)
-        self.head = LMHead2D(h, config.vocab_size, group, tied=self.tokens)
+        self.head = layers.Head(h, config.vocab_size, group, tied=self.tokens)
 
-    def forward(self, ids):
-        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+    def forward(self, ids, first=0, length=LENGTH):
+        """`ids` of all tokens, or of some from `first` on."""
+        hidden = self.tokens(ids) + self.positions(first + torch.arange(ids.shape[1]))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
 
 
 class LlamaLike(nn.Module):
-    def __init__(self, config, group):
+    def __init__(self, config, group, layers=TWO):
         super().__init__()
         h = config.hidden_size
         self.tokens = Embedding2D(config.vocab_size, h, group)
         self.blocks = nn.ModuleList(
             Block(
                 (RMSNorm2D(h, group), RMSNorm2D(h, group)),
-                Attention2D(
+                layers.Attention(
                     h,
                     config.num_attention_heads,
                     group,
@@ -87,17 +94,17 @@ class LlamaLike(nn.Module):
                     head_dim=config.head_dim,
                     bias=False,
                 ),
-                GatedMLP2D(h, config.intermediate_size, group),
+                layers.GatedMLP(h, config.intermediate_size, group),
             )
             for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm2D(h, group)
-        self.head = LMHead2D(h, config.vocab_size, group)
+        self.head = layers.Head(h, config.vocab_size, group)
         self.rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
 
-    def forward(self, ids):
+    def forward(self, ids, first=0, length=LENGTH):
         hidden = self.tokens(ids)
-        rotary = self.rotary(hidden, torch.arange(ids.shape[1])[None])
+        rotary = self.rotary(hidden, torch.arange(length)[None])
         for block in self.blocks:
             hidden = block(hidden, rotary)
         return self.head(self.norm(hidden))
@@ -168,9 +175,9 @@ def llama_names(theirs):
     return found
 
 
-def batch():
+def batch(length=LENGTH):
     """Tokens [b, s] and labels, shifted, of which some do not count."""
-    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(3))
     ids[0, 0], ids[0, 1] = VOCABULARY - 1, 0
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     labels[1, :3] = -100

@@ -10,10 +10,10 @@ from patrickstar.tensor2d import MeshGroup, assemble_activation
 from tests.distributed import run_ranks
 
 
-def open_mesh(rows, columns):
+def open_mesh(rows, columns, backend="gloo"):
     """This rank's group; one process alone uses nothing of torch.distributed."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     return MeshGroup.of_torch(Mesh(rows=rows, columns=columns))
 
 

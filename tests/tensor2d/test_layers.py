@@ -46,6 +46,8 @@ PLACES = Place(2, 3).everybody()
         (Placement(Split.COLUMNS, padded_to=18), (13,), (6,)),
         (Placement(Split.COLUMNS, parts=(6, 3, 3)), (12,), (4,)),
         (Placement(Split.COLUMNS), (5, 6), (5, 2)),
+        (Placement(Split.ROWS, parts=(6, 4, 2)), (12, 5), (6, 5)),
+        (Placement(Split.ROWS, transposed=True), (5, 6), (3, 5)),
     ],
 )
 def test_what_is_divided_is_assembled_again(placement, shape, block):
@@ -53,8 +55,9 @@ def test_what_is_divided_is_assembled_again(placement, shape, block):
     blocks = [placement.divide(whole, place) for place in PLACES]
     assert {tuple(part.shape) for part in blocks} == {block}
     assert torch.equal(placement.assemble(blocks, PLACES[0], shape[0]), whole)
-    if placement.parts:  # the first column has the first third of each part
-        rows = torch.cat([part[: len(part) // 3] for part in whole.split(placement.parts)])
+    if placement.parts:  # the first column has the first third of each part, the first row the first half
+        number = 2 if placement.split is Split.ROWS else 3
+        rows = torch.cat([part[: len(part) // number] for part in whole.split(placement.parts)])
         first = blocks[0].t() if placement.transposed else blocks[0]
         assert torch.equal(first.flatten()[0], rows.flatten()[0])
 

@@ -29,25 +29,30 @@ PRODUCTS = {
 }
 
 
-def errors_of_products(group):
+def errors_of_products(group, device="cpu"):
     """{(product, dtype, what): gap} of outputs, gradients, and gradients of gradients."""
     found = {}
+
+    def whole_of(block):
+        return whole_activation(block, group).cpu()
+
     for (name, (product, plain, *shapes)), dtype in itertools.product(
         PRODUCTS.items(), (torch.float64, torch.float32, torch.bfloat16)
     ):
         whole = [draw(*shape, seed=index, dtype=dtype) for index, shape in enumerate(shapes)]
-        leaves = [divide_activation(part, group.place).requires_grad_() for part in whole]
+        leaves = [divide_activation(part, group.place).to(device).requires_grad_() for part in whole]
         plain_leaves = [part.double().requires_grad_() for part in whole]
         out, expected = product(*leaves, group), plain(*plain_leaves)
         weight = draw(*expected.shape, seed=7, dtype=dtype)
-        found[name, dtype, "out"] = gap(whole_activation(out, group), expected)
+        part = divide_activation(weight, group.place).to(device)
+        found[name, dtype, "out"] = gap(whole_of(out), expected)
         if dtype == torch.bfloat16:
-            out.backward(divide_activation(weight, group.place))
+            out.backward(part)
             expected.backward(weight.double())
             grads, plain_grads = [leaf.grad for leaf in leaves], [leaf.grad for leaf in plain_leaves]
         else:
             # Twice: the gradient of the squares of gradients.
-            loss = (out.square() * divide_activation(weight, group.place)).sum()
+            loss = (out.square() * part).sum()
             grads = torch.autograd.grad(loss, leaves, create_graph=True)
             grads = [*grads, *torch.autograd.grad(sum(part.square().sum() for part in grads), leaves)]
             loss = (expected.square() * weight.double()).sum()
@@ -57,7 +62,7 @@ def errors_of_products(group):
                 *torch.autograd.grad(sum(part.square().sum() for part in plain_grads), plain_leaves),
             ]
         for index, (grad, plain_grad) in enumerate(zip(grads, plain_grads, strict=True)):
-            found[name, dtype, f"gradient {index}"] = gap(whole_activation(grad, group), plain_grad)
+            found[name, dtype, f"gradient {index}"] = gap(whole_of(grad), plain_grad)
     return found
 
 
