@@ -194,7 +194,9 @@ def choose(
         if key_heads % columns or heads % columns:
             why_not.append(f"{rows} x {columns} (heads: {heads}, of keys {key_heads})")
             continue
-        if rows == 1:
+        if rows == 1 and length % ranks:
+            why_not.append(f"one dimension (tokens of a sample: {length})")
+        elif rows == 1:
             found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
         panels = Place(rows, columns).num_panels
         if batch % rows:
