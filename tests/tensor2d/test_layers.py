@@ -34,32 +34,32 @@ from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activa
 PLACES = Place(2, 3).everybody()
 
 
-@pytest.mark.parametrize(
-    ("placement", "shape", "block"),
-    [
-        (Placement(Split.BLOCKS), (12, 18), (6, 6)),
-        (Placement(Split.BLOCKS, transposed=True), (12, 18), (9, 4)),
-        (Placement(Split.BLOCKS, parts=(6, 3, 3), transposed=True), (12, 18), (9, 4)),
-        (Placement(Split.BLOCKS, parts=(6, 6)), (12, 18), (6, 6)),
-        (Placement(Split.BLOCKS, padded_to=18), (13, 6), (9, 2)),
-        (Placement(Split.BLOCKS, padded_to=18, transposed=True), (13, 6), (3, 6)),
-        (Placement(Split.COLUMNS, padded_to=18), (13,), (6,)),
-        (Placement(Split.COLUMNS, parts=(6, 3, 3)), (12,), (4,)),
-        (Placement(Split.COLUMNS), (5, 6), (5, 2)),
-        (Placement(Split.ROWS, parts=(6, 4, 2)), (12, 5), (6, 5)),
-        (Placement(Split.ROWS, transposed=True), (5, 6), (3, 5)),
-    ],
-)
-def test_what_is_divided_is_assembled_again(placement, shape, block):
-    whole = draw(*shape)
-    blocks = [placement.divide(whole, place) for place in PLACES]
-    assert {tuple(part.shape) for part in blocks} == {block}
-    assert torch.equal(placement.assemble(blocks, PLACES[0], shape[0]), whole)
-    if placement.parts:  # the first column has the first third of each part, the first row the first half
-        number = 2 if placement.split is Split.ROWS else 3
-        rows = torch.cat([part[: len(part) // number] for part in whole.split(placement.parts)])
-        first = blocks[0].t() if placement.transposed else blocks[0]
-        assert torch.equal(first.flatten()[0], rows.flatten()[0])
+PLACED = [
+    (Placement(Split.BLOCKS), (12, 18), (6, 6)),
+    (Placement(Split.BLOCKS, transposed=True), (12, 18), (9, 4)),
+    (Placement(Split.BLOCKS, parts=(6, 3, 3), transposed=True), (12, 18), (9, 4)),
+    (Placement(Split.BLOCKS, parts=(6, 6)), (12, 18), (6, 6)),
+    (Placement(Split.BLOCKS, padded_to=18), (13, 6), (9, 2)),
+    (Placement(Split.BLOCKS, padded_to=18, transposed=True), (13, 6), (3, 6)),
+    (Placement(Split.COLUMNS, padded_to=18), (13,), (6,)),
+    (Placement(Split.COLUMNS, parts=(6, 3, 3)), (12,), (4,)),
+    (Placement(Split.COLUMNS), (5, 6), (5, 2)),
+    (Placement(Split.ROWS, parts=(6, 4, 2)), (12, 5), (6, 5)),
+    (Placement(Split.ROWS, transposed=True), (5, 6), (3, 5)),
+]
+
+
+def test_what_is_divided_is_assembled_again():
+    for placement, shape, block in PLACED:
+        whole = draw(*shape)
+        blocks = [placement.divide(whole, place) for place in PLACES]
+        assert {tuple(part.shape) for part in blocks} == {block}, placement
+        assert torch.equal(placement.assemble(blocks, PLACES[0], shape[0]), whole), placement
+        if placement.parts:  # the first column has the first third of each part, the first row the first half
+            number = 2 if placement.split is Split.ROWS else 3
+            rows = torch.cat([part[: len(part) // number] for part in whole.split(placement.parts)])
+            first = blocks[0].t() if placement.transposed else blocks[0]
+            assert torch.equal(first.flatten()[0], rows.flatten()[0]), placement
 
 
 def test_activations_are_divided_and_assembled():
@@ -193,26 +193,26 @@ def at(rows, columns):
     return group
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Linear2D(10, 12, at(2, 3)), r"Linear2D\(10, 12\): the input: 10 cannot be cut into lcm\(2, 3\) = 6"),
-        (lambda: Linear2D(12, 10, at(2, 3)), r"the output: 10 .* take 12"),
-        (lambda: Attention2D(12, 4, at(1, 3)), r"heads: 4 cannot be cut into .* take 3, or a mesh of 3 x 1"),
-        (
-            lambda: Attention2D(12, 4, at(1, 2), key_heads=1),
-            r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1",
-        ),
-        (lambda: Attention2D(12, 4, at(1, 1), key_heads=3), r"4 heads and 3 of keys"),
-        (lambda: LayerNorm2D(10, at(2, 3)), r"LayerNorm2D\(10\): features: 10 cannot be cut into 3 columns"),
-        (lambda: LMHead2D(12, 9, at(1, 1), tied=Embedding2D(8, 12, at(1, 1))), "table is 8 x 12; give one of 9 x 12"),
-        (lambda: Embedding2D(8, 4, at(1, 1))(torch.tensor([8])), "tokens are 8 to 8, the table has 8 rows"),
-        (lambda: CrossEntropy2D(8, at(1, 1))(torch.ones(2, 8), torch.tensor([0, 9])), "a label is 9; give 0 to 7"),
-        (lambda: CrossEntropy2D(8, at(1, 1))(torch.ones(2, 8), torch.zeros(3).long()), r"labels \[3\]"),
-        (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"weight": torch.ones(4, 8)}), r"the layer has \[4, 4\]"),
-        (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"scale": torch.ones(4)}), "has no parameter 'scale'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+REFUSED = [
+    (lambda: Linear2D(10, 12, at(2, 3)), r"Linear2D\(10, 12\): the input: 10 cannot be cut into lcm\(2, 3\) = 6"),
+    (lambda: Linear2D(12, 10, at(2, 3)), r"the output: 10 .* take 12"),
+    (lambda: Attention2D(12, 4, at(1, 3)), r"heads: 4 cannot be cut into .* take 3, or a mesh of 3 x 1"),
+    (
+        lambda: Attention2D(12, 4, at(1, 2), key_heads=1),
+        r"heads of keys and values: 1 .* take 2, or a mesh of 2 x 1",
+    ),
+    (lambda: Attention2D(12, 4, at(1, 1), key_heads=3), r"4 heads and 3 of keys"),
+    (lambda: LayerNorm2D(10, at(2, 3)), r"LayerNorm2D\(10\): features: 10 cannot be cut into 3 columns"),
+    (lambda: LMHead2D(12, 9, at(1, 1), tied=Embedding2D(8, 12, at(1, 1))), "table is 8 x 12; give one of 9 x 12"),
+    (lambda: Embedding2D(8, 4, at(1, 1))(torch.tensor([8])), "tokens are 8 to 8, the table has 8 rows"),
+    (lambda: CrossEntropy2D(8, at(1, 1))(torch.ones(2, 8), torch.tensor([0, 9])), "a label is 9; give 0 to 7"),
+    (lambda: CrossEntropy2D(8, at(1, 1))(torch.ones(2, 8), torch.zeros(3).long()), r"labels \[3\]"),
+    (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"weight": torch.ones(4, 8)}), r"the layer has \[4, 4\]"),
+    (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"scale": torch.ones(4)}), "has no parameter 'scale'"),
+]
+
+
+def test_what_does_not_fit_is_refused():
+    for make, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            make()
