@@ -66,8 +66,8 @@ class Embedding2D(Layer2D):
     def reset_parameters(self) -> None:
         """Draws as ``torch.nn.Embedding`` does, each rank its own block; zeros behind the vocabulary."""
         self.weight.normal_()
+        self.clear_padding()
         first = self.group.place.row * self.weight.shape[0]
-        self.weight[max(self.num_embeddings - first, 0) :] = 0
         if self.padding_idx is not None and 0 <= self.padding_idx - first < self.weight.shape[0]:
             self.weight[self.padding_idx - first] = 0
 

@@ -21,7 +21,7 @@ from patrickstar.tensor2d.styles import Head2D, Slices2D, Spot, Style, Summa2D, 
 _ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
 
 
-class CallableAsTheirs(nn.Module):
+class HuggingFaceAttention2D(nn.Module):
     """Called as attention of Hugging Face's models is.
 
     Args:
@@ -79,7 +79,7 @@ class GPT2Attention2D:
             )
         inner.attend.qkv = joint_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, [width] * 3)
         inner.out = linear_of([module.c_proj], [f"{spot.name}.c_proj"], spot)
-        return CallableAsTheirs(inner, module.layer_idx, module.resid_dropout.p)
+        return HuggingFaceAttention2D(inner, module.layer_idx, module.resid_dropout.p)
 
 
 class LlamaAttention2D:
@@ -103,7 +103,7 @@ class LlamaAttention2D:
         projections = [module.q_proj, module.k_proj, module.v_proj]
         inner.attend.qkv = linear_of(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot)
         inner.out = linear_of([module.o_proj], [f"{spot.name}.o_proj"], spot)
-        return CallableAsTheirs(inner, module.layer_idx)
+        return HuggingFaceAttention2D(inner, module.layer_idx)
 
 
 class BertSelfAttention2D:
@@ -123,7 +123,7 @@ class BertSelfAttention2D:
             )
         names = [f"{spot.name}.{part}" for part in ("query", "key", "value")]
         inner.qkv = linear_of([module.query, module.key, module.value], names, spot)
-        return CallableAsTheirs(inner, module.layer_idx)
+        return HuggingFaceAttention2D(inner, module.layer_idx)
 
 
 class LlamaMLP2D:

@@ -50,6 +50,19 @@ class Layer2D(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))  # type: ignore[arg-type]
         self.placements[name] = placement
 
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Makes zeros of this rank's part of the rows behind the real ones."""
+        for name, real in self.whole_rows.items():
+            parameter, placement = self._parameters.get(name), self.placements[name]
+            if parameter is None:
+                continue
+            is_last = placement.transposed or placement.split is Split.COLUMNS
+            dim, index = (-1, self.group.place.column) if is_last else (0, self.group.place.row)
+            size = parameter.shape[dim]
+            begin = min(max(real - index * size, 0), size)
+            parameter.narrow(dim, begin, size - begin).zero_()
+
     def take(self, name: str, theirs: Mapping[str, torch.Tensor], *, is_transposed: bool = False) -> None:
         """Makes parameter ``name`` of whole ones of another model, given by their names there, one behind the other;
         keeps its values, if they are on the meta device.

@@ -117,9 +117,12 @@ class Linear2D(Layer2D):
 
 
 def initialise_normal(layer: nn.Module, std: float) -> None:
-    """Draws all matrices of ``layer``'s :class:`Layer2D` from a normal distribution, each rank its own blocks."""
+    """Draws all matrices of ``layer``'s :class:`Layer2D` from a normal distribution, each rank its own blocks, with
+    zeros behind a vocabulary. Rows then share what they have in common by :func:`match_replicas`.
+    """
     for module in layer.modules():
         if isinstance(module, Layer2D):
-            for name, placement in module.placements.items():
-                if placement.split is Split.BLOCKS and module._parameters.get(name) is not None:
-                    nn.init.normal_(module._parameters[name], std=std)
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=std)
+            module.clear_padding()

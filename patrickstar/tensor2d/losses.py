@@ -61,7 +61,7 @@ class LMHead2D(Layer2D):
             )
         self.features, self.vocabulary, self.is_tied = features, vocabulary, tied is not None
         padded = padded_vocabulary(vocabulary, group)
-        self.whole_rows = {"weight": vocabulary, "bias": vocabulary}
+        self.whole_rows["weight"] = vocabulary
         if tied is not None:
             self.weight = tied.weight
             self.placements["weight"] = tied.placements["weight"]
@@ -70,9 +70,11 @@ class LMHead2D(Layer2D):
             self.add_parameter("weight", (features // place.rows, padded // place.columns), placement, dtype, device)
             bound = 1 / math.sqrt(features)
             nn.init.uniform_(self.weight, -bound, bound)
+            self.clear_padding()
         if bias:
             placement = Placement(Split.COLUMNS, padded_to=padded)
             self.add_parameter("bias", (padded // place.columns,), placement, dtype, device)
+            self.whole_rows["bias"] = vocabulary
             nn.init.zeros_(self.bias)
         else:
             self.register_parameter("bias", None)

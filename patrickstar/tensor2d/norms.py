@@ -68,10 +68,9 @@ class LayerNorm2D(_Norm2D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype stay."""
-        lines = self.group.along_columns, self.group.along_rows
-        normed = _LayerNorm.apply(hidden, lines[0], self.features, self.eps)
-        out = normed * replicated(self.weight, lines[1])
-        return out if self.bias is None else out + replicated(self.bias, lines[1])
+        weight = replicated(self.weight, self.group.along_rows)
+        bias = None if self.bias is None else replicated(self.bias, self.group.along_rows)
+        return _LayerNorm.apply(hidden, weight, bias, self.group.along_columns, self.features, self.eps)
 
 
 class RMSNorm2D(_Norm2D):
@@ -100,25 +99,39 @@ class RMSNorm2D(_Norm2D):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Without weight and bias. dx = rstd (g - mean(g) - x̂ mean(g x̂))."""
+    """x̂ w + b, rounded once. With g the gradient times w: dx = rstd (g - mean(g) - x̂ mean(g x̂))."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, line: Line, features: int, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        line: Line,
+        features: int,
+        eps: float,
+    ) -> torch.Tensor:
         wide = hidden.to(sum_dtype(hidden.dtype))
-        centred = wide - line.sum(wide.sum(-1, keepdim=True)) / features
+        mean = line.sum(wide.sum(-1, keepdim=True)) / features
+        centred = wide - mean
         rstd = torch.rsqrt(line.sum(centred.square().sum(-1, keepdim=True)) / features + eps)
-        normed = (centred * rstd).to(hidden.dtype)
-        ctx.save_for_backward(normed, rstd)
-        ctx.line, ctx.features = line, features
-        return normed
+        ctx.save_for_backward(hidden, weight, mean, rstd)
+        ctx.line, ctx.features, ctx.has_bias = line, features, bias is not None
+        out = centred * rstd * weight
+        return (out if bias is None else out + bias).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        normed, rstd = ctx.saved_tensors
-        wide, x = grad.to(rstd.dtype), normed.to(rstd.dtype)
+        hidden, weight, mean, rstd = ctx.saved_tensors
+        wide, x = grad.to(rstd.dtype), (hidden.to(rstd.dtype) - mean) * rstd
+        tokens = list(range(wide.dim() - 1))
+        grad_weight = (wide * x).sum(tokens).to(weight.dtype)
+        grad_bias = wide.sum(tokens).to(weight.dtype) if ctx.has_bias else None
+        wide = wide * weight
         sums = torch.stack([wide.sum(-1, keepdim=True), (wide * x).sum(-1, keepdim=True)])
-        mean, along = ctx.line.sum(sums) / ctx.features
-        return (rstd * (wide - mean - x * along)).to(grad.dtype), None, None, None
+        of_grad, along = ctx.line.sum(sums) / ctx.features
+        grad_hidden = (rstd * (wide - of_grad - x * along)).to(grad.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

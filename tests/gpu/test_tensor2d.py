@@ -8,7 +8,7 @@ import torch
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 from patrickstar.tensor2d import MeshGroup
 from tests.distributed import run_ranks
-from tests.gpu.test_exchanges import open_on, run  # noqa: F401
+from tests.gpu.test_exchanges import on_gpus, open_on, run  # noqa: F401
 from tests.gpu.test_ranks import NUM_RANKS, see_gpus
 from tests.tensor2d.on_meshes import open_mesh
 from tests.tensor2d.test_products import LIMITS, errors_of_products

@@ -110,7 +110,18 @@ def norms_in_16_bits(group):
     whole = draw(4, 3, 24, dtype=torch.bfloat16)
     out = RMSNorm2D(24, group, dtype=torch.bfloat16)(divide_activation(whole, group.place))
     expected = nn.functional.rms_norm(whole.double(), (24,), eps=1e-6)
-    return out.dtype, gap(whole_activation(out, group), expected)
+    error = gap(whole_activation(out, group), expected)
+    layer = LayerNorm2D(24, group, dtype=torch.bfloat16)
+    values = {"weight": draw(24, seed=1).bfloat16(), "bias": draw(24, seed=2).bfloat16()}
+    layer.load_whole(values)
+    block = divide_activation(whole, group.place).requires_grad_()
+    again = layer(block)
+    again.backward(torch.ones_like(block))
+    plain = whole.double().requires_grad_()
+    expected = nn.functional.layer_norm(plain, (24,), *(value.double() for value in values.values()))
+    expected.backward(torch.ones_like(plain))
+    grad = whole_activation(block.grad, group)
+    return out.dtype, max(error, gap(whole_activation(again, group), expected), gap(grad, plain.grad))
 
 
 def losses_in_16_bits(group):
@@ -133,16 +144,21 @@ def rows_without_gradient(group):
 
 
 def initial_values(group):
-    """Of ranks with other seeds: whether what rows share is the same, and what is behind the vocabulary is 0."""
+    """Of ranks with other seeds: whether what rows share is the same, and what is behind the vocabulary (of 5 tokens,
+    6 rows where there are two panels) is 0.
+    """
     torch.manual_seed(group.everybody.rank)
     model = nn.ModuleList([SmallEmbedding2D(5, 4, group), Embedding2D(5, 4, group), Linear2D(4, 8, group)])
+    model.append(LMHead2D(4, 5, group, bias=True))
     initialise_normal(model, 0.02)
     match_replicas(model)
     parts = group.along_rows.gather(model[0].weight.detach())
     weight = model[2].weight.detach()
     blocks = group.everybody.gather(weight)
+    tables = [torch.cat(group.along_rows.gather(model[1].weight.detach()))[5:]]
+    tables.append(torch.cat(group.along_columns.gather(model[3].weight.detach()), dim=1)[:, 5:])
     return (
-        all(torch.equal(part, parts[0]) for part in parts),
+        all(torch.equal(part, parts[0]) for part in parts) and not any(table.any() for table in tables),
         weight.std().item(),
         [block[0, 0].item() for block in blocks],
     )
