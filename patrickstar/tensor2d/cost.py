@@ -38,18 +38,21 @@ class LayerShape:
     hidden: int
     intermediate: int | None = None
     """Width of the MLP; None: 4 hidden."""
+    queries: int | None = None
+    """Features of queries, of all heads together; None: as many as hidden."""
     keys: int | None = None
-    """Features of keys, and of values; None: as many as hidden."""
+    """Features of keys, and of values; None: as many as of queries."""
     is_gated: bool = False
     """Whether the MLP has a gate beside its first layer."""
 
     def linears(self) -> list[tuple[int, int]]:
         """(features that come in, features that go out): queries, keys and values; behind attention; up; down."""
         wide = 4 * self.hidden if self.intermediate is None else self.intermediate
-        keys = self.hidden if self.keys is None else self.keys
+        queries = self.hidden if self.queries is None else self.queries
+        keys = queries if self.keys is None else self.keys
         return [
-            (self.hidden, self.hidden + 2 * keys),
-            (self.hidden, self.hidden),
+            (self.hidden, queries + 2 * keys),
+            (queries, self.hidden),
             (self.hidden, wide * (2 if self.is_gated else 1)),
             (wide, self.hidden),
         ]

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from patrickstar.tensor2d.attention import Attention2D, Heads2D
+from patrickstar.tensor2d.cost import LayerShape
 from patrickstar.tensor2d.feed_forward import GatedMLP2D
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.losses import CrossEntropy2D
 from patrickstar.tensor2d.styles import Head2D, Slices2D, Spot, Style, Summa2D, joint_linear, linear_of
 
+_GATED = ("llama", "qwen2")
 _ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
 
 
@@ -166,6 +168,28 @@ class CausalLoss:
             group = MeshGroup(group.along_rows, Line(), group.everybody)
         loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
         return loss(logits, shift_labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+
+
+def layer_shape(config: Any) -> LayerShape:
+    """Of a layer of the model that a configuration of transformers describes, for
+    :func:`~patrickstar.tensor2d.cost.choose`.
+
+    Raises:
+        ValueError: there is no plan for such models.
+    """
+    if config.model_type not in PLANS:
+        raise ValueError(
+            f"model type {config.model_type!r} has no plan for a mesh; there are {', '.join(sorted(PLANS))}"
+        )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    return LayerShape(
+        hidden=hidden,
+        intermediate=config.n_inner if config.model_type == "gpt2" else config.intermediate_size,
+        queries=heads * head_dim,
+        keys=getattr(config, "num_key_value_heads", heads) * head_dim,
+        is_gated=config.model_type in _GATED,
+    )
 
 
 def _check_attention(module: Any, spot: Spot) -> None:

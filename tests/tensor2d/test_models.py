@@ -18,10 +18,13 @@ from patrickstar.tensor2d import (
     whole_values,
 )
 from patrickstar.tensor2d.division import Split
+from patrickstar.tensor2d.hugging_face import layer_shape
 from patrickstar.tensor2d.layer import Layer2D
 from tests.tensor2d.models import (
     BATCH,
+    GPT2,
     LENGTH,
+    LLAMA,
     MODELS,
     VOCABULARY,
     batch,
@@ -34,10 +37,7 @@ from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh
 
 STEPS = 3
 TOKENS = BATCH * LENGTH
-LINEARS = {  # of a layer; heads of this Llama are wider than its hidden size
-    "gpt2": cost.LayerShape(hidden=24).linears(),
-    "llama": [(24, 96), (48, 24), (24, 72), (36, 24)],
-}
+LINEARS = {"gpt2": layer_shape(GPT2).linears(), "llama": layer_shape(LLAMA).linears()}
 
 
 def build(name, dtype, group):
@@ -150,6 +150,11 @@ def test_checkpointed_and_clipped_beside_a_data_axis():
         assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}
     assert [index for index, *_ in found] == [0, 0, 1, 1]
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
+
+
+def test_layers_are_counted_as_they_are():
+    assert LINEARS["gpt2"] == [(24, 72), (24, 24), (24, 96), (96, 24)]
+    assert LINEARS["llama"] == [(24, 96), (48, 24), (24, 72), (36, 24)]  # heads are wider than the hidden size
 
 
 def of_products(received):
