@@ -25,6 +25,7 @@ LAYERS = {
     "monitor": 1,
     "profiling": 1,
     "sequence": 1,
+    "tensor2d": 1,
     "module": 2,
     "optimizer": 2,
     "planning": 3,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from patrickstar.ranks.exchanges import Exchanges, Messages, PendingExchange, SharingRanks, open_exchanges
+from patrickstar.ranks.exchanges import Exchanges, PendingExchange, SharingRanks, TorchExchanges, open_exchanges
 from patrickstar.ranks.mesh import SomeRanks
 
 
@@ -135,35 +135,6 @@ class HybridGroup:
     def size(self) -> int:
         """Ranks that share a sequence."""
         return self.ring.size * self.heads.size
-
-
-class TorchExchanges:
-    """Of a group of torch.distributed (None: its world, or this process alone), which ends as that group does."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self._group = group
-        is_there = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if is_there else 0
-        self.size = dist.get_world_size(group) if is_there else 1
-        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if is_there else [0]
-
-    def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """As torch.distributed's batch_isend_irecv."""
-        tensors = [tensor for _, tensor in (*sends, *receives)]
-        operations = [dist.P2POp(dist.isend, tensor, self._ranks[rank], self._group) for rank, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, self._ranks[rank], self._group) for rank, tensor in receives]
-        return _TorchWorks(dist.batch_isend_irecv(operations), tensors)
-
-
-class _TorchWorks:
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]):
-        self._works = works
-        self._tensors = list(tensors)  # alive until they are sent
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._tensors.clear()
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

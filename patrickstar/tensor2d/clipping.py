@@ -1,0 +1,53 @@
+"""The norm of gradients that are divided over a mesh, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.division import Split
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.layer import Layer2D
+from patrickstar.tensor2d.panels import sum_dtype
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, max_norm: float, group: MeshGroup) -> torch.Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_`` of the whole model: what all rows have counts once, what is tied as well.
+    All ranks of the mesh call it at the same point.
+
+    Args:
+        model: all of its parameters are divided over the mesh.
+        max_norm: gradients are scaled so that their norm is no larger.
+        group: the mesh.
+
+    Returns:
+        The L2 norm before, the same bits on all ranks, in float32 (float64 for such gradients).
+
+    Raises:
+        ValueError: a parameter is not divided over the mesh, so that nobody knows who has the same.
+    """
+    splits = {
+        id(parameter): module.placements[name].split
+        for module in model.modules()
+        if isinstance(module, Layer2D)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    grads = []
+    total: torch.Tensor | float = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if id(parameter) not in splits:
+            raise ValueError(f"{name} is not divided over the mesh; clip it by itself")
+        grads.append(parameter.grad)
+        if splits[id(parameter)] is not Split.COLUMNS or group.place.row == 0:
+            total = total + parameter.grad.to(sum_dtype(parameter.grad.dtype)).square().sum()
+    if not grads:
+        raise ValueError("no parameter has a gradient; call it after backward")
+    wide = sum_dtype(grads[0].dtype)
+    norm = group.everybody.sum(torch.as_tensor(total, dtype=wide, device=grads[0].device)).sqrt()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))
+    return norm

@@ -1,0 +1,226 @@
+"""What ranks send each other for a transformer's layer, in one dimension and in two, by counting.
+
+    layer = LayerShape(hidden=8192)
+    received_1d(layer, tokens=16384, ranks=4).forward          # elements that come to each rank: 3 bsh
+    received_2d(layer, tokens=16384, rows=2, columns=2).forward            # bsh + 3 h²
+    choose(layer, batch=8, length=2048, heads=64, ranks=4).reason
+
+*One dimension* is Megatron's tensor parallelism with sequences sharded between (Korthikanti et al., *Reducing
+Activation Recomputation in Large Transformer Models*, arXiv 2205.05198): an all-gather before and a reduce-scatter
+after attention, the same for the MLP, 4 (p - 1) / p · bsh of p ranks; in backward the same, and two all-gathers more,
+of inputs that are kept sharded.
+
+*Two dimensions* on r x c ranks: a linear layer of tokens T from m to n features receives ((c - 1) T w + (r - 1) m n) /
+(r c) elements, w being the side that travels ([Note: the narrower side travels]), and in backward twice as many: of
+each product one operand or its sum goes along columns, the weight or its gradient along rows ([Note: which operand
+stays]). In the published algorithm (Optimus, arXiv 2104.05343) the input travels always: (q - 1) / q² · (7 bsh + 12 h²)
+for the layer of a GPT on q x q ranks; with the narrower side it is (q - 1) / q² · (4 bsh + 12 h²).
+
+Elements are those that a rank receives from others where collectives send no more than they must. Sums of norms (a few
+elements a token) and gradients of biases and norms (a few rows) are left out; what hides behind products is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+from patrickstar.tensor2d.group import Place
+from patrickstar.tensor2d.linear import Sent, narrower
+from patrickstar.tensor2d.turning import turned_elements
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Of a transformer's layer: its linear layers."""
+
+    hidden: int
+    intermediate: int | None = None
+    """Width of the MLP; None: 4 hidden."""
+    queries: int | None = None
+    """Features of queries, of all heads together; None: as many as hidden."""
+    keys: int | None = None
+    """Features of keys, and of values; None: as many as of queries."""
+    is_gated: bool = False
+    """Whether the MLP has a gate beside its first layer."""
+
+    def linears(self) -> list[tuple[int, int]]:
+        """(features that come in, features that go out): queries, keys and values; behind attention; up; down."""
+        wide = 4 * self.hidden if self.intermediate is None else self.intermediate
+        queries = self.hidden if self.queries is None else self.queries
+        keys = queries if self.keys is None else self.keys
+        return [
+            (self.hidden, queries + 2 * keys),
+            (queries, self.hidden),
+            (self.hidden, wide * (2 if self.is_gated else 1)),
+            (wide, self.hidden),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Elements that come to each rank from others."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Of both passes."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Received) -> Received:
+        return Received(self.forward + other.forward, self.backward + other.backward)
+
+
+def received_1d(layer: LayerShape, tokens: int, ranks: int) -> Received:
+    """Of one layer, of ``tokens`` of all samples together."""
+    part = (ranks - 1) / ranks * tokens * layer.hidden
+    return Received(4 * part, 6 * part)
+
+
+def received_2d(layer: LayerShape, tokens: int, rows: int, columns: int, sent: Sent | None = None) -> Received:
+    """Of one layer, of ``tokens`` of all samples together, on ``rows`` x ``columns`` ranks.
+
+    Args:
+        layer: its linear layers.
+        tokens: b s.
+        rows: of the mesh.
+        columns: of the mesh.
+        sent: which side travels in all linear layers; None: the narrower one of each, as in
+            :class:`~patrickstar.tensor2d.Linear2D`; ``Sent.INPUT``: as published.
+    """
+    parts = [linear(tokens, *features, rows, columns, sent) for features in layer.linears()]
+    return sum(parts, Received(0, 0))
+
+
+def linear(
+    tokens: int, in_features: int, out_features: int, rows: int, columns: int, sent: Sent | None = None
+) -> Received:
+    """Of one linear layer on ``rows`` x ``columns`` ranks."""
+    side = narrower(in_features, out_features) if sent is None else sent
+    width = in_features if side is Sent.INPUT else out_features
+    one = ((columns - 1) * tokens * width + (rows - 1) * in_features * out_features) / (rows * columns)
+    return Received(one, 2 * one)
+
+
+def embedding(tokens: int, hidden: int, rows: int, columns: int) -> Received:
+    """Of a table that is looked up ([Note: rows that are looked up travel]), without the tokens themselves."""
+    one = (rows - 1) * tokens * hidden / (rows * columns)
+    return Received(one, one)
+
+
+def head(tokens: int, hidden: int, vocabulary: int, place: Place, *, tied: bool = True) -> Received:
+    """Of the logits of ``tokens`` at ``place``, for a vocabulary that panels divide; of a table that it shares with the
+    embedding two turns more, one of the gradient ([Note: the head's table is turned]).
+    """
+    found = linear(tokens, hidden, vocabulary, place.rows, place.columns, Sent.INPUT)
+    if not tied:
+        return found
+    return found + Received(turned_elements((vocabulary, hidden), place), turned_elements((hidden, vocabulary), place))
+
+
+def crossing_tokens(
+    layer: LayerShape, rows: int, columns: int, sent: Sent | None = None, *, passes: str = "forward"
+) -> float:
+    """From how many tokens b s on two dimensions receive less than one dimension does on as many ranks; infinity where
+    they never do.
+
+    Args:
+        layer: its linear layers.
+        rows: of the mesh.
+        columns: of the mesh.
+        sent: as for :func:`received_2d`.
+        passes: ``"forward"``, ``"backward"`` or their ``"total"``.
+    """
+    weights = getattr(received_2d(layer, 0, rows, columns, sent), passes)
+    per_token = getattr(received_2d(layer, 1, rows, columns, sent), passes) - weights
+    gained = getattr(received_1d(layer, 1, rows * columns), passes) - per_token
+    if gained <= 1e-9 * per_token:
+        return math.inf
+    return weights / gained
+
+
+class Mode(enum.Enum):
+    """How matrices are divided."""
+
+    ONE = "1d"
+    """By columns, then by rows, of each pair of layers."""
+    TWO = "2d"
+    """Into blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a layer is divided, what comes to each rank for it, forward and backward, and why."""
+
+    mode: Mode
+    rows: int
+    columns: int
+    received_bytes: float
+    reason: str
+
+
+def choose(
+    layer: LayerShape,
+    *,
+    batch: int,
+    length: int,
+    heads: int,
+    ranks: int,
+    key_heads: int | None = None,
+    element_bytes: int = 2,
+) -> Choice:
+    """The division that receives least in a training step; of equal ones one dimension, then the one with most columns.
+
+    Args:
+        layer: its linear layers.
+        batch: samples of all ranks.
+        length: tokens of each.
+        heads: of attention.
+        ranks: of the mesh.
+        key_heads: of keys and values; None: as many as ``heads``.
+        element_bytes: of activations and weights.
+
+    Raises:
+        ValueError: nothing divides heads, samples and features among so many ranks.
+    """
+    key_heads = heads if key_heads is None else key_heads
+    tokens = batch * length
+    found: list[tuple[float, Mode, int, int]] = []
+    why_not: list[str] = []
+    for columns in range(ranks, 0, -1):
+        rows = ranks // columns
+        if rows * columns != ranks:
+            continue
+        if key_heads % columns or heads % columns:
+            why_not.append(f"{rows} x {columns} (heads: {heads}, of keys {key_heads})")
+            continue
+        if rows == 1 and length % ranks:
+            why_not.append(f"one dimension (tokens of a sample: {length})")
+        elif rows == 1:
+            found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
+        panels = Place(rows, columns).num_panels
+        if batch % rows:
+            why_not.append(f"{rows} x {columns} (samples: {batch})")
+        elif any(size % panels for pair in layer.linears() for size in pair):
+            why_not.append(f"{rows} x {columns} (features)")
+        else:
+            found.append((received_2d(layer, tokens, rows, columns).total, Mode.TWO, rows, columns))
+    if not found:
+        raise ValueError(f"a layer cannot be divided among {ranks} ranks: {'; '.join(why_not)}; take other ranks")
+    elements, mode, rows, columns = min(found, key=lambda one: one[0])
+    return Choice(mode, rows, columns, elements * element_bytes, _reason(found, element_bytes, tokens, layer, why_not))
+
+
+def _reason(
+    found: list[tuple[float, Mode, int, int]], element_bytes: int, tokens: int, layer: LayerShape, why_not: list[str]
+) -> str:
+    shown = []
+    for elements, mode, rows, columns in sorted(found, key=lambda one: one[0]):
+        name = "one dimension" if mode is Mode.ONE else f"{rows} x {columns}"
+        shown.append(f"{name} {elements * element_bytes / 2**20:.0f} MiB")
+    text = f"{tokens} tokens are {tokens / layer.hidden:.3g} times the hidden size; a layer receives, forward and "
+    text += f"backward, on each rank: {', '.join(shown)}"
+    return text + (f"; not divided by {', '.join(why_not)}" if why_not else "")

@@ -1,0 +1,117 @@
+"""Whole tensors into the blocks of ranks, and back.
+
+block = divide_activation(hidden, place)               # [b, s, h] -> [b/r, s, h/c]
+block = Placement.blocks(transposed=True).divide(linear.weight, place)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from patrickstar.tensor2d.group import Place
+from patrickstar.tensor2d.panels import Cut, check_divides
+
+
+class Split(enum.Enum):
+    """What of a parameter a rank has."""
+
+    BLOCKS = "blocks"
+    """Of a matrix, block (row, column)."""
+    COLUMNS = "columns"
+    """The part of the last dimension that belongs to its column; ranks of one column have the same."""
+    ROWS = "rows"
+    """The part of the first dimension that belongs to its row; ranks of one row have the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a parameter follows from the whole tensor, as PyTorch's own layer has it.
+
+    In this order: rows of zeros are added, parts are divided, the matrix is transposed, and cut.
+
+    Attributes:
+        split: what a rank has.
+        parts: sizes of what the first dimension consists of, each of which is divided over the columns (rows, where
+            these divide it), so that each has some of each (queries, keys and values of some heads); empty: one part.
+        padded_to: rows that the whole tensor has after zeros are added to its first dimension; None: none are.
+        transposed: whether it is stored with its two dimensions exchanged.
+    """
+
+    split: Split
+    parts: tuple[int, ...] = ()
+    padded_to: int | None = None
+    transposed: bool = False
+
+    def divide(self, whole: torch.Tensor, place: Place) -> torch.Tensor:
+        """The part of ``whole`` that the rank at ``place`` has: a contiguous tensor of its own.
+
+        Raises:
+            ValueError: a dimension cannot be cut so.
+        """
+        if self.padded_to is not None:
+            whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.padded_to - whole.shape[0]))
+        if self.parts:
+            number = self._parts_over(place)
+            cut = [part.chunk(number) for part in whole.split(self.parts)]
+            whole = torch.cat([part[index] for index in range(number) for part in cut])
+        if self.transposed:
+            whole = whole.t()
+        if self.split is not Split.COLUMNS:
+            whole = _cut(whole, 0, "rows", place.row, place)
+        if self.split is not Split.ROWS:
+            whole = _cut(whole, -1, "columns", place.column, place)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def assemble(self, blocks: Sequence[torch.Tensor], place: Place, size: int | None = None) -> torch.Tensor:
+        """The whole tensor of what all ranks of the mesh of ``place`` have, in the order of ranks. With ``padded_to``,
+        ``size`` says how many rows stay.
+        """
+        rows = [list(blocks[row * place.columns :][: place.columns]) for row in range(place.rows)]
+        joined = [row[0] if self.split is Split.ROWS else torch.cat(row, dim=-1) for row in rows]
+        whole = joined[0] if self.split is Split.COLUMNS else torch.cat(joined)
+        if self.transposed:
+            whole = whole.t()
+        if self.parts:
+            number = self._parts_over(place)
+            sizes = [part // number for part in self.parts] * number
+            cut = whole.split(sizes)
+            count = len(self.parts)
+            whole = torch.cat([piece for part in range(count) for piece in cut[part::count]])
+        return whole[:size].contiguous() if self.padded_to is not None else whole.contiguous()
+
+    def _parts_over(self, place: Place) -> int:
+        return place.rows if self.split is Split.ROWS else place.columns
+
+
+def divide_batch(whole: torch.Tensor, place: Place) -> torch.Tensor:
+    """This row's samples [b/r, ...] of a tensor [b, ...] that columns do not divide, such as tokens and labels.
+
+    Raises:
+        ValueError: rows do not divide b.
+    """
+    return _cut(whole, 0, "rows", place.row, place)
+
+
+def divide_activation(whole: torch.Tensor, place: Place) -> torch.Tensor:
+    """This rank's block [b/r, ..., h/c] of a tensor [b, ..., h].
+
+    Raises:
+        ValueError: rows do not divide b or columns do not divide h.
+    """
+    return _cut(divide_batch(whole, place), -1, "columns", place.column, place).contiguous()
+
+
+def assemble_activation(blocks: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+    """[b, ..., h] of the blocks [b/r, ..., h/c] of all ranks, in their order."""
+    return torch.cat(
+        [torch.cat(list(blocks[row * place.columns :][: place.columns]), dim=-1) for row in range(place.rows)]
+    )
+
+
+def _cut(whole: torch.Tensor, dim: int, by: Cut, index: int, place: Place) -> torch.Tensor:
+    check_divides(f"dimension {dim % whole.dim()} of {list(whole.shape)}", whole.shape[dim], place, by)
+    return whole.chunk(getattr(place, by), dim=dim)[index]

@@ -1,0 +1,73 @@
+"""The feed-forward layers of transformers on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.linear import Linear2D
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class MLP2D(nn.Module):
+    """``down(activation(up(x)))``: [b/r, ..., h/c] -> [b/r, ..., h/c].
+
+    Args:
+        features: h.
+        intermediate: width between the two layers.
+        group: the mesh.
+        activation: element by element.
+        bias: of both layers.
+        dtype: of the parameters.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        intermediate: int,
+        group: MeshGroup,
+        *,
+        activation: Activation = nn.functional.gelu,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.up = Linear2D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
+        self.down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape and dtype stay."""
+        return self.down(self.activation(self.up(hidden)))
+
+
+class GatedMLP2D(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, gate and up of one product. Arguments are those of :class:`MLP2D`."""
+
+    def __init__(
+        self,
+        features: int,
+        intermediate: int,
+        group: MeshGroup,
+        *,
+        activation: Activation = nn.functional.silu,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        super().__init__()
+        self.activation = activation
+        parts = (intermediate, intermediate)
+        self.gate_up = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        self.down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape and dtype stay."""
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)

@@ -1,0 +1,106 @@
+"""This rank's place in a mesh of rows and columns, and its lines to the ranks of its row and of its column."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+import torch.distributed as dist
+
+from patrickstar.ranks.exchanges import open_exchanges
+from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks
+from patrickstar.tensor2d.lines import Line, TorchLine
+
+_LINES = ((Axis.ROWS,), (Axis.COLUMNS,), (Axis.ROWS, Axis.COLUMNS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Of a rank in a mesh of ``rows`` x ``columns``, and with that of its blocks in divided matrices."""
+
+    rows: int
+    columns: int
+    row: int = 0
+    column: int = 0
+
+    @property
+    def num_panels(self) -> int:
+        """How many panels a product is made of: the least number that rows and columns both divide."""
+        return math.lcm(self.rows, self.columns)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the mesh."""
+        return self.rows * self.columns
+
+    def everybody(self) -> list[Place]:
+        """All places, as ranks are counted: along columns first."""
+        return [
+            dataclasses.replace(self, row=row, column=column)
+            for row in range(self.rows)
+            for column in range(self.columns)
+        ]
+
+
+class MeshGroup:
+    """The ranks that share matrices: rank (i, j) has block (i, j) of each.
+
+    Args:
+        along_rows: the ranks of this rank's column, which differ in their row.
+        along_columns: the ranks of this rank's row, which differ in their column.
+        everybody: all ranks of the mesh, by row, then by column.
+
+    Attributes:
+        place: of this rank.
+    """
+
+    def __init__(self, along_rows: Line, along_columns: Line, everybody: Line):
+        self.everybody = everybody
+        self.along_rows = along_rows
+        self.along_columns = along_columns
+        self.place = Place(along_rows.size, along_columns.size, along_rows.rank, along_columns.rank)
+
+    @classmethod
+    def alone(cls) -> MeshGroup:
+        """A mesh of one rank, which has all of each matrix."""
+        return cls(Line(), Line(), Line())
+
+    @classmethod
+    def of_torch(cls, mesh: Mesh) -> MeshGroup:
+        """Of the world of torch.distributed, whose ranks are counted as :class:`~patrickstar.ranks.mesh.Mesh` says.
+        All ranks call it at the same point; it opens groups, which end with the world.
+
+        Raises:
+            ValueError: the mesh has another number of ranks than the world.
+        """
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        mesh.check(size)
+        if size == 1:
+            return cls.alone()
+        lines = []
+        for axes in _LINES:
+            line = Line()
+            for ranks in mesh.division(*axes):
+                group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                if group is not None and dist.get_rank() in ranks:
+                    line = TorchLine(group)
+            lines.append(line)
+        return cls(*lines)
+
+    @classmethod
+    def of_ranks(cls, ranks: MeshRanks) -> MeshGroup:
+        """Of an engine's ranks. All ranks of the run call it at the same point; what fails in the lines fails as there
+        ([Note: groups of an axis]).
+        """
+        lines = []
+        for axes in _LINES:
+            some = ranks.along(*axes)
+            what = f"matrices along {' and '.join(axis.value for axis in axes)}"
+            lines.append(Line(open_exchanges(some, what) if some.size > 1 else None))
+        return cls(*lines)
+
+    @property
+    def received_bytes(self) -> collections.Counter[str]:
+        """What has come to this rank so far, along both axes, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
+        return self.along_rows.received_bytes + self.along_columns.received_bytes + self.everybody.received_bytes

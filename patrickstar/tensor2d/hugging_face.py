@@ -1,0 +1,244 @@
+"""Attention and MLPs of Hugging Face's models on a mesh, the losses of their causal models, and plans for them.
+
+What replaces a module takes and returns what that one does, so that the model's own code goes on around it: masks,
+rotary positions, residual streams, caches. Nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.attention import Attention2D, Heads2D
+from patrickstar.tensor2d.cost import LayerShape
+from patrickstar.tensor2d.feed_forward import GatedMLP2D
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.lines import Line
+from patrickstar.tensor2d.losses import CrossEntropy2D
+from patrickstar.tensor2d.styles import Head2D, Slices2D, Spot, Style, Summa2D, joint_linear, linear_of
+
+_GATED = ("llama", "qwen2")
+_ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
+
+
+class HuggingFaceAttention2D(nn.Module):
+    """Called as attention of Hugging Face's models is.
+
+    Args:
+        inner: :class:`Attention2D` or :class:`Heads2D`.
+        layer_idx: of this layer in caches.
+        dropout: share of outputs that are dropped in training.
+    """
+
+    def __init__(self, inner: Attention2D | Heads2D, layer_idx: int | None, dropout: float = 0.0):
+        super().__init__()
+        self.inner = inner
+        self.layer_idx = layer_idx
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Any = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The output, and None for the probabilities.
+
+        Raises:
+            ValueError: another sequence is attended to, or the cache is one of encoders.
+        """
+        if encoder_hidden_states is not None or hasattr(past_key_values, "cross_attention_cache"):
+            raise ValueError("attention to another sequence has no two-dimensional form; train such a model otherwise")
+
+        def extend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return past_key_values.update(k, v, self.layer_idx)
+
+        out = self.inner(
+            hidden_states,
+            mask=attention_mask,
+            rotary=position_embeddings,
+            extend=None if past_key_values is None else extend,
+        )
+        return self.dropout(out), None
+
+
+class GPT2Attention2D:
+    """The attention of GPT-2."""
+
+    def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
+        _check_attention(module, spot)
+        if module.is_cross_attention:
+            raise spot.refused(module, "it attends to another sequence")
+        width = module.embed_dim
+        with torch.device("meta"):
+            inner = Attention2D(
+                width, module.num_heads, spot.group, scale=module.scaling, dropout=module.attn_dropout.p
+            )
+        inner.attend.qkv = joint_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, [width] * 3)
+        inner.out = linear_of([module.c_proj], [f"{spot.name}.c_proj"], spot)
+        return HuggingFaceAttention2D(inner, module.layer_idx, module.resid_dropout.p)
+
+
+class LlamaAttention2D:
+    """The attention of Llama and of models like it: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, rotary positions,
+    and nothing between them.
+    """
+
+    def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
+        _check_attention(module, spot)
+        config = module.config
+        with torch.device("meta"):
+            inner = Attention2D(
+                config.hidden_size,
+                config.num_attention_heads,
+                spot.group,
+                key_heads=config.num_key_value_heads,
+                head_dim=module.head_dim,
+                scale=module.scaling,
+                dropout=module.attention_dropout,
+            )
+        projections = [module.q_proj, module.k_proj, module.v_proj]
+        inner.attend.qkv = linear_of(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot)
+        inner.out = linear_of([module.o_proj], [f"{spot.name}.o_proj"], spot)
+        return HuggingFaceAttention2D(inner, module.layer_idx)
+
+
+class BertSelfAttention2D:
+    """The attention of BERT, whose output layer is a module of its own."""
+
+    def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
+        _check_attention(module, spot)
+        width = module.all_head_size
+        with torch.device("meta"):
+            inner = Heads2D(
+                width,
+                module.num_attention_heads,
+                spot.group,
+                is_causal=module.is_causal,
+                scale=module.scaling,
+                dropout=module.dropout.p,
+            )
+        names = [f"{spot.name}.{part}" for part in ("query", "key", "value")]
+        inner.qkv = linear_of([module.query, module.key, module.value], names, spot)
+        return HuggingFaceAttention2D(inner, module.layer_idx)
+
+
+class LlamaMLP2D:
+    """The MLP of Llama and of models like it: ``gate_proj``, ``up_proj``, ``down_proj``."""
+
+    def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
+        with torch.device("meta"):
+            made = GatedMLP2D(
+                module.gate_proj.in_features, module.gate_proj.out_features, spot.group, activation=module.act_fn
+            )
+        names = [f"{spot.name}.{part}_proj" for part in ("gate", "up")]
+        made.gate_up = linear_of([module.gate_proj, module.up_proj], names, spot)
+        made.down = linear_of([module.down_proj], [f"{spot.name}.down_proj"], spot)
+        return made
+
+
+class CausalLoss:
+    """In the place of ``loss_function`` of a causal language model: the mean over the whole batch."""
+
+    def __init__(self, vocabulary: int, group: MeshGroup):
+        self._vocabulary, self._group = vocabulary, group
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows."""
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("a loss needs labels, or shift_labels")
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        group = self._group
+        if logits.shape[-1] == self._vocabulary:  # whole, since autograd is off: each column computes all of it
+            group = MeshGroup(group.along_rows, Line(), group.everybody)
+        loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
+        return loss(logits, shift_labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+
+
+def layer_shape(config: Any) -> LayerShape:
+    """Of a layer of the model that a configuration of transformers describes, for
+    :func:`~patrickstar.tensor2d.cost.choose`.
+
+    Raises:
+        ValueError: there is no plan for such models.
+    """
+    if config.model_type not in PLANS:
+        raise ValueError(
+            f"model type {config.model_type!r} has no plan for a mesh; there are {', '.join(sorted(PLANS))}"
+        )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    return LayerShape(
+        hidden=hidden,
+        intermediate=config.n_inner if config.model_type == "gpt2" else config.intermediate_size,
+        queries=heads * head_dim,
+        keys=getattr(config, "num_key_value_heads", heads) * head_dim,
+        is_gated=config.model_type in _GATED,
+    )
+
+
+def _check_attention(module: Any, spot: Spot) -> None:
+    used = module.config._attn_implementation
+    if used not in _ATTENTION:
+        raise spot.refused(
+            module, f"its attention is {used!r}, whose masks have another form; load it with attn_implementation='sdpa'"
+        )
+
+
+_LLAMA: dict[str, Style] = {
+    "embed_tokens": Summa2D(),
+    "layers.*.input_layernorm": Summa2D(),
+    "layers.*.self_attn": LlamaAttention2D(),
+    "layers.*.post_attention_layernorm": Summa2D(),
+    "layers.*.mlp": LlamaMLP2D(),
+    "norm": Summa2D(),
+    "lm_head": Head2D(),
+}
+
+PLANS: dict[str, dict[str, Style]] = {
+    "gpt2": {
+        "wte": Summa2D(),
+        "wpe": Slices2D(),
+        "h.*.ln_1": Summa2D(),
+        "h.*.attn": GPT2Attention2D(),
+        "h.*.ln_2": Summa2D(),
+        "h.*.mlp.c_fc": Summa2D(),
+        "h.*.mlp.c_proj": Summa2D(),
+        "ln_f": Summa2D(),
+        "lm_head": Head2D(),
+    },
+    "bert": {
+        "embeddings.word_embeddings": Summa2D(),
+        "embeddings.position_embeddings": Slices2D(),
+        "embeddings.token_type_embeddings": Slices2D(),
+        "embeddings.LayerNorm": Summa2D(),
+        "encoder.layer.*.attention.self": BertSelfAttention2D(),
+        "encoder.layer.*.attention.output.dense": Summa2D(),
+        "encoder.layer.*.attention.output.LayerNorm": Summa2D(),
+        "encoder.layer.*.intermediate.dense": Summa2D(),
+        "encoder.layer.*.output.dense": Summa2D(),
+        "encoder.layer.*.output.LayerNorm": Summa2D(),
+        "pooler.dense": Summa2D(),
+        "cls.predictions.transform.dense": Summa2D(),
+        "cls.predictions.transform.LayerNorm": Summa2D(),
+        "cls.predictions.decoder": Head2D(),
+    },
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+}
+"""By ``config.model_type``."""

@@ -1,0 +1,168 @@
+"""What layers on a mesh have in common: a group, and where the elements of each parameter come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.division import Placement, Split
+from patrickstar.tensor2d.group import MeshGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a parameter was made of: whole parameters of another model, one behind the other."""
+
+    names: tuple[str, ...]
+    """Of them in that model."""
+    sizes: tuple[int, ...]
+    """Of their first dimension (second, if transposed)."""
+    is_transposed: bool = False
+    """Whether that model has [in, out]."""
+
+
+class Layer2D(nn.Module):
+    """A module whose parameters are this rank's parts of whole ones.
+
+    Every rank has the same parameters, of the same shapes.
+
+    Attributes:
+        group: the mesh.
+        placements: of each parameter of this module itself, by name.
+        whole_rows: of parameters with rows of zeros behind them, how many rows are real.
+        sources: of parameters that replace those of another model, by name.
+    """
+
+    def __init__(self, group: MeshGroup):
+        super().__init__()
+        self.group = group
+        self.placements: dict[str, Placement] = {}
+        self.whole_rows: dict[str, int] = {}
+        self.sources: dict[str, Source] = {}
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], placement: Placement, dtype: torch.dtype | None, device: object
+    ) -> None:
+        """Registers a parameter of this rank's ``shape``, without values."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))  # type: ignore[arg-type]
+        self.placements[name] = placement
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Makes zeros of this rank's part of the rows behind the real ones."""
+        for name, real in self.whole_rows.items():
+            parameter, placement = self._parameters.get(name), self.placements[name]
+            if parameter is None:
+                continue
+            is_last = placement.transposed or placement.split is Split.COLUMNS
+            dim, index = (-1, self.group.place.column) if is_last else (0, self.group.place.row)
+            size = parameter.shape[dim]
+            begin = min(max(real - index * size, 0), size)
+            parameter.narrow(dim, begin, size - begin).zero_()
+
+    def take(self, name: str, theirs: Mapping[str, torch.Tensor], *, is_transposed: bool = False) -> None:
+        """Makes parameter ``name`` of whole ones of another model, given by their names there, one behind the other;
+        keeps its values, if they are on the meta device.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
+        wholes = [whole.t() if is_transposed and whole.dim() == 2 else whole for whole in theirs.values()]
+        self.sources[name] = Source(tuple(theirs), tuple(len(whole) for whole in wholes), is_transposed)
+        if not any(whole.is_meta for whole in wholes):
+            self.load_whole({name: torch.cat([whole.detach() for whole in wholes])})
+        self.get_parameter(name).requires_grad_(all(whole.requires_grad for whole in theirs.values()))
+
+    @torch.no_grad()
+    def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Takes this rank's part of whole parameters, of the shapes that PyTorch's own layer has.
+
+        Raises:
+            ValueError: a parameter has another shape, or there is none of that name.
+        """
+        for name, whole in values.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise ValueError(
+                    f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(self._parameters)}"
+                )
+            part = self.placements[name].divide(whole, self.group.place)
+            if part.shape != parameter.shape:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: a whole tensor of {list(whole.shape)} gives blocks of "
+                    f"{list(part.shape)}; the layer has {list(parameter.shape)}"
+                )
+            parameter.copy_(part)
+
+
+def load_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """:meth:`Layer2D.load_whole` of all values, by the names of ``model``'s parameters.
+
+    Raises:
+        ValueError: a name is of no parameter of a :class:`Layer2D`, or a shape does not fit.
+    """
+    for name, whole in values.items():
+        path, _, own = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            module = None
+        if not isinstance(module, Layer2D):
+            raise ValueError(f"{type(model).__name__} has no parameter {name!r} that is divided over a mesh")
+        module.load_whole({own: whole})
+
+
+def whole_values(
+    model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
+) -> dict[str, torch.Tensor]:
+    """Of each parameter of a :class:`Layer2D` in ``model``, the whole of it, on each rank. All ranks of the mesh call
+    it at the same point.
+
+    Args:
+        model: of which parameters are asked; a tied one has each of its names.
+        of: what of a parameter is wanted, of its shape: itself, its gradient, an optimizer state.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Layer2D):
+            for name, parameter in module.named_parameters(recurse=False):
+                blocks = module.group.everybody.gather(of(parameter).detach())
+                whole = module.placements[name].assemble(blocks, module.group.place, module.whole_rows.get(name))
+                found[f"{prefix}.{name}" if prefix else name] = whole
+    return found
+
+
+def source_values(
+    model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter
+) -> dict[str, torch.Tensor]:
+    """As :func:`whole_values`, by the names and in the shapes of the model whose parameters were replaced."""
+    sources = {
+        f"{prefix}.{name}" if prefix else name: source
+        for prefix, module in model.named_modules()
+        if isinstance(module, Layer2D)
+        for name, source in module.sources.items()
+    }
+    found = {}
+    for name, whole in whole_values(model, of).items():
+        if name in sources:
+            source = sources[name]
+            for theirs, part in zip(source.names, whole.split(source.sizes), strict=True):
+                found[theirs] = part.t() if source.is_transposed and part.dim() == 2 else part
+    return found
+
+
+@torch.no_grad()
+def match_replicas(model: nn.Module) -> None:
+    """Gives parameters that ranks of one column share the values of its first row. All ranks call it once after they
+    have drawn initial values.
+    """
+    for module in model.modules():
+        if not isinstance(module, Layer2D) or module.group.along_rows.size == 1:
+            continue
+        for name, placement in module.placements.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and placement.split is Split.COLUMNS:
+                module.group.along_rows.broadcast(parameter.data, 0).wait()

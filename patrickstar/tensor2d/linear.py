@@ -1,0 +1,128 @@
+"""Linear layers on a mesh.
+
+[Note: the narrower side travels] Y = X W as A B sends X along columns, as X (Wᵀ)ᵀ, which is A Bᵀ, partial sums of Y;
+both send W along rows, and in either case backward sends twice as much of the same two. So a layer that is narrower
+where it ends stores its weight as [out, in] and sends its output, any other stores [in, out] and sends its input. The
+layers of a transformer then send 4 bsh elements of activations where the published algorithm, whose products all are
+A B, sends 7: the second matrix of an MLP alone makes the difference.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.division import Placement, Split
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.layer import Layer2D
+from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.products import multiply, multiply_transposed
+from patrickstar.tensor2d.sums import replicated
+
+
+class Sent(enum.Enum):
+    """Which activations of a linear layer travel along columns ([Note: the narrower side travels])."""
+
+    INPUT = "input"
+    """Y = X W, by A B; the weight is stored as [in, out]."""
+    OUTPUT = "output"
+    """Y = X (Wᵀ)ᵀ, by A Bᵀ; the weight is stored as [out, in]."""
+
+
+def narrower(in_features: int, out_features: int) -> Sent:
+    """Which side has fewer elements."""
+    return Sent.OUTPUT if out_features < in_features else Sent.INPUT
+
+
+class Linear2D(Layer2D):
+    """``torch.nn.Linear`` of activations [b/r, ..., in/c] that gives [b/r, ..., out/c].
+
+    The weight is divided into r x c blocks; the bias [out/c] is the same in all rows.
+
+    Args:
+        in_features: of the whole layer; lcm(r, c) divides it, or ``out_features`` where the output is sent. Columns
+            divide both.
+        out_features: of the whole layer.
+        group: the mesh.
+        bias: whether there is one.
+        parts: what the output consists of, if columns are to have some of each (:class:`Placement`).
+        sent: which side travels; None: the narrower one.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: the mesh does not divide the features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: MeshGroup,
+        *,
+        bias: bool = True,
+        parts: Sequence[int] = (),
+        sent: Sent | None = None,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        super().__init__(group)
+        self.in_features, self.out_features = in_features, out_features
+        self.sent = narrower(in_features, out_features) if sent is None else sent
+        rows, columns = group.place.rows, group.place.columns
+        panels_of = in_features if self.sent is Sent.INPUT else out_features
+        check_divides(f"Linear2D({in_features}, {out_features}): the {self.sent.value}", panels_of, group.place)
+        for size in (in_features, *(parts or (out_features,))):
+            check_divides(f"Linear2D({in_features}, {out_features}): features", size, group.place, "columns")
+        shape = (in_features, out_features) if self.sent is Sent.INPUT else (out_features, in_features)
+        check_divides(f"Linear2D({in_features}, {out_features}): features", shape[0], group.place, "rows")
+        placement = Placement(Split.BLOCKS, tuple(parts), transposed=self.sent is Sent.INPUT)
+        self.add_parameter("weight", (shape[0] // rows, shape[1] // columns), placement, dtype, device)
+        if bias:
+            placement = Placement(Split.COLUMNS, tuple(parts))
+            self.add_parameter("bias", (out_features // columns,), placement, dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weight as ``torch.nn.Linear`` does, each rank its own block; zeros for the bias."""
+        bound = 1 / math.sqrt(self.in_features)
+        self.weight.uniform_(-bound, bound)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[b/r, ..., in/c] -> [b/r, ..., out/c].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        product = multiply if self.sent is Sent.INPUT else multiply_transposed
+        out = product(rows, self.weight, self.group).view(*hidden.shape[:-1], -1)
+        return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"sent={self.sent.value}"
+        )
+
+
+def initialise_normal(layer: nn.Module, std: float) -> None:
+    """Draws all matrices of ``layer``'s :class:`Layer2D` from a normal distribution, each rank its own blocks, with
+    zeros behind a vocabulary. Rows then share what they have in common by :func:`match_replicas`.
+    """
+    for module in layer.modules():
+        if isinstance(module, Layer2D):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=std)
+            module.clear_padding()

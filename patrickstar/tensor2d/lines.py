@@ -1,0 +1,131 @@
+"""What ranks of a mesh that differ in one axis send each other: panels from one to all, partial sums to one, small
+values from each to each.
+
+[Note: sums by their owner] A sum over ranks is made by the rank that keeps it: the others' summands come as they are,
+in the type of the operands, and are added in float32 in the order of ranks, rounded once. What libraries sum on the way
+is rounded at each rank, in an order that depends on the network. The bytes are the same.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from patrickstar.ranks.exchanges import Exchanges, PendingExchange, TorchExchanges
+
+
+class Line:
+    """Ranks that differ in one axis, in its order. All of them call the same methods in the same order.
+
+    Args:
+        exchanges: of the ranks; None: this one is alone.
+
+    Attributes:
+        rank: of this process in the line.
+        size: ranks of the line.
+        received_bytes: what has come to this rank so far, by ``"panels"``, ``"partial sums"``, ``"turned blocks"`` and
+            ``"small values"``.
+    """
+
+    def __init__(self, exchanges: Exchanges | None = None):
+        self._exchanges = exchanges
+        self.rank = 0 if exchanges is None else exchanges.rank
+        self.size = 1 if exchanges is None else exchanges.size
+        self.received_bytes: collections.Counter[str] = collections.Counter()
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
+        """Begins to send the contiguous ``tensor`` of rank ``owner`` into that of all others."""
+        if self.rank != owner:
+            self.received_bytes["panels"] += num_bytes(tensor)
+        return self._begin_broadcast(tensor, owner)
+
+    def _begin_broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
+        if self.rank != owner:
+            return self._begin(receives=[(owner, tensor)])
+        return self._begin(sends=[(rank, tensor) for rank in self._others()])
+
+    def send(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
+        """Begins to send a contiguous ``tensor`` to rank ``owner``, which calls :meth:`collect`."""
+        return self._begin(sends=[(owner, tensor)])
+
+    def collect(self, incoming: Sequence[torch.Tensor]) -> PendingExchange:
+        """Begins to receive what the others :meth:`send` to this rank, in the order of their ranks."""
+        self.received_bytes["partial sums"] += sum(map(num_bytes, incoming))
+        return self._begin(receives=list(zip(self._others(), incoming, strict=True)))
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of each rank, by rank; all have this one's shape and dtype."""
+        mine = tensor.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        parts[self.rank] = mine
+        if self.size > 1:
+            others = self._others()
+            self.received_bytes["small values"] += len(others) * num_bytes(mine)
+            self._begin([(rank, mine) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
+        return parts
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' tensors, in the order of ranks and the dtype of ``tensor``; the same bits on each."""
+        parts = self.gather(tensor)
+        total = parts[0].clone() if self.size > 1 else parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element by element, of all ranks' tensors."""
+        found, *others = self.gather(tensor)
+        for part in others:
+            found = torch.maximum(found, part)
+        return found
+
+    def swap(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
+        """Sends and receives contiguous tensors by rank, of which some may be left out."""
+        self.received_bytes["turned blocks"] += sum(map(num_bytes, incoming.values()))
+        if self.size > 1:  # also where nothing goes or comes: all ranks take part in each exchange
+            self._begin(list(outgoing.items()), list(incoming.items())).wait()
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _begin(
+        self, sends: Sequence[tuple[int, torch.Tensor]] = (), receives: Sequence[tuple[int, torch.Tensor]] = ()
+    ) -> PendingExchange:
+        if self._exchanges is None:
+            raise RuntimeError("a line of one rank has nobody to exchange tensors with")
+        return self._exchanges.begin(sends, receives)
+
+
+class TorchLine(Line):
+    """Of a group of torch.distributed, whose broadcast serves more than two ranks: it passes panels on piece by piece,
+    where the owner alone would send all copies.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(TorchExchanges(group))
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def _begin_broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
+        if self.size == 2:
+            return super()._begin_broadcast(tensor, owner)
+        work = dist.broadcast(tensor, self._ranks[owner], group=self._group, async_op=True)
+        return _Broadcast(work, tensor)
+
+
+class _Broadcast:
+    def __init__(self, work: dist.Work, tensor: torch.Tensor):
+        self._work = work
+        self._tensor: torch.Tensor | None = tensor  # alive until it is sent
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor = None
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Of its elements."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,178 @@
+"""A language model's head and its loss, with the vocabulary over the mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.division import Placement, Split
+from patrickstar.tensor2d.embedding import Embedding2D, padded_vocabulary
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.layer import Layer2D
+from patrickstar.tensor2d.lines import Line
+from patrickstar.tensor2d.panels import check_divides, sum_dtype
+from patrickstar.tensor2d.products import multiply
+from patrickstar.tensor2d.sums import replicated, total_for_everybody
+from patrickstar.tensor2d.turning import turned
+
+
+class LMHead2D(Layer2D):
+    """Logits [b/r, ..., v/c] of activations [b/r, ..., h/c]; v is the vocabulary with what fills it up to a multiple of
+    lcm(r, c), whose logits mean nothing (:func:`whole_logits` leaves them out, the loss ignores them).
+
+    [Note: the head's table is turned] A head that shares the table [v/r, h/c] of an embedding is A Bᵀ, which would send
+    partial sums of all logits. Instead the table is turned once, and logits are A B of it, which sends activations:
+    h of them for each token, and not v.
+
+    Args:
+        features: h.
+        vocabulary: tokens that there are.
+        group: the mesh.
+        bias: whether there is one.
+        tied: the embedding whose table this layer uses; None: it has a weight [h/r, v/c] of its own.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: sizes do not go together.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        vocabulary: int,
+        group: MeshGroup,
+        *,
+        bias: bool = False,
+        tied: Embedding2D | None = None,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        super().__init__(group)
+        place = group.place
+        check_divides(f"LMHead2D({features}, {vocabulary}): features", features, place)
+        if tied is not None and (tied.num_embeddings, tied.features) != (vocabulary, features):
+            raise ValueError(
+                f"LMHead2D({features}, {vocabulary}): the embedding's table is {tied.num_embeddings} x "
+                f"{tied.features}; give one of {vocabulary} x {features}"
+            )
+        self.features, self.vocabulary, self.is_tied = features, vocabulary, tied is not None
+        padded = padded_vocabulary(vocabulary, group)
+        self.whole_rows["weight"] = vocabulary
+        if tied is not None:
+            self.weight = tied.weight
+            self.placements["weight"] = tied.placements["weight"]
+        else:
+            placement = Placement(Split.BLOCKS, padded_to=padded, transposed=True)
+            self.add_parameter("weight", (features // place.rows, padded // place.columns), placement, dtype, device)
+            bound = 1 / math.sqrt(features)
+            nn.init.uniform_(self.weight, -bound, bound)
+            self.clear_padding()
+        if bias:
+            placement = Placement(Split.COLUMNS, padded_to=padded)
+            self.add_parameter("bias", (padded // place.columns,), placement, dtype, device)
+            self.whole_rows["bias"] = vocabulary
+            nn.init.zeros_(self.bias)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[b/r, ..., h/c] -> [b/r, ..., v/c]."""
+        weight = turned(self.weight, self.group) if self.is_tied else self.weight
+        out = multiply(hidden.reshape(-1, hidden.shape[-1]), weight, self.group).view(*hidden.shape[:-1], -1)
+        return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer."""
+        return f"{self.features}, {self.vocabulary}, tied={self.is_tied}"
+
+
+def whole_logits(logits: torch.Tensor, vocabulary: int, group: MeshGroup) -> torch.Tensor:
+    """[b/r, ..., vocabulary] of the columns' logits [b/r, ..., v/c]; autograd does not know it."""
+    return torch.cat(group.along_columns.gather(logits.detach()), dim=-1)[..., :vocabulary]
+
+
+class CrossEntropy2D(nn.Module):
+    """The mean over all tokens of the whole batch, the same number on all ranks.
+
+    Each rank calls ``backward`` of it; together these compute its gradients, once.
+
+    Args:
+        vocabulary: tokens that there are; logits behind them are ignored.
+        group: the mesh.
+        ignore_index: label of tokens that do not count.
+    """
+
+    def __init__(self, vocabulary: int, group: MeshGroup, *, ignore_index: int = -100):
+        super().__init__()
+        self.vocabulary, self.group, self.ignore_index = vocabulary, group, ignore_index
+
+    def forward(
+        self, logits: torch.Tensor, labels: torch.Tensor, num_targets: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
+        """float32 (float64 for such logits), no dimensions.
+
+        Args:
+            logits: [b/r, ..., v/c].
+            labels: int64 [b/r, ...], shifted.
+            num_targets: what the sum is divided by; None: labels of the whole batch that count.
+
+        Raises:
+            ValueError: shapes do not go together, or a label on the CPU is outside the vocabulary.
+        """
+        self._check(logits, labels)
+        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        line = self.group.along_columns
+        mine = _CrossEntropySum.apply(rows, targets, line, self.vocabulary, self.ignore_index)
+        if num_targets is None:
+            num_targets = self.group.along_rows.sum((targets != self.ignore_index).sum())
+        return total_for_everybody(mine, self.group.along_rows) / num_targets
+
+    def _check(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(f"logits are {list(logits.shape)}, labels {list(labels.shape)}; give [..., v/c] and [...]")
+        if labels.device.type == "cpu":
+            wrong = labels[(labels != self.ignore_index) & ((labels < 0) | (labels >= self.vocabulary))]
+            if wrong.numel():
+                raise ValueError(
+                    f"a label is {wrong[0].item()}; give 0 to {self.vocabulary - 1}, or {self.ignore_index} for tokens "
+                    "that do not count"
+                )
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Of this row's tokens. The gradient is softmax - onehot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, line: Line, vocabulary: int, ignore_index: int
+    ) -> torch.Tensor:
+        first = line.rank * logits.shape[1]
+        real = min(max(vocabulary - first, 0), logits.shape[1])
+        wide = logits[:, :real].to(sum_dtype(logits.dtype))
+        most = wide.amax(-1) if real else wide.new_full(labels.shape, -math.inf)
+        most = line.maximum(most)
+        wide = wide - most[:, None]
+        counts = labels != ignore_index
+        index = labels - first
+        is_here = counts & (index >= 0) & (index < real)
+        index = torch.where(is_here, index, 0)
+        target = torch.where(is_here, wide.gather(1, index[:, None])[:, 0], 0.0) if real else torch.zeros_like(most)
+        total, target = line.sum(torch.stack([wide.exp_().sum(-1), target]))
+        lse = total.log()
+        ctx.save_for_backward(logits, lse + most, counts, is_here, index)
+        ctx.real = real
+        return torch.where(counts, lse - target, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        logits, lse, counts, is_here, index = ctx.saved_tensors
+        out = torch.zeros_like(logits)
+        if ctx.real:
+            wide = (logits[:, : ctx.real].to(lse.dtype) - lse[:, None]).exp_()
+            wide.scatter_add_(1, index[:, None], -is_here[:, None].to(wide.dtype))
+            out[:, : ctx.real] = wide * (counts * grad)[:, None]
+        return out, None, None, None, None

@@ -1,0 +1,124 @@
+"""Models of other libraries on a mesh: which of their modules become what, by patterns of names.
+
+    group = MeshGroup.of_torch(Mesh(rows=2, columns=2))
+    parallelize(model, group)                                  # a plan of ours, by the model's type
+    parallelize(model, group, {"net.*": Summa2D()})            # or your own
+
+In the manner of ``torch.distributed.tensor.parallel.parallelize_module``: modules are replaced in place, and a model
+that has a parameter nobody divides is refused, so that none is silently the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from patrickstar.tensor2d.embedding import Embedding2D
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.hugging_face import PLANS, CausalLoss
+from patrickstar.tensor2d.losses import LMHead2D
+from patrickstar.tensor2d.styles import Spot, Style
+
+_CAUSAL = "ForCausalLM"
+
+
+def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | None = None) -> None:
+    """Divides the parameters of ``model`` over the mesh, module by module, in place.
+
+    The model is then called on each rank with the samples of its row. What it gives has [b/r, ..., h/c]; logits have
+    [b/r, ..., v/c] where autograd is on, and the whole vocabulary where it is off. The loss of a causal language model
+    of Hugging Face is that of the whole batch, on all ranks; each calls its ``backward``.
+
+    Args:
+        model: with the same whole values on all ranks, or on the meta device.
+        group: the mesh.
+        plan: styles by patterns of module names (``*`` for anything), with or without the prefix of a Hugging Face
+            model's base model; None: the one for ``model.config.model_type``.
+
+    Raises:
+        ValueError: there is no plan for the model or for one of its modules, which is named, or a size cannot be
+            divided. The model may be divided in part then.
+    """
+    plan = _plan_for(model) if plan is None else plan
+    styles = _styles(model, plan)
+    _check_covered(model, styles)
+    tables: dict[int, Embedding2D] = {}
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []  # old ones alive, so that no new one gets their id
+    heads = []
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        made = style.replace(module, Spot(name, group, tables))
+        if isinstance(made, Embedding2D):
+            tables[id(module.weight)] = made
+        if isinstance(made, LMHead2D):
+            heads.append(made)
+        if isinstance(made, (Embedding2D, LMHead2D)):
+            replaced += [(old, made.get_parameter(key)) for key, old in module.named_parameters(recurse=False)]
+        made.train(module.training)
+        model.set_submodule(name, made)
+    _tie_again(model, {id(old): new for old, new in replaced})
+    _replace_loss(model, group, heads)
+
+
+def _plan_for(model: nn.Module) -> Mapping[str, Style]:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in PLANS:
+        raise ValueError(
+            f"{type(model).__name__} (model type {kind!r}) has no plan for a mesh; there are plans for "
+            f"{', '.join(sorted(PLANS))}: give one as `plan`"
+        )
+    return PLANS[kind]
+
+
+def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """Of the outermost modules that a pattern names, in the order of the model."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found: dict[str, Style] = {}
+    for name, _ in model.named_modules():
+        if not name or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        for pattern, style in plan.items():
+            if fnmatch.fnmatchcase(name.removeprefix(prefix), pattern) or fnmatch.fnmatchcase(name, pattern):
+                found[name] = style
+                break
+    return found
+
+
+def _check_covered(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    divided = {id(parameter) for name in styles for parameter in model.get_submodule(name).parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in divided:
+            owner = name.rpartition(".")[0]
+            module = model.get_submodule(owner)
+            raise ValueError(
+                f"{type(model).__name__}: the plan has nothing for module {owner!r} ({type(module).__name__}), whose "
+                f"parameter {name} {list(parameter.shape)} would be the same on all ranks; add a style for it to `plan`"
+            )
+
+
+def _tie_again(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Other names of parameters that were replaced."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if id(parameter) in made:
+                module._parameters[key] = made[id(parameter)]
+
+
+def _replace_loss(model: Any, group: MeshGroup, heads: list[LMHead2D]) -> None:
+    if not heads:
+        return
+    if hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
+        model.loss_function = CausalLoss(heads[0].vocabulary, group)
+    else:
+        model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+
+
+def _refuse_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
+        raise ValueError(
+            f"{type(module).__name__} would compute its loss from all logits, of which a rank has a part; call it "
+            "without labels, and CrossEntropy2D with its logits"
+        )

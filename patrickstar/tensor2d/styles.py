@@ -1,0 +1,183 @@
+"""What modules of other libraries become on a mesh: a style for each kind of module, in plans (plans.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.embedding import Embedding2D, SmallEmbedding2D
+from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.layer import Layer2D
+from patrickstar.tensor2d.linear import Linear2D
+from patrickstar.tensor2d.losses import LMHead2D, whole_logits
+from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """Where a style replaces a module.
+
+    Attributes:
+        name: of the module in the model.
+        group: the mesh.
+        tables: embeddings that were replaced before, by the id of their parameter.
+    """
+
+    name: str
+    group: MeshGroup
+    tables: Mapping[int, Embedding2D]
+
+    def refused(self, module: nn.Module, why: str) -> ValueError:
+        """An error about ``module``."""
+        return ValueError(f"{self.name} ({type(module).__name__}) cannot be divided over a mesh: {why}")
+
+
+class Style(Protocol):
+    """How a kind of module is divided over a mesh."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:
+        """The module that takes the place of ``module``, with its values.
+
+        Raises:
+            ValueError: it cannot be divided so.
+        """
+        ...
+
+
+class Summa2D:
+    """Linear layers, norms and embeddings of PyTorch and of Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        if isinstance(module, nn.Linear):
+            return linear_of([module], [spot.name], spot)
+        if _is_conv1d(module):
+            return linear_of([module], [spot.name], spot)
+        if isinstance(module, nn.Embedding):
+            return _embedding(module, spot, Embedding2D)
+        if isinstance(module, nn.LayerNorm):
+            return _norm(module, spot, module.eps)
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            return _norm(module, spot, module.variance_epsilon)  # type: ignore[arg-type]
+        raise spot.refused(module, "Summa2D divides linear layers, norms and embeddings; give another style")
+
+
+class Slices2D:
+    """Embeddings of few rows: features are divided over columns, all rows of the mesh have the same."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        if not isinstance(module, nn.Embedding):
+            raise spot.refused(module, "Slices2D divides embeddings")
+        return _embedding(module, spot, SmallEmbedding2D)
+
+
+class Head2D:
+    """The linear layer that gives logits; it shares its table with the embedding that it was tied to."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        if not isinstance(module, nn.Linear):
+            raise spot.refused(module, "Head2D divides linear layers")
+        tied = spot.tables.get(id(module.weight))
+        weight, has_bias = module.weight, module.bias is not None
+        made = Head(
+            module.in_features,
+            module.out_features,
+            spot.group,
+            bias=has_bias,
+            tied=tied,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        if tied is None:
+            made.take("weight", {f"{spot.name}.weight": weight})
+        if has_bias:
+            made.take("bias", {f"{spot.name}.bias": module.bias})
+        return made
+
+
+class Head(LMHead2D):
+    """Gives this rank's logits [b/r, ..., v/c] where autograd is on, and without autograd, as in ``generate``, those of
+    the whole vocabulary [b/r, ..., vocabulary].
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        logits = super().forward(hidden)
+        return logits if torch.is_grad_enabled() else whole_logits(logits, self.vocabulary, self.group)
+
+
+def linear_of(modules: list[nn.Module], names: list[str], spot: Spot) -> Linear2D:
+    """One layer of several of the same input, or of one; of ``Conv1D`` too, whose output may have parts already.
+
+    Raises:
+        ValueError: some have a bias and others do not.
+    """
+    return joint_linear(modules, names, spot, [_features(module)[1] for module in modules])
+
+
+def joint_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int]) -> Linear2D:
+    """As :func:`linear_of`, of whose output each column gets some of each of ``parts``."""
+    biases = {f"{name}.bias": module.bias for name, module in zip(names, modules, strict=True)}
+    has_bias = {bias is not None for bias in biases.values()}
+    if len(has_bias) > 1:
+        raise spot.refused(modules[0], f"some of {', '.join(names)} have a bias, and some have none")
+    first = modules[0].weight
+    made = Linear2D(
+        _features(modules[0])[0],
+        sum(parts),
+        spot.group,
+        bias=has_bias == {True},
+        parts=parts if len(parts) > 1 else (),
+        dtype=first.dtype,  # type: ignore[arg-type]
+        device=first.device,
+    )
+    weights = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
+    made.take("weight", weights, is_transposed=_is_conv1d(modules[0]))  # type: ignore[arg-type]
+    if made.bias is not None:
+        made.take("bias", biases)  # type: ignore[arg-type]
+    return made
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """(in, out)."""
+    if _is_conv1d(module):
+        return tuple(module.weight.shape)  # type: ignore[union-attr,return-value]
+    return module.in_features, module.out_features  # type: ignore[return-value]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _embedding(module: nn.Embedding, spot: Spot, kind: type[Embedding2D] | type[SmallEmbedding2D]) -> Layer2D:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise spot.refused(module, "max_norm, scale_grad_by_freq and sparse gradients are not supported")
+    weight = module.weight
+    made = kind(
+        module.num_embeddings,
+        module.embedding_dim,
+        spot.group,
+        padding_idx=module.padding_idx,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    made.take("weight", {f"{spot.name}.weight": weight})
+    return made
+
+
+def _norm(module: nn.Module, spot: Spot, eps: float) -> Layer2D:
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if weight is None or weight.dim() != 1:
+        raise spot.refused(module, "norms are divided that have a weight of one dimension")
+    options = {"eps": eps, "dtype": weight.dtype, "device": weight.device}
+    if isinstance(module, nn.LayerNorm):
+        made: Layer2D = LayerNorm2D(len(weight), spot.group, bias=bias is not None, **options)  # type: ignore[arg-type]
+    else:
+        made = RMSNorm2D(len(weight), spot.group, **options)  # type: ignore[arg-type]
+    made.take("weight", {f"{spot.name}.weight": weight})  # type: ignore[dict-item]
+    if bias is not None:
+        made.take("bias", {f"{spot.name}.bias": bias})
+    return made

@@ -1,0 +1,88 @@
+"""A divided matrix turned over its diagonal: blocks [M/r, N/c] of B become blocks [N/r, M/c] of Bᵀ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from patrickstar.tensor2d.group import MeshGroup, Place
+from patrickstar.tensor2d.panels import check_divides
+
+
+def turned(block: torch.Tensor, group: MeshGroup) -> torch.Tensor:
+    """This rank's block of Bᵀ. Each element goes to one rank at most, so that a turn is cheaper than any product.
+
+    Args:
+        block: [M/r, N/c] of B.
+        group: of r x c ranks; lcm(r, c) divides M and N.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_divides("a matrix that is turned: rows", block.shape[0] * group.place.rows, group.place)
+    check_divides("a matrix that is turned: columns", block.shape[1] * group.place.columns, group.place)
+    return _Turned.apply(block, group)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor, group: MeshGroup) -> torch.Tensor:
+        ctx.group = group
+        place = group.place
+        shape = block.shape[0] * place.rows, block.shape[1] * place.columns
+        out = block.new_empty(shape[1] // place.rows, shape[0] // place.columns)
+        outgoing, incoming = {}, {}
+        for rank, other in enumerate(place.everybody()):
+            mine, theirs = _common(shape, place, other), _common(shape, other, place)
+            if mine is not None:
+                outgoing[rank] = block[mine].t().contiguous()
+            if theirs is not None and other != place:
+                incoming[rank] = block.new_empty([len(part) for part in reversed(_overlap(shape, other, place))])
+        rank = place.everybody().index(place)
+        own = {rank: outgoing.pop(rank)} if rank in outgoing else {}
+        group.everybody.swap(outgoing, incoming)
+        for other, part in (incoming | own).items():
+            out[_target(shape, place.everybody()[other], place)] = part
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        return _Turned.apply(grad.contiguous(), ctx.group), None
+
+
+def turned_elements(shape: tuple[int, int], place: Place) -> int:
+    """How many elements of B, whose whole shape this is, come to the rank at ``place`` from others."""
+    overlaps = [_overlap(shape, other, place) for other in place.everybody() if other != place]
+    return sum(len(rows) * len(columns) for rows, columns in overlaps)
+
+
+def _overlap(shape: tuple[int, int], source: Place, target: Place) -> tuple[range, range]:
+    """Rows and columns of B that ``source`` has of B and ``target`` has of Bᵀ."""
+    rows = _part(shape[0], source.rows, source.row), _part(shape[0], target.columns, target.column)
+    columns = _part(shape[1], source.columns, source.column), _part(shape[1], target.rows, target.row)
+    return _both(*rows), _both(*columns)
+
+
+def _both(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _part(size: int, number: int, index: int) -> range:
+    return range(size // number * index, size // number * (index + 1))
+
+
+def _common(shape: tuple[int, int], source: Place, target: Place) -> tuple[slice, slice] | None:
+    """Where the overlap lies in the block of ``source``; None: there is none."""
+    rows, columns = _overlap(shape, source, target)
+    if not rows or not columns:
+        return None
+    first = shape[0] // source.rows * source.row, shape[1] // source.columns * source.column
+    return slice(rows.start - first[0], rows.stop - first[0]), slice(columns.start - first[1], columns.stop - first[1])
+
+
+def _target(shape: tuple[int, int], source: Place, target: Place) -> tuple[slice, slice]:
+    """Where the overlap lies in the turned block of ``target``."""
+    rows, columns = _overlap(shape, source, target)
+    first = shape[1] // target.rows * target.row, shape[0] // target.columns * target.column
+    return slice(columns.start - first[0], columns.stop - first[0]), slice(rows.start - first[1], rows.stop - first[1])

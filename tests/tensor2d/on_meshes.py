@@ -1,0 +1,43 @@
+"""What the ranks of a mesh run in these tests, and what they compare with: the same computed by one process."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from patrickstar.ranks.mesh import Mesh
+from patrickstar.tensor2d import MeshGroup, assemble_activation
+from tests.distributed import run_ranks
+
+
+def open_mesh(rows, columns, backend="gloo"):
+    """This rank's group; one process alone uses nothing of torch.distributed."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        dist.init_process_group(backend)
+    return MeshGroup.of_torch(Mesh(rows=rows, columns=columns))
+
+
+def on_mesh(rows, columns, function, *args):
+    """What `function(rows, columns, *args)` returns on each rank; in this process where there is but one."""
+    if rows * columns == 1:
+        return [function(rows, columns, *args)]
+    return run_ranks(rows * columns, function, rows, columns, *args, timeout_seconds=100)
+
+
+def blocks_of_all(block, group):
+    """Of all ranks, by rank."""
+    return group.everybody.gather(block.detach())
+
+
+def whole_activation(block, group):
+    return assemble_activation(blocks_of_all(block, group), group.place)
+
+
+def gap(found, expected):
+    """The largest difference, in units of the largest value (at least 0.01)."""
+    expected = expected.double()
+    return ((found.double() - expected).abs().max() / expected.abs().max().clamp(min=0.01)).item()
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

@@ -1,0 +1,181 @@
+"""Whole models on meshes against Hugging Face's in one process: losses, gradients, bytes, steps of AdamW."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.ranks.mesh import Axis, Mesh
+from patrickstar.tensor2d import (
+    MeshGroup,
+    clip_grad_norm,
+    cost,
+    divide_batch,
+    load_whole,
+    whole_logits,
+    whole_values,
+)
+from patrickstar.tensor2d.division import Split
+from patrickstar.tensor2d.hugging_face import layer_shape
+from patrickstar.tensor2d.layer import Layer2D
+from tests.tensor2d.models import (
+    BATCH,
+    GPT2,
+    LENGTH,
+    LLAMA,
+    MODELS,
+    VOCABULARY,
+    batch,
+    by_our_names,
+    make_loss,
+    plain_loss,
+    reference,
+)
+from tests.tensor2d.on_meshes import gap, on_mesh, open_mesh
+
+STEPS = 3
+TOKENS = BATCH * LENGTH
+LINEARS = {"gpt2": layer_shape(GPT2).linears(), "llama": layer_shape(LLAMA).linears()}
+
+
+def build(name, dtype, group):
+    theirs = reference(name, dtype)
+    make, config = MODELS[name]
+    ours = make(config, group).to(dtype)
+    load_whole(ours, by_our_names(name, theirs))
+    return ours, theirs
+
+
+def compare_once(name, group):
+    """Gaps of logits, loss and gradients in float64, and the bytes that came here, forward and backward."""
+    ours, theirs = build(name, torch.float64, group)
+    ids, labels = batch()
+    expected_logits, expected = plain_loss(theirs, ids, labels)
+    expected.backward()
+    before = group.received_bytes
+    logits = ours(divide_batch(ids, group.place))
+    loss = make_loss(group)(logits, divide_batch(labels, group.place))
+    forward = group.received_bytes - before
+    loss.backward()
+    backward = group.received_bytes - before - forward
+    rows = whole_logits(logits, VOCABULARY, group)
+    gaps = {"logits": gap(rows, divide_batch(expected_logits, group.place)), "loss": gap(loss, expected)}
+    grads = whole_values(ours, lambda parameter: parameter.grad)
+    expected_grads = by_our_names(name, theirs, lambda parameter: parameter.grad)
+    expected_grads.setdefault("head.weight", expected_grads["tokens.weight"])
+    assert grads.keys() == expected_grads.keys()
+    gaps |= {key: gap(grads[key], expected_grads[key]) for key in grads}
+    replicated = sum(
+        module._parameters[key].numel()
+        for module in ours.modules()
+        if isinstance(module, Layer2D)
+        for key, placement in module.placements.items()
+        if placement.split is Split.COLUMNS and module._parameters.get(key) is not None
+    )
+    shapes = [tuple(parameter.shape) for parameter in ours.parameters()]
+    return gaps, forward, backward, replicated, shapes
+
+
+def train(name, group):
+    """Relative gaps of losses and parameters after steps of AdamW in float32."""
+    ours, theirs = build(name, torch.float32, group)
+    ids, labels = batch()
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}
+    optimizers = [torch.optim.AdamW(model.parameters(), **settings) for model in (ours, theirs)]
+    gaps = {}
+    for step in range(STEPS):
+        loss = make_loss(group)(ours(divide_batch(ids, group.place)), divide_batch(labels, group.place))
+        expected = plain_loss(theirs, ids, labels)[1]
+        gaps[f"loss {step}"] = gap(loss, expected)
+        for optimizer, value in zip(optimizers, (loss, expected), strict=True):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    found, expected = whole_values(ours), by_our_names(name, theirs)
+    return gaps | {key: gap(found[key], expected[key]) for key in expected}
+
+
+def check_models(rows, columns):
+    group = open_mesh(rows, columns)
+    return {name: (*compare_once(name, group), train(name, group)) for name in MODELS}, group.place
+
+
+def product_bytes(linears, config, tied, place):
+    """Forward and backward, by cost.py."""
+    vocabulary = -(-VOCABULARY // place.num_panels) * place.num_panels
+    found = cost.embedding(TOKENS, 24, place.rows, place.columns)
+    found += cost.head(TOKENS, 24, vocabulary, place, tied=tied)
+    for _ in range(config.num_hidden_layers):
+        for features in linears:
+            found += cost.linear(TOKENS, *features, place.rows, place.columns)
+    return 8 * found.forward, 8 * found.backward
+
+
+def grad_or_zeros(parameter):
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def train_beside(_rows, columns):
+    """A column of data beside the mesh: this rank's loss and clipped gradients, with blocks that are computed again in
+    backward and a frozen layer, and what they should be.
+    """
+    dist.init_process_group("gloo")
+    mesh = Mesh(data=2, columns=columns)
+    group = MeshGroup.of_torch(mesh)
+    index = mesh.coordinates(dist.get_rank())[Axis.DATA]
+    ours, theirs = build("gpt2", torch.float64, group)
+    ids, labels = (part.roll(index, dims=1) for part in batch())
+    ours.blocks[0].mlp.up.weight.requires_grad_(False)
+    theirs.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    for block in ours.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    expected = plain_loss(theirs, ids, labels)[1]
+    loss = make_loss(group)(ours(ids), labels)
+    for value in (loss, expected):
+        value.backward()
+    norms = clip_grad_norm(ours, 0.1, group), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    found, wanted = whole_values(ours, grad_or_zeros), by_our_names("gpt2", theirs, grad_or_zeros)
+    return (
+        index,
+        loss.item(),
+        {"loss": gap(loss, expected), "norm": gap(*norms)} | {key: gap(found[key], wanted[key]) for key in wanted},
+    )
+
+
+def test_checkpointed_and_clipped_beside_a_data_axis():
+    found = on_mesh(2, 2, train_beside)
+    for _, _, gaps in found:
+        assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}
+    assert [index for index, *_ in found] == [0, 0, 1, 1]
+    assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
+
+
+def test_layers_are_counted_as_they_are():
+    assert LINEARS["gpt2"] == [(24, 72), (24, 24), (24, 96), (96, 24)]
+    assert LINEARS["llama"] == [(24, 96), (48, 24), (24, 72), (36, 24)]  # heads are wider than the hidden size
+
+
+def of_products(received):
+    return received["panels"] + received["partial sums"] + received["turned blocks"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
+def test_models_as_hugging_face_computes_them(rows, columns):
+    shapes_of_all = []
+    for by_model, place in on_mesh(rows, columns, check_models):
+        for name, (gaps, forward, backward, replicated, _, trained) in by_model.items():
+            assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}, name
+            assert gaps["logits"] <= 1e-12 and gaps["loss"] <= 1e-12
+            assert {key: value for key, value in trained.items() if not value <= 2e-5} == {}, name
+            config = MODELS[name][1]
+            expected = product_bytes(LINEARS[name], config, name == "gpt2", place)
+            assert (of_products(forward), of_products(backward)) == expected
+            norms, tokens = 2 * config.num_hidden_layers + 1, TOKENS // rows
+            sums = (2, 2) if name == "gpt2" else (1, 1)  # of each norm
+            small = (columns - 1) * tokens * (norms * sums[0] + 3) + (rows - 1) * (tokens + 2)
+            assert forward["small values"] == 8 * small
+            assert backward["small values"] == 8 * ((columns - 1) * tokens * norms * sums[1] + (rows - 1) * replicated)
+        shapes_of_all.append([shapes for *_, shapes, _ in by_model.values()])
+    assert all(shapes == shapes_of_all[0] for shapes in shapes_of_all)

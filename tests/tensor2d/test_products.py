@@ -1,0 +1,146 @@
+"""The three products and their gradients against the matrices as a whole, on meshes of any shape."""
+
+import itertools
+
+import pytest
+import torch
+
+from patrickstar.ranks.distributed import open_ranks
+from patrickstar.ranks.mesh import Mesh, MeshRanks
+from patrickstar.tensor2d import (
+    MeshGroup,
+    Place,
+    divide_activation,
+    multiply,
+    multiply_transposed,
+    transposed_multiply,
+)
+from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.turning import turned, turned_elements
+from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activation
+
+MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (2, 3)]
+M, K, N = 12, 24, 36  # whole; any two of them differ by a factor that would show
+
+PRODUCTS = {
+    "A B": (multiply, lambda a, b: a @ b, (M, K), (K, N)),
+    "A B^T": (multiply_transposed, lambda a, b: a @ b.t(), (M, K), (N, K)),
+    "A^T B": (transposed_multiply, lambda a, b: a.t() @ b, (K, M), (K, N)),
+}
+
+
+def errors_of_products(group, device="cpu"):
+    """{(product, dtype, what): gap} of outputs, gradients, and gradients of gradients."""
+    found = {}
+
+    def whole_of(block):
+        return whole_activation(block, group).cpu()
+
+    for (name, (product, plain, *shapes)), dtype in itertools.product(
+        PRODUCTS.items(), (torch.float64, torch.float32, torch.bfloat16)
+    ):
+        whole = [draw(*shape, seed=index, dtype=dtype) for index, shape in enumerate(shapes)]
+        leaves = [divide_activation(part, group.place).to(device).requires_grad_() for part in whole]
+        plain_leaves = [part.double().requires_grad_() for part in whole]
+        out, expected = product(*leaves, group), plain(*plain_leaves)
+        weight = draw(*expected.shape, seed=7, dtype=dtype)
+        part = divide_activation(weight, group.place).to(device)
+        found[name, dtype, "out"] = gap(whole_of(out), expected)
+        if dtype == torch.bfloat16:
+            out.backward(part)
+            expected.backward(weight.double())
+            grads, plain_grads = [leaf.grad for leaf in leaves], [leaf.grad for leaf in plain_leaves]
+        else:
+            # Twice: the gradient of the squares of gradients.
+            loss = (out.square() * part).sum()
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            grads = [*grads, *torch.autograd.grad(sum(part.square().sum() for part in grads), leaves)]
+            loss = (expected.square() * weight.double()).sum()
+            plain_grads = torch.autograd.grad(loss, plain_leaves, create_graph=True)
+            plain_grads = [
+                *plain_grads,
+                *torch.autograd.grad(sum(part.square().sum() for part in plain_grads), plain_leaves),
+            ]
+        for index, (grad, plain_grad) in enumerate(zip(grads, plain_grads, strict=True)):
+            found[name, dtype, f"gradient {index}"] = gap(whole_of(grad), plain_grad)
+    return found
+
+
+def received(group):
+    """{product: bytes of panels and of partial sums that came here}, and those of a turned matrix."""
+    found = {}
+    for name, (product, _, *shapes) in PRODUCTS.items():
+        before = group.received_bytes
+        product(*(divide_activation(draw(*shape), group.place) for shape in shapes), group)
+        since = group.received_bytes - before
+        found[name] = since["panels"] + since["partial sums"]
+    before = group.received_bytes
+    block = divide_activation(draw(K, N), group.place).requires_grad_()
+    out = turned(block, group)
+    found["turned"] = (group.received_bytes - before)["turned blocks"]
+    found["turned is right"] = gap(whole_activation(out, group), draw(K, N).t())
+    out.backward(divide_activation(draw(N, K, seed=3), group.place))
+    found["its gradient is right"] = gap(whole_activation(block.grad, group), draw(N, K, seed=3).t())
+    found["turned, by formula"] = 8 * turned_elements((K, N), group.place)
+    return found
+
+
+def try_products(rows, columns):
+    group = open_mesh(rows, columns)
+    return errors_of_products(group), received(group), group.place
+
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_products_as_one_process_computes_them(rows, columns):
+    for rank, (errors, bytes_here, place) in enumerate(on_mesh(rows, columns, try_products)):
+        assert place == Place(rows, columns, *divmod(rank, columns))
+        wrong = {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]}
+        assert wrong == {}
+        along_columns, along_rows = (columns - 1) / (rows * columns), (rows - 1) / (rows * columns)
+        assert bytes_here["A B"] == 8 * (along_columns * M * K + along_rows * K * N)
+        assert bytes_here["A B^T"] == 8 * (along_columns * M * N + along_rows * N * K)
+        assert bytes_here["A^T B"] == 8 * (along_columns * K * M + along_rows * M * N)
+        assert bytes_here["turned"] == bytes_here["turned, by formula"] <= 8 * K * N / place.size
+        assert bytes_here["turned is right"] == bytes_here["its gradient is right"] == 0.0
+
+
+def sums_of_16_bits(rows, columns):
+    """1 + 2^-8 + 2^-8, a summand of each panel or rank: 1 where bfloat16 is rounded in between."""
+    group = open_mesh(rows, columns)
+    summands = torch.tensor([[1.0, 2.0**-8, 2.0**-8]]).bfloat16()
+    block, ones = divide_activation(summands, group.place), torch.ones(3, 3).bfloat16()
+    return (
+        multiply(block, divide_activation(ones, group.place), group)[0, 0].item(),
+        multiply_transposed(block, divide_activation(ones, group.place), group)[0, 0].item(),
+    )
+
+
+def test_sums_of_16_bits_are_rounded_once():
+    assert on_mesh(1, 3, sums_of_16_bits) == [(1 + 2.0**-7, 1 + 2.0**-7)] * 3
+
+
+def over_own_groups(rows, columns):
+    """As :func:`try_products`, over the lines that an engine's ranks have."""
+    with open_ranks(timeout_seconds=60) as ranks:
+        group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(rows=rows, columns=columns)))
+        return errors_of_products(group), received(group)["turned is right"]
+
+
+def test_products_over_the_lines_of_an_engine():
+    for errors, turned_gap in on_mesh(2, 2, over_own_groups):
+        assert {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]} == {}
+        assert turned_gap == 0.0
+
+
+def test_bad_blocks_are_refused_before_anything_travels():
+    group = MeshGroup.alone()
+    with pytest.raises(ValueError, match="common dimension is 3 and 4"):
+        multiply(torch.ones(2, 3), torch.ones(4, 5), group)
+    with pytest.raises(ValueError, match="of one dtype"):
+        multiply(torch.ones(2, 3), torch.ones(3, 5).double(), group)
+    with pytest.raises(ValueError, match=r"30 cannot be cut into lcm\(4, 3\) = 12 panels .* take 24, or a mesh of "):
+        check_divides("features", 30, Place(4, 3))
+    check_divides("features", 36, Place(4, 3))
