@@ -87,7 +87,7 @@ def _span(span: dict[str, Any]) -> Event:
         if array:
             args["array"] = array
     elif track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER):
-        name, category = array, "transfer"
+        name, category = array or "activation", "transfer"
         args["bytes"] = span["num_bytes"]
         args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9
     else:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from patrickstar import _C
+from patrickstar.profiling.chrome import chrome_trace
 from patrickstar.runtime import initialize_engine
 from tests.models import VOCAB, Case
+from tests.profiling.traces import traced
 from tests.training import ADAM, Run, assert_same, least_device_memory, make_config, train
 
 LENGTH, HIDDEN, LAYERS = 256, 32, 10
@@ -73,6 +76,15 @@ def test_bits_do_not_depend_on_it(precision, reentrant):
     print(f"{run.report['stashed_bytes']} bytes left the device")
     assert run.report["stashed_bytes"] > 0
     assert_same(run, reference(precision))
+
+
+def test_transfers_are_traced():
+    result = traced(DEEP, stashing("auto", device_memory=least("auto")), step=1, checkpointing=False)
+    names = [event["name"] for event in chrome_trace(result.trace, 1, result.layers)["traceEvents"]]
+    stashed = [span for span in result.trace["spans"] if span["num_bytes"] > 0 and span["chunk"] < 0]
+    assert len(stashed) == names.count("activation") > 0
+    down = [span["num_bytes"] for span in stashed if span["track"] == _C.Track.DOWNLOAD]
+    assert sum(down) == result.after["stashed_bytes"] - result.before["stashed_bytes"]
 
 
 def test_models_that_checkpoint_nothing():
