@@ -23,6 +23,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import ActivationOffload
+from patrickstar.module.chunked_parameter import ChunkedParameter
 
 _LEAST_SHARE = 4096  # of the device's memory: smaller tensors stay, so that hooks cost little
 _MOST_LEAVING = 2  # tensors whose copies to the host run: so far may the launching thread be ahead of the device
@@ -35,7 +36,8 @@ def keeper_of_activations(
     """What each training forward of ``module`` runs in. Its parameters are where they stay."""
     if offload is ActivationOffload.NEVER:
         return StayingActivations()
-    stash = ActivationStash(runtime, device, {param.untyped_storage()._cdata for param in module.parameters()})
+    params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
+    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params})
     if offload is ActivationOffload.ALWAYS:
         return stash
     return CheckpointedActivations(module, stash)
@@ -127,12 +129,12 @@ class ActivationStash:
         return kept
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        num_bytes = tensor.nbytes
-        if num_bytes < self._least_bytes or type(tensor) is not torch.Tensor or tensor.device != self._device:
+        if type(tensor) is not torch.Tensor or tensor.nbytes < self._least_bytes or tensor.device != self._device:
             return False
         storage = tensor.untyped_storage()
         # Of a larger tensor that something else may hold, a part that leaves frees nothing.
-        return tensor.is_contiguous() and storage.nbytes() < 2 * num_bytes and storage._cdata not in self._storages
+        whole = tensor.is_contiguous() and storage.nbytes() < 2 * tensor.nbytes
+        return whole and storage._cdata not in self._storages
 
     def _make_room(self) -> None:
         """What was kept first leaves, as long as activations take too much."""

@@ -47,7 +47,10 @@ class Splits:
         return True
 
 
-@pytest.mark.parametrize(("precision", "clipping"), [("fp32", 0.0), ("bf16", 1.0), ("fp16", 1.0)])
+@pytest.mark.parametrize(
+    ("precision", "clipping"),
+    [("bf16", 1.0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (("fp32", 0.0), ("fp16", 1.0)))],
+)
 def test_every_split_trains(precision, clipping):
     splits = Splits(GPT2, make_config(precision, default_chunk_size=16 * 1024, gradient_clipping=clipping))
     need = splits.least_device + splits.on_host

@@ -30,7 +30,7 @@ def short_batch(generator):
 WIDE = Case(wide_gpt2, short_batch)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_budgets(precision):
     """20 steps: unlimited = 1/4 of model data = 1/8 of it = the least that works."""
     unlimited = train(WIDE, make_config(precision))

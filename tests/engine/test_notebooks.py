@@ -105,6 +105,7 @@ def test_two_engines_that_are_wanted(cells, run):
     assert len(open_sessions()) == 2
 
 
+@pytest.mark.slow
 def test_a_list_of_engines_that_is_made_again(run):
     """They are freed by the garbage collector, since nothing leads to them."""
     for _ in range(2):

@@ -19,7 +19,9 @@ def updated(result, track):
     return sum(s["numel"] for s in result.trace["spans"] if s["track"] == track and not s["dropped"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "fp16"))]
+)
 def test_budgets(precision):
     """From the least budget to none: the same numbers as without a trace; the moments reach the step's peak."""
     config = make_config(precision, gradient_clipping=1.0)

@@ -57,7 +57,7 @@ def shared(size, **options):
     return [Run(**{**vars(run), "size": size, "mode": mode, **options}) for run, mode in zip(ONE, modes, strict=True)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_are_those_of_one_process(size, alone):
     """Padding on either side, packed documents, windows, uneven lengths, slices without labels, recomputation."""
     for run, found, expected in zip(ONE, divided(size, shared(size)), alone, strict=True):

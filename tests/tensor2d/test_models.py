@@ -161,7 +161,10 @@ def of_products(received):
     return received["panels"] + received["partial sums"] + received["turned blocks"]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 1), (1, 2), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (2, 3)))],
+)
 def test_models_as_hugging_face_computes_them(rows, columns):
     shapes_of_all = []
     for by_model, place in on_mesh(rows, columns, check_models):

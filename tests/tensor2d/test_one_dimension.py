@@ -79,7 +79,7 @@ def check():
     return {name: compare(name, line) for name in MODELS}, in_16_bits(line)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_models_in_one_dimension_as_hugging_face_computes_them(ranks):
     for by_model, rounded in [check()] if ranks == 1 else run_ranks(ranks, check):
         assert max(rounded) <= 2**-7
