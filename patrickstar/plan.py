@@ -10,7 +10,8 @@ how much (each was planned again), and the configuration to train so;
 
 the same for many GPUs, each of which has a batch and budgets of its own;
 
-    patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --gpus-per-node 2 --sequence-parallel 2 --longest
+    patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
+        --sequence-parallel 2 --longest
 
 the longest sequences that one GPU, and two that share them, can train. In programs: ``engine.plan()`` gives the plan
 of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan`` makes a new engine start with it,
@@ -27,9 +28,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
-from patrickstar.config import Speculation
-from patrickstar.integrations.fused_loss import fuse_loss
+from patrickstar.command.flags import (
+    CommandParser,
+    at_least_0,
+    at_least_1,
+    memory_size,
+    not_negative,
+    positive,
+    run_reporting,
+)
+from patrickstar.config import LossComputation, Speculation
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -74,7 +82,11 @@ def _parser(prog: str) -> CommandParser:
     )
     work.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
-        help="a loss without logits, as fuse_loss(model) gives it (default: the model's own)",
+        help="a loss without logits, activations.loss (default: the model's own)",
+    )  # fmt: skip
+    work.add_argument(
+        "--tile-tokens", type=at_least_0, default=0, metavar="N",
+        help="MLPs and norms are computed so many tokens at a time, activations.tile_tokens (default: 0, all at once)",
     )  # fmt: skip
     work.add_argument(
         "--gradient-accumulation", type=at_least_1, default=1, metavar="N", help="forwards and backwards per step"
@@ -158,7 +170,8 @@ def _question(args: argparse.Namespace) -> Question:
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank,
             precision=args.precision,
-            prepare=fuse_loss if args.fused_loss else None,
+            loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
+            tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
         ),
         machine=machine,
@@ -363,7 +376,8 @@ def _work(question: Question) -> str:
     parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
     parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
     parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
-    parts += ["the loss without logits"] if work.prepare is fuse_loss else []
+    parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
+    parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
     parts.append("activations are computed again" if work.checkpointing else "activations are kept")
     return ", ".join(parts)
 
@@ -456,7 +470,8 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "seq_len": question.workload.length,
         "sequence_parallel": question.workload.sequence_ranks,
         "attention": _attention_as_dict(found.attention),
-        "fused_loss": question.workload.prepare is fuse_loss,
+        "fused_loss": question.workload.loss is LossComputation.FUSED,
+        "tile_tokens": question.workload.tile_tokens,
         "gradient_accumulation": question.setting.accumulation,
         "fits": True,
         "device_budget_bytes": question.setting.device_bytes,

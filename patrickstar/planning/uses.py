@@ -166,6 +166,8 @@ class _CostMode(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 1
         out = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # states of random numbers
+            return out
         for tensor in outputs:
             storage = tensor.untyped_storage()
             self._watch(tensor, -(-storage.nbytes() // _ALLOCATION_ROUNDING) * _ALLOCATION_ROUNDING)
