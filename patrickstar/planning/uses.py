@@ -30,6 +30,7 @@ from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.machines import Gpu
+from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
 _aten = torch.ops.aten
@@ -154,12 +155,17 @@ class _CostMode(TorchDispatchMode):
         self._gpu = gpu
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
+        self._count = 1
         self.flops = 0.0
         self.num_operations = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """``tensor`` is not part of the tide."""
         self._watch(tensor, 0)
+
+    def count(self, count: int) -> None:
+        """Operations stand for so many of their kind, one after the other, from now on."""
+        self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default:
@@ -175,11 +181,11 @@ class _CostMode(TorchDispatchMode):
             use = self._recorder.uses[-1]
             use.tide_peak_bytes = max(use.tide_peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
-                use.seconds += self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                use.seconds += self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
         return out
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
-        self.num_operations += 1
+        self.num_operations += self._count
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
         seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
@@ -189,14 +195,14 @@ class _CostMode(TorchDispatchMode):
         if count is None or not inputs:
             return seconds
         flops = float(count(*args, **kwargs, out_val=out))
-        self.flops += flops
+        self.flops += self._count * flops
         return max(seconds, flops / self._gpu.matmul_flops(inputs[0].dtype))
 
     def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
         query, key = args[kernel.query], args[kernel.query + 1]
         causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
         flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
-        self.flops += flops
+        self.flops += self._count * flops
         return flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal)
 
     def charge(self, seconds: float, flops: float) -> None:
@@ -291,7 +297,7 @@ def trace_uses(
         recorder.clear()
         if division is not None:
             division.charge = costs.charge
-        with _FusedAttention(), costs:
+        with _FusedAttention(), costs, equal_tiles_once(costs.count):
             value = loss(module(**inputs))
             recorder.uses.append(Use(Call.END_FORWARD, []))
             _run_backward(value)
