@@ -37,7 +37,7 @@ from patrickstar.command.flags import (
     positive,
     run_reporting,
 )
-from patrickstar.config import LossComputation, Speculation
+from patrickstar.config import ActivationOffload, LossComputation, Speculation
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -46,7 +46,7 @@ from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
-from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
+from patrickstar.planning.prediction import Case, DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
@@ -134,6 +134,10 @@ def _parser(prog: str) -> CommandParser:
         "--speculation", choices=[member.value for member in Speculation], default=Speculation.AUTO.value,
         help="optimizer.speculation",
     )  # fmt: skip
+    engine.add_argument(
+        "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
+        help="activations.offload: whose activations may leave the device between forward and backward",
+    )  # fmt: skip
 
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -181,6 +185,7 @@ def _question(args: argparse.Namespace) -> Question:
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
             accumulation=args.gradient_accumulation,
+            offload=ActivationOffload(args.offload),
         ),
         cluster=cluster,
         chunk_numel=_chunk_numel(args.chunk_numel),
@@ -296,6 +301,7 @@ def _lines(answer: Answer) -> list[str]:
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
         f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
+        *_stash_lines(case),
         f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
         f"host_memory {enough_size(case.least_host_bytes)} "
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
@@ -365,6 +371,12 @@ def _attention_lines(answer: Answer) -> list[str]:
         f"{size} GPUs share each sequence, mode {choice.mode.value}: attention by {choice.reason}, of which GPUs wait "
         f"{show_seconds(choice.exposed_seconds)} for each other"
     ]
+
+
+def _stash_lines(case: Case) -> list[str]:
+    if not case.stashed_bytes:
+        return []
+    return [f"activations that leave the device: {show_size(case.stashed_bytes)}, on the host until their backward"]
 
 
 def _trained(answer: Answer) -> str:
@@ -486,6 +498,7 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "num_speculated_chunks": case.num_speculated_chunks,
         "num_parameters_first": case.num_parameters_first,
         "tide_peak_bytes": case.plan.tide_peak_bytes,
+        "stashed_bytes": case.stashed_bytes,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
         "host_peak_bytes": case.host_peak_bytes,

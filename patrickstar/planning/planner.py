@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import LossComputation, Speculation
+from patrickstar.config import ActivationOffload, LossComputation, Speculation
 from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
@@ -134,6 +134,8 @@ class Answer:
             size, mode = question.workload.sequence_ranks, self.attention.mode.value
             config["sequence_parallel"] = {"size": size, "mode": mode}
         activations = question.workload.activations()
+        if setting.offload is not ActivationOffload.AUTO:
+            activations["offload"] = setting.offload.value
         if activations:
             config["activations"] = activations
         precision = question.workload.precision
@@ -217,13 +219,13 @@ class Planner:
                 refusals.append(refusal)
         return min(refusals, key=lambda refusal: refusal.least_device_bytes or 0)
 
-    def least_device_bytes(self, question: Question) -> int:
-        """The ``device_memory`` that its activations and the largest moment's chunks need, of the chunk size that needs
-        least.
+    def needed_device_bytes(self, question: Question) -> int:
+        """What its activations and the largest moment's chunks need of the device, of the chunk size that needs least:
+        at most its ``device_memory`` where it fits.
         """
         trace = self._checked_trace(question)
         sizes = self._sizes(question, trace)
-        return min(self._predictor(question, trace, size).least_device_bytes(question.setting) for size in sizes)
+        return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
 
     def most_tokens(self, question: Question) -> int | None:
         """Of its model's sequences, where positions are rows of a table."""
