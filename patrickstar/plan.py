@@ -10,7 +10,8 @@ how much (each was planned again), and the configuration to train so;
 
 the same for many GPUs, each of which has a batch and budgets of its own;
 
-    patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --gpus-per-node 2 --sequence-parallel 2 --longest
+    patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
+        --sequence-parallel 2 --longest
 
 the longest sequences that one GPU, and two that share them, can train. In programs: ``engine.plan()`` gives the plan
 of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan`` makes a new engine start with it,
@@ -27,9 +28,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from patrickstar.command.flags import CommandParser, at_least_1, memory_size, not_negative, positive, run_reporting
-from patrickstar.config import Speculation
-from patrickstar.integrations.fused_loss import fuse_loss
+from patrickstar.command.flags import (
+    CommandParser,
+    at_least_0,
+    at_least_1,
+    memory_size,
+    not_negative,
+    positive,
+    run_reporting,
+)
+from patrickstar.config import ActivationOffload, LossComputation, Speculation
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -38,7 +46,7 @@ from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
-from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
+from patrickstar.planning.prediction import Case, DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
@@ -74,7 +82,11 @@ def _parser(prog: str) -> CommandParser:
     )
     work.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
-        help="a loss without logits, as fuse_loss(model) gives it (default: the model's own)",
+        help="a loss without logits, activations.loss (default: the model's own)",
+    )  # fmt: skip
+    work.add_argument(
+        "--tile-tokens", type=at_least_0, default=0, metavar="N",
+        help="MLPs and norms are computed so many tokens at a time, activations.tile_tokens (default: 0, all at once)",
     )  # fmt: skip
     work.add_argument(
         "--gradient-accumulation", type=at_least_1, default=1, metavar="N", help="forwards and backwards per step"
@@ -122,6 +134,10 @@ def _parser(prog: str) -> CommandParser:
         "--speculation", choices=[member.value for member in Speculation], default=Speculation.AUTO.value,
         help="optimizer.speculation",
     )  # fmt: skip
+    engine.add_argument(
+        "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
+        help="activations.offload: whose activations may leave the device between forward and backward",
+    )  # fmt: skip
 
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -158,7 +174,8 @@ def _question(args: argparse.Namespace) -> Question:
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank,
             precision=args.precision,
-            prepare=fuse_loss if args.fused_loss else None,
+            loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
+            tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
         ),
         machine=machine,
@@ -168,6 +185,7 @@ def _question(args: argparse.Namespace) -> Question:
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
             accumulation=args.gradient_accumulation,
+            offload=ActivationOffload(args.offload),
         ),
         cluster=cluster,
         chunk_numel=_chunk_numel(args.chunk_numel),
@@ -283,6 +301,7 @@ def _lines(answer: Answer) -> list[str]:
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
         f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
+        *_stash_lines(case),
         f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
         f"host_memory {enough_size(case.least_host_bytes)} "
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
@@ -354,6 +373,12 @@ def _attention_lines(answer: Answer) -> list[str]:
     ]
 
 
+def _stash_lines(case: Case) -> list[str]:
+    if not case.stashed_bytes:
+        return []
+    return [f"activations that leave the device: {show_size(case.stashed_bytes)}, on the host until their backward"]
+
+
 def _trained(answer: Answer) -> str:
     return "" if answer.num_trained == answer.num_params else f", {answer.num_trained / 1e6:.1f} M of them trained,"
 
@@ -363,7 +388,8 @@ def _work(question: Question) -> str:
     parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
     parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
     parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
-    parts += ["the loss without logits"] if work.prepare is fuse_loss else []
+    parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
+    parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
     parts.append("activations are computed again" if work.checkpointing else "activations are kept")
     return ", ".join(parts)
 
@@ -456,7 +482,8 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "seq_len": question.workload.length,
         "sequence_parallel": question.workload.sequence_ranks,
         "attention": _attention_as_dict(found.attention),
-        "fused_loss": question.workload.prepare is fuse_loss,
+        "fused_loss": question.workload.loss is LossComputation.FUSED,
+        "tile_tokens": question.workload.tile_tokens,
         "gradient_accumulation": question.setting.accumulation,
         "fits": True,
         "device_budget_bytes": question.setting.device_bytes,
@@ -471,6 +498,7 @@ def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "num_speculated_chunks": case.num_speculated_chunks,
         "num_parameters_first": case.num_parameters_first,
         "tide_peak_bytes": case.plan.tide_peak_bytes,
+        "stashed_bytes": case.stashed_bytes,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
         "host_peak_bytes": case.host_peak_bytes,

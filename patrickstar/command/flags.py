@@ -77,6 +77,13 @@ def at_least_1(text: str) -> int:
     return int(text)
 
 
+def at_least_0(text: str) -> int:
+    """The type of a flag that counts something of which there may be none."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 0")
+    return int(text)
+
+
 def not_negative(text: str) -> float:
     """The type of a flag that takes a number of at least 0."""
     value = _number(text)

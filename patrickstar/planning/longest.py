@@ -42,7 +42,7 @@ class _Search:
 
     def __init__(self, planner: Planner, question: Question, unit: int):
         self._planner, self._question, self._unit = planner, question, unit
-        self._least: dict[int, int] = {}
+        self._needed: dict[int, int] = {}
 
     def question(self, count: int) -> Question:
         workload = dataclasses.replace(self._question.workload, length=count * self._unit)
@@ -50,7 +50,7 @@ class _Search:
 
     def fits(self, count: int) -> bool:
         question = self.question(count)
-        self._least[count] = self._planner.least_device_bytes(question)
+        self._needed[count] = self._planner.needed_device_bytes(question)
         return self._planner.refusal(question) is None
 
     def most(self, limit: int) -> int:
@@ -71,9 +71,9 @@ class _Search:
     def _guess(self) -> int:
         """Where the line through the two counts next to the budget crosses it."""
         there = self._question.setting.device_bytes
-        near = sorted(self._least, key=lambda count: abs(self._least[count] - there))[:2]
+        near = sorted(self._needed, key=lambda count: abs(self._needed[count] - there))[:2]
         first, second = min(near), max(near)
-        each = (self._least[second] - self._least[first]) / (second - first)
+        each = (self._needed[second] - self._needed[first]) / (second - first)
         if each <= 0:
             return 2 * second
-        return first + int((there - self._least[first]) / each)
+        return first + int((there - self._needed[first]) / each)

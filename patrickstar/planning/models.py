@@ -65,18 +65,16 @@ class PlannedModel:
         return of_params + 6.0 * self.num_layers * self.hidden * length * tokens
 
 
-class _Adapted(nn.Module):
+class _Adapted(nn.ModuleDict):
     """A frozen linear layer and what LoRA adds to it: two matrices of low rank, beside the layer's own product."""
 
     def __init__(self, base: nn.Module, num_inputs: int, num_outputs: int, rank: int):
-        super().__init__()
-        self.base = base
-        self.lora_a = nn.Linear(num_inputs, rank, bias=False)
-        self.lora_b = nn.Linear(rank, num_outputs, bias=False)
+        down, up = nn.Linear(num_inputs, rank, bias=False), nn.Linear(rank, num_outputs, bias=False)
+        super().__init__({"base": base, "lora_a": down, "lora_b": up})
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """The layer's output and the adapter's."""
-        return self.base(values) + self.lora_b(self.lora_a(values))
+        return self["base"](values) + self["lora_b"](self["lora_a"](values))
 
 
 def _adapt(module: nn.Module, rank: int) -> None:
@@ -110,7 +108,7 @@ def build_model(
     *,
     checkpointing: bool,
     lora_rank: int = 0,
-    prepare: Callable[[nn.Module], None] | None = None,
+    prepare: Callable[[nn.Module], Any] | None = None,
     shared: SharedSequences | None = None,
 ) -> PlannedModel:
     """The model that ``--model`` names.

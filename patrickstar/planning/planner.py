@@ -5,21 +5,22 @@ another size. What answers have in common (the model's trace, its layouts) is ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.config import Speculation
+from patrickstar.config import ActivationOffload, LossComputation, Speculation
 from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
+from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
 from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
 from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice, Links
+from patrickstar.sequence.fused_loss import fuse_loss
 from patrickstar.sizes import enough_size, parse_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,10 +43,32 @@ class Workload:
     """Of the adapters that alone are trained; 0: everything is."""
     precision: str = "bf16"
     """Of compute, a key of :data:`DTYPES`."""
-    prepare: Callable[[nn.Module], None] | None = None
-    """What is done to the model before it is trained, such as ``patrickstar.integrations.fused_loss.fuse_loss``."""
+    loss: LossComputation = LossComputation.WHOLE
+    """How much of the logits exists at a time (``activations.loss``)."""
+    tile_tokens: int = 0
+    """Of each tile in which MLPs and norms are computed (``activations.tile_tokens``); 0: all tokens at once."""
     sequence_ranks: int = 1
     """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
+
+    def change(self, module: nn.Module) -> None:
+        """Makes of ``module`` what an engine makes of it (``patrickstar/engine/activations.py``).
+
+        Raises:
+            ValueError: its loss cannot be fused, or nothing of it can be computed in tiles.
+        """
+        if self.loss is LossComputation.FUSED:
+            fuse_loss(module)
+        if self.tile_tokens:
+            tile_modules(module, self.tile_tokens)
+
+    def activations(self) -> dict[str, Any]:
+        """The configuration's section ``activations``; empty where nothing differs from its defaults."""
+        section: dict[str, Any] = {}
+        if self.loss is not LossComputation.WHOLE:
+            section["loss"] = self.loss.value
+        if self.tile_tokens:
+            section["tile_tokens"] = self.tile_tokens
+        return section
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +133,11 @@ class Answer:
         if self.attention is not None:
             size, mode = question.workload.sequence_ranks, self.attention.mode.value
             config["sequence_parallel"] = {"size": size, "mode": mode}
+        activations = question.workload.activations()
+        if setting.offload is not ActivationOffload.AUTO:
+            activations["offload"] = setting.offload.value
+        if activations:
+            config["activations"] = activations
         precision = question.workload.precision
         if precision != "fp32":
             config[precision] = {"enabled": True}
@@ -191,13 +219,13 @@ class Planner:
                 refusals.append(refusal)
         return min(refusals, key=lambda refusal: refusal.least_device_bytes or 0)
 
-    def least_device_bytes(self, question: Question) -> int:
-        """The ``device_memory`` that its activations and the largest moment's chunks need, of the chunk size that needs
-        least.
+    def needed_device_bytes(self, question: Question) -> int:
+        """What its activations and the largest moment's chunks need of the device, of the chunk size that needs least:
+        at most its ``device_memory`` where it fits.
         """
         trace = self._checked_trace(question)
         sizes = self._sizes(question, trace)
-        return min(self._predictor(question, trace, size).least_device_bytes(question.setting) for size in sizes)
+        return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
 
     def most_tokens(self, question: Question) -> int | None:
         """Of its model's sequences, where positions are rows of a table."""
@@ -225,7 +253,7 @@ class Planner:
                 workload.length,
                 checkpointing=workload.checkpointing,
                 lora_rank=workload.lora_rank,
-                prepare=workload.prepare,
+                prepare=workload.change,
                 shared=shared,
             )
             dtype = DTYPES[workload.precision]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import Speculation
+from patrickstar.config import ActivationOffload, Speculation
 from patrickstar.planning.cluster import Cluster, HostTraffic
+from patrickstar.planning.leaving import Device
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
@@ -31,6 +32,7 @@ _COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 12
 _PATIENCE = 2
 _SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
 _HALVINGS = 12
+_EXACT = 128  # the least device memory with which activations leave is found to one part in so many
 
 
 def predict(
@@ -93,6 +95,8 @@ class Setting:
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
+    offload: ActivationOffload = ActivationOffload.AUTO
+    """Whose activations may leave the device between forward and backward (``activations.offload``)."""
 
     @property
     def backwards(self) -> _C.Backwards:
@@ -142,6 +146,8 @@ class Case:
     """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
     """The least ``host_memory`` that works with all states on the host."""
+    stashed_bytes: int
+    """Activations that are on the host between forward and backward, beside :attr:`host_bytes`."""
     waste_bytes: int
     """The most that the chunks which a moment needs hold beside the parameters that it needs."""
     step: Prediction
@@ -179,13 +185,36 @@ class Predictor:
             )
         self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-        self._timelines: dict[tuple[bool, ...], TimedTimeline] = {}
+        self._timelines: dict[tuple[Device | None, tuple[bool, ...]], TimedTimeline] = {}
+        self._leaving: dict[Device, tuple[StepUses, int]] = {}
+        self._least: dict[tuple[Setting, int], int] = {}
 
-    def least_device_bytes(self, setting: Setting) -> int:
-        """The ``device_memory`` that activations and the largest moment's chunks need."""
-        moments = self._timeline(self._nowhere).moments
+    def needed_device_bytes(self, setting: Setting) -> int:
+        """What activations and the largest moment's chunks need of the device, all states on the host, when as many
+        activations leave as with this ``device_memory``: more than that where it does not fit.
+        """
+        moments = self._timeline(self._first_device(setting), self._nowhere).moments
         problem = _C.pose_problem(self._layout, moments, self._nowhere, self._budget(setting))
         return int(_C.make_plan(moments, **problem)["least_limit_bytes"] / (1 - _C.CUDA_SLACK_RATIO)) + 1
+
+    def least_device_bytes(self, setting: Setting) -> int:
+        """The ``device_memory`` that activations and the largest moment's chunks need, all states on the host; where
+        activations leave within 1 %, and not too little.
+        """
+        staying = dataclasses.replace(setting, offload=ActivationOffload.NEVER)
+        high = self.needed_device_bytes(staying)
+        if not self._may_leave(setting):
+            return high
+        room = self._first_room(setting)
+        key = (dataclasses.replace(setting, device_bytes=0), room)
+        if key not in self._least:
+            low = 0
+            while high - low > high // _EXACT:
+                middle = (low + high) // 2
+                needed = self.needed_device_bytes(dataclasses.replace(setting, device_bytes=middle))
+                low, high = (max(low, middle), high) if needed > middle else (low, middle)
+            self._least[key] = high
+        return self._least[key]
 
     def predict(self, setting: Setting) -> Case:
         """With these budgets. Raises DoesNotFitError."""
@@ -193,16 +222,19 @@ class Predictor:
         _, least_host = _C.initial_placement(layout, _C.UNLIMITED, 0, setting.backwards)
         budget = self._budget(setting)
         least = self.least_device_bytes(setting)
-        if least > setting.device_bytes:
+        if self.needed_device_bytes(setting) > setting.device_bytes:
+            least = max(least, setting.device_bytes + 1)
             raise DoesNotFitError(
                 f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
                 f"moment's chunks; give at least {enough_size(least)}",
                 least_device_bytes=least,
             )
         first_on_device, on_device = self._place(setting, budget)
-        timed = _slowed(self._timeline(on_device), self._cluster.slowdown(self._machine))
+        timed = _slowed(self._timeline(self._first_device(setting), on_device), self._cluster.slowdown(self._machine))
         host_bytes = sum(_held_bytes(chunk, setting) for chunk, at in zip(chunks, on_device, strict=True) if not at)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
+        stashed_bytes = self._stashed_bytes(setting, room, timed.tide_peak_bytes)
+        room -= stashed_bytes
         planned = planned_chunks(layout, on_device)
         ahead = _ahead(setting, chunks, on_device, room)
 
@@ -229,14 +261,19 @@ class Predictor:
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
             host_bytes=host_bytes,
-            host_peak_bytes=_C.host_peak_bytes(
-                layout,
-                first_on_device,
-                on_device,
+            host_peak_bytes=_with_guests(
+                _C.host_peak_bytes(
+                    layout,
+                    first_on_device,
+                    on_device,
+                    setting.host_bytes,
+                    updates_ahead=setting.updates_take_memory,
+                    backwards=setting.backwards,
+                ),
+                stashed_bytes,
                 setting.host_bytes,
-                updates_ahead=setting.updates_take_memory,
-                backwards=setting.backwards,
             ),
+            stashed_bytes=stashed_bytes,
             least_device_bytes=least,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
@@ -290,14 +327,15 @@ class Predictor:
         with so little host memory that no update could begin in backward otherwise.
         """
         budget = self._budget(setting)
-        usual = self._num_states(budget)
+        usual = self._num_states(setting, budget)
         if not setting.updates_take_memory:
             return usual, usual
         budget.host_limit_bytes = 0
-        return usual, self._num_states(budget)
+        return usual, self._num_states(setting, budget)
 
-    def _num_states(self, budget: _C.DeviceBudget) -> int:
-        return _C.num_device_state_chunks(self._layout, self._timeline(self._nowhere).moments, budget)
+    def _num_states(self, setting: Setting, budget: _C.DeviceBudget) -> int:
+        moments = self._timeline(self._first_device(setting), self._nowhere).moments
+        return _C.num_device_state_chunks(self._layout, moments, budget)
 
     def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
         """The largest ``margin_use_ratio`` that leaves so many chunks' states to the device, or None."""
@@ -306,10 +344,14 @@ class Predictor:
         low, high = 0.0, setting.margin_use_ratio
         for _ in range(_HALVINGS):
             budget.margin_use_ratio = (low + high) / 2
-            low, high = (low, budget.margin_use_ratio) if self._num_states(budget) > count else ((low + high) / 2, high)
+            low, high = (
+                (low, budget.margin_use_ratio)
+                if self._num_states(setting, budget) > count
+                else ((low + high) / 2, high)
+            )
         for ratio in (math.floor(low * 1000) / 1000, low):  # one to read where it does as well
             budget.margin_use_ratio = ratio
-            if ratio > 0.0 and self._num_states(budget) == count:
+            if ratio > 0.0 and self._num_states(setting, budget) == count:
                 return dataclasses.replace(setting, margin_use_ratio=ratio)
         return None
 
@@ -320,7 +362,9 @@ class Predictor:
         if not setting.updates_take_memory:
             return None
         on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
-        num_bytes = size_in_words(self._bytes_ahead(count) + sum(map(_state_bytes, on_host[:num_whole])))
+        tide = self._timeline(self._first_device(setting), self._nowhere).tide_peak_bytes
+        guests = self._stashed_bytes(setting, setting.host_bytes, tide)
+        num_bytes = size_in_words(self._bytes_ahead(count) + guests + sum(map(_state_bytes, on_host[:num_whole])))
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:
@@ -333,11 +377,50 @@ class Predictor:
     def _nowhere(self) -> list[bool]:
         return [False] * len(self._chunks)
 
-    def _timeline(self, on_device: Sequence[bool]) -> TimedTimeline:
-        key = tuple(on_device)
+    def _timeline(self, device: Device | None, on_device: Sequence[bool]) -> TimedTimeline:
+        """``device``: that activations leave; None: they stay."""
+        key = (device, tuple(on_device))
         if key not in self._timelines:
-            self._timelines[key] = make_timeline(self._uses, self._layout, on_device)
+            uses = self._uses if device is None else self._uses_without(device)[0]
+            self._timelines[key] = make_timeline(uses, self._layout, on_device)
         return self._timelines[key]
+
+    def _uses_without(self, device: Device) -> tuple[StepUses, int]:
+        """The uses when activations leave the device, and how many bytes of these."""
+        if device not in self._leaving:
+            self._leaving[device] = self._uses.leaving(device)
+        return self._leaving[device]
+
+    def _may_leave(self, setting: Setting) -> bool:
+        """Whether any activations may."""
+        return setting.offload is ActivationOffload.ALWAYS or (
+            setting.offload is ActivationOffload.AUTO and self._uses.checkpoints
+        )
+
+    def _first_device(self, setting: Setting) -> Device | None:
+        """That activations leave in the first step, whose tide the plan is made for; None where all stay."""
+        if not self._may_leave(setting):
+            return None
+        device = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
+        return device if self._uses_without(device)[1] else None
+
+    def _first_room(self, setting: Setting) -> int:
+        """Of the host, beside the homes that chunks have in the first step."""
+        _, host_bytes = self._initial_placement(setting)
+        return max(setting.host_bytes - host_bytes, 0)
+
+    def _stashed_bytes(self, setting: Setting, room: int, tide_bytes: int) -> int:
+        """What leaves in later steps: PyTorch keeps what the first one's tide took, and states that went to the device
+        have left room.
+        """
+        if not self._may_leave(setting):
+            return 0
+        device = Device(num_bytes=setting.device_bytes, room_bytes=max(room, 0), tide_before=tide_bytes)
+        return self._uses_without(device)[1]
+
+    def _initial_placement(self, setting: Setting) -> tuple[list[bool], int]:
+        room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)
+        return _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards)
 
     def _budget(self, setting: Setting) -> _C.DeviceBudget:
         budget = _C.DeviceBudget()
@@ -362,8 +445,7 @@ class Predictor:
         margin as well.
         """
         chunks = self._chunks
-        room = budget.limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in chunks)
-        first, host_bytes = _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards)
+        first, host_bytes = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"
             what = once if setting.accumulation == 1 else "parameters, optimizer states and gradients that accumulate"
@@ -374,8 +456,7 @@ class Predictor:
                 f"{enough_size(least)}, or device_memory",
                 least_host_bytes=least,
             )
-        moments = self._timeline(self._nowhere).moments
-        count = _C.num_device_state_chunks(self._layout, moments, budget) if setting.hybrid_adam else 0
+        count = self._num_states(setting, budget) if setting.hybrid_adam else 0
         return first, [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(first)]
 
 
@@ -500,6 +581,11 @@ def _accumulated(plan: Plan, accumulation: int) -> Prediction:
         else:
             values[field.name] = one + (accumulation - 1) * more
     return Prediction(**values)
+
+
+def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
+    """The host's peak with activations, which updates ahead of the step make room for."""
+    return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))
 
 
 def _grad_bytes(chunk: Mapping) -> int:

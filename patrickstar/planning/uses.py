@@ -29,7 +29,9 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
+from patrickstar.planning.leaving import Device, KeptEvent, KeptTensors, Span, leave
 from patrickstar.planning.machines import Gpu
+from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
 _aten = torch.ops.aten
@@ -83,7 +85,12 @@ class Use:
     begin: int = 0
     end: int = 0
     seconds: float = 0.0
-    tide_peak_bytes: int = 0
+    spans: list[Span] = dataclasses.field(default_factory=lambda: [Span()])
+
+    @property
+    def tide_peak_bytes(self) -> int:
+        """The highest tide until the next use."""
+        return max(span.peak_bytes for span in self.spans)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,16 @@ class StepUses:
     """Number of operations that launch a kernel: neither views nor allocations."""
     static_bytes: int
     """Of the tide: buffers and parameters that stay with PyTorch."""
+    checkpoints: bool = False
+    """Whether layers of a model of Hugging Face are computed again in backward, from their inputs."""
+
+    def leaving(self, device: Device) -> tuple[StepUses, int]:
+        """The uses when activations leave the device, whose spans are one each, and the most bytes that are away."""
+        tides = leave([use.spans for use in self.uses], self.static_bytes, device)
+        uses = [
+            dataclasses.replace(use, spans=[Span(None, peak)]) for use, peak in zip(self.uses, tides.peaks, strict=True)
+        ]
+        return dataclasses.replace(self, uses=uses), tides.away_bytes
 
 
 class UseRecorder(_C.UseListener):
@@ -154,30 +171,49 @@ class _CostMode(TorchDispatchMode):
         self._gpu = gpu
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
+        self._ignored: set[int] = set()
+        self._count = 1
         self.flops = 0.0
         self.num_operations = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """``tensor`` is not part of the tide."""
         self._watch(tensor, 0)
+        self._ignored.add(tensor.untyped_storage()._cdata)
+
+    def meet(self, event: KeptEvent) -> None:
+        """A tensor is kept for backward, used there or let go."""
+        if self._recorder.uses:
+            self._recorder.uses[-1].spans.append(Span(event, self._bytes))
+
+    def is_ignored(self, storage: int) -> bool:
+        """Whether the storage of this address is not part of the tide."""
+        return storage in self._ignored
+
+    def count(self, count: int) -> None:
+        """Operations stand for so many of their kind, one after the other, from now on."""
+        self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
         out = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # states of random numbers
+            return out
         for tensor in outputs:
             storage = tensor.untyped_storage()
             self._watch(tensor, -(-storage.nbytes() // _ALLOCATION_ROUNDING) * _ALLOCATION_ROUNDING)
         if self._recorder.uses:
             use = self._recorder.uses[-1]
-            use.tide_peak_bytes = max(use.tide_peak_bytes, self._bytes)
+            span = use.spans[-1]
+            span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
-                use.seconds += self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                use.seconds += self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
         return out
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
-        self.num_operations += 1
+        self.num_operations += self._count
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
         seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
@@ -187,14 +223,14 @@ class _CostMode(TorchDispatchMode):
         if count is None or not inputs:
             return seconds
         flops = float(count(*args, **kwargs, out_val=out))
-        self.flops += flops
+        self.flops += self._count * flops
         return max(seconds, flops / self._gpu.matmul_flops(inputs[0].dtype))
 
     def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
         query, key = args[kernel.query], args[kernel.query + 1]
         causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
         flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
-        self.flops += flops
+        self.flops += self._count * flops
         return flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal)
 
     def charge(self, seconds: float, flops: float) -> None:
@@ -289,8 +325,12 @@ def trace_uses(
         recorder.clear()
         if division is not None:
             division.charge = costs.charge
-        with _FusedAttention(), costs:
-            value = loss(module(**inputs))
+        kept = KeptTensors(costs.meet, costs.is_ignored)
+        with _FusedAttention(), costs, equal_tiles_once(costs.count):
+            with kept.keeping():
+                out = module(**inputs)
+            value = loss(out)
+            del out
             recorder.uses.append(Use(Call.END_FORWARD, []))
             _run_backward(value)
         del value
@@ -299,7 +339,11 @@ def trace_uses(
     static = [*module.buffers(), *(item.param for item in params.managed if not item.on_host), *tree_leaves(inputs)]
     static_bytes = sum(t.numel() * t.itemsize for t in static if isinstance(t, torch.Tensor))
     return StepUses(
-        uses=recorder.uses, flops=costs.flops, num_operations=costs.num_operations, static_bytes=static_bytes
+        uses=recorder.uses,
+        flops=costs.flops,
+        num_operations=costs.num_operations,
+        static_bytes=static_bytes,
+        checkpoints=any(getattr(child, "gradient_checkpointing", False) for child in module.modules()),
     )
 
 

@@ -18,6 +18,7 @@ that was kept; so a layer that ends with a tiled MLP does not compute that a thi
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,22 @@ from torch.autograd.function import once_differentiable
 from patrickstar import _C
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
+
+_counting: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.ContextVar("counting", default=None)
+
+
+@contextlib.contextmanager
+def equal_tiles_once(counting: Callable[[int], None]) -> Iterator[None]:
+    """For tensors without values, on the meta device: within it a call's second tile stands for all others of its size.
+
+    Args:
+        counting: told how many tiles the one that begins stands for, and 1 when tiles are over.
+    """
+    before = _counting.set(counting)
+    try:
+        yield
+    finally:
+        _counting.reset(before)
 
 
 def in_tiles(
@@ -88,9 +105,23 @@ class _TiledCall:
     def tiles(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Which rows of ``hidden`` each tile has, and the tile as ``compute`` gets it."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        for begin in range(0, rows.shape[0], self.tile_tokens):
+        for begin in self._begins(rows.shape[0]):
             place = slice(begin, min(begin + self.tile_tokens, rows.shape[0]))
             yield place, rows[place].view(*[1] * (self.num_dims - 2), -1, rows.shape[1])
+
+    def _begins(self, num_rows: int) -> Iterator[int]:
+        counting = _counting.get()
+        if counting is None:
+            yield from range(0, num_rows, self.tile_tokens)
+            return
+        num_whole, rest = divmod(num_rows, self.tile_tokens)
+        # The first one differs: its gradients become the sums.
+        tiles = [(0, 1), (1, num_whole - 1), (num_whole, 1 if rest else 0)]
+        for index, count in tiles:
+            if count > 0:
+                counting(count)
+                yield index * self.tile_tokens
+        counting(1)
 
     def forward(self, hidden: torch.Tensor, before_tile: Callable[[], None]) -> torch.Tensor:
         """The output; ``before_tile`` is called before each tile."""
