@@ -88,7 +88,7 @@ class OnesPublished:
         for state in jobs:
             name, size = state.job.name, len(state.gpus)
             limit = self._limits.setdefault(name, state.job.sizes[0])
-            if size and size == limit:
+            if size and size == limit and self._may_change(state):
                 self._limits[name] = min(cluster.num_gpus, 2 * limit)
             elif not size and name in self._was_running:
                 self._limits[name] = max(limit // 2, state.job.sizes[0])
@@ -135,17 +135,34 @@ class OnesPublished:
             running[list(state.gpus)] = index
         ranges = reorder(_snapped(row, jobs), running)
         wanted = {index: tuple(range(start, end)) for index, (start, end) in ranges.items()}
-        affected = [state for i, state in enumerate(jobs) if state.gpus and wanted.get(i) != state.gpus]
-        if not all(self._may_change(state) for state in affected):
-            kept = {index: state.gpus for index, state in enumerate(jobs) if state.gpus}
-            starts = {i: gpus for i, gpus in wanted.items() if i not in kept and (running[list(gpus)] < 0).all()}
-            wanted = kept | starts
+        wanted = self._allowed(wanted, jobs, running)
         grants = {}
         for index, gpus in wanted.items():
             job = jobs[index].job
             batch = job.batch_size(len(gpus), BatchRule.CONFIGURED, cluster.gpus_per_node)
             grants[job.name] = Grant(gpus, batch)
         return grants
+
+    def _allowed(
+        self, wanted: dict[int, tuple[int, ...]], jobs: Sequence[JobState], running: np.ndarray
+    ) -> dict[int, tuple[int, ...]]:
+        """What may be switched to now. Changes that take GPUs of each other go together: all of them when each job
+        among them that runs may change, else none. What touches no running job but itself goes alone."""
+        held = {index: state.gpus for index, state in enumerate(jobs) if state.gpus}
+        changes = {i for i in held.keys() | wanted.keys() if held.get(i) != wanted.get(i)}
+        together = {i: i for i in changes | held.keys()}
+
+        def root(i: int) -> int:
+            while together[i] != i:
+                i = together[i]
+            return i
+
+        for index in changes:
+            for other in {int(running[gpu]) for gpu in wanted.get(index, ())} - {-1}:
+                together[root(index)] = root(other)
+        blocked = {root(i) for i in changes & held.keys() if not self._may_change(jobs[i])}
+        kept = {i: gpus for i, gpus in held.items() if i not in changes or root(i) in blocked}
+        return kept | {i: wanted[i] for i in changes & wanted.keys() if root(i) not in blocked}
 
     def _may_change(self, state: JobState) -> bool:
         if self._cooldown is Cooldown.ONE_EPOCH:

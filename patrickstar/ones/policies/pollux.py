@@ -46,7 +46,8 @@ class PolluxLike(Memoryless):
             population = population[order[: self._population]]
             if generation < self._generations:
                 population = np.concatenate([population, self._children(population, limits)])
-        sizes = {state.job.name: int(n) for state, n in zip(jobs, population[0], strict=True) if n}
+        snapped = [state.job.largest_size(int(n)) for state, n in zip(jobs, population[0], strict=True)]
+        sizes = {state.job.name: n for state, n in zip(jobs, snapped, strict=True) if n}
         return place(sizes, jobs, cluster, BatchRule.BEST_GOODPUT)
 
     def _tables(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:

@@ -55,7 +55,7 @@ class HistoryRow:
 class ProgressModel:
     """The network, refitted by :meth:`fit`; the newest ``max_rows`` rows of history count."""
 
-    def __init__(self, recipe: Recipe, seed: int = 0, history: tuple[HistoryRow, ...] = (), max_rows: int = 2000):
+    def __init__(self, recipe: Recipe, seed: int = 0, history: tuple[HistoryRow, ...] = (), max_rows: int = 1000):
         self._recipe = recipe
         self._max_rows = max_rows
         self._rng = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ class ProgressModel:
             )
         del self._rows[: -self._max_rows]
         if self._rows:
-            self.fit(num_epochs=60 if self._recipe is Recipe.AS_WRITTEN else 20)
+            self.fit(num_epochs=15)
 
     def total_epochs(self) -> float:
         """Epochs, by what they were worth, of a job of which nothing is known: the median of history, else 30."""
