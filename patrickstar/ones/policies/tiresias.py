@@ -18,7 +18,13 @@ class TiresiasLas(Memoryless):
     """
 
     def __init__(self, thresholds_gpu_s: Sequence[float] = (3250.0,), interval_s: float = 10.0):
-        """Queue boundaries, ascending, in GPU-seconds (the default is that of its published simulator: 3250)."""
+        """Queue boundaries, ascending, in GPU-seconds.
+
+        Tiresias' own simulator has 3250, 7200 and 18000; the first alone serves it best on the artifact's mix.
+
+        Raises:
+            ValueError: they do not ascend.
+        """
         if list(thresholds_gpu_s) != sorted(thresholds_gpu_s):
             raise ValueError(f"the thresholds of Tiresias are {tuple(thresholds_gpu_s)}; give them ascending")
         self._thresholds = tuple(thresholds_gpu_s)
