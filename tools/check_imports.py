@@ -33,6 +33,7 @@ LAYERS = {
     "runtime": 5,
     "deepspeed": 6,
     "integrations": 7,
+    "ones": 7,
     "command": 8,
 }
 # Below all rooms: standard library alone, imported by whoever likes.

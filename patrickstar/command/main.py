@@ -36,6 +36,7 @@ SUBCOMMANDS = {
     "checkpoint": Subcommand(
         "patrickstar.command.checkpoints", "lists, inspects, verifies, exports, merges checkpoints"
     ),
+    "ones": Subcommand("patrickstar.command.ones", "simulates how schedulers share a cluster among training jobs"),
     "bench": Subcommand("patrickstar.command.bench", "measures what of this machine decides how long a step is"),
 }
 

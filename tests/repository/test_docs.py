@@ -83,7 +83,7 @@ def help_of(module, arguments):
     return printed.getvalue()
 
 
-OF_COMMANDS = {"checkpoint", "config"}  # whose first word is one of their own subcommands
+OF_COMMANDS = {"checkpoint", "config", "ones"}  # whose first word is one of their own subcommands
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

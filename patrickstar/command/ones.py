@@ -1,0 +1,141 @@
+"""``patrickstar ones``: sharing a cluster among training jobs; so far its simulator (docs/guides/ones.md)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from patrickstar.command.flags import CommandParser, at_least_1, not_negative, positive, run_reporting
+from patrickstar.ones import (
+    POLICIES,
+    Cluster,
+    Result,
+    TraceJob,
+    draw_gantt,
+    draw_jcts,
+    figures,
+    history,
+    make_policy,
+    read_trace,
+    simulate,
+    table,
+    write_trace,
+)
+from patrickstar.ones.traces import MIXES, with_resize_s
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.ones") -> int:
+    """The exit status: 0, or 2 when an argument or a trace is wrong."""
+    options = _make_parser(prog).parse_args(arguments)
+    return run_reporting(prog, functools.partial(options.run, options))
+
+
+def _make_parser(prog: str) -> CommandParser:
+    parser = CommandParser(prog, "Shares a cluster among training jobs that change their number of GPUs: a simulator.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{simulate,trace}")
+
+    simulating = commands.add_parser("simulate", help="run schedulers on simulated time and compare them")
+    simulating.add_argument(
+        "--policies", type=_policies, default=tuple(POLICIES), metavar="NAMES",
+        help=f"separated by commas, of {', '.join(POLICIES)} (default: all)",
+    )  # fmt: skip
+    simulating.add_argument("--gpus", type=at_least_1, default=64, help="of the cluster")
+    simulating.add_argument("--gpus-per-node", type=at_least_1, default=4, help="of a node")
+    simulating.add_argument("--seeds", type=at_least_1, default=1, help="traces generated, with seeds from 0 on")
+    simulating.add_argument("--trace", type=Path, metavar="FILE", help="this trace instead of generated ones")
+    simulating.add_argument(
+        "--resize-s", type=_costs, metavar="SECONDS",
+        help="seconds of a resize, several separated by commas (default: the trace's, 5 in generated ones)",
+    )  # fmt: skip
+    _add_mix(simulating)
+    simulating.add_argument("--compare-to", metavar="POLICY", help="one of the policies, for the table's last column")
+    simulating.add_argument("--pictures", type=Path, metavar="FOLDER", help="write PNGs: JCTs, and a Gantt chart each")
+    simulating.add_argument("--json", action="store_true", help="print the figures of each simulation as JSON lines")
+    simulating.set_defaults(run=_simulate)
+
+    writing = commands.add_parser("trace", help="write a generated trace as JSON lines")
+    writing.add_argument("file", type=Path, help="what to write")
+    writing.add_argument("--seed", type=_seed, default=0, help="of the trace")
+    _add_mix(writing)
+    writing.set_defaults(run=_write)
+    return parser
+
+
+def _add_mix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mix", choices=MIXES, default="artifact", help="what jobs are generated")
+    parser.add_argument("--jobs", type=at_least_1, default=50, help="generated per trace")
+    parser.add_argument("--mean-gap-s", type=positive, metavar="SECONDS", help="between arrivals (default: the mix's)")
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; choose among {', '.join(POLICIES)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _costs(text: str) -> tuple[float, ...]:
+    return tuple(not_negative(word) for word in text.split(","))
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 0")
+    return int(text)
+
+
+def _generated(options: argparse.Namespace, seed: int) -> tuple[TraceJob, ...]:
+    gap = {} if options.mean_gap_s is None else {"mean_gap_s": options.mean_gap_s}
+    return MIXES[options.mix](options.jobs, seed, **gap)
+
+
+def _write(options: argparse.Namespace) -> int:
+    write_trace(options.file, _generated(options, options.seed))
+    print(f"{options.jobs} jobs written to {options.file}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    cluster = Cluster(options.gpus, options.gpus_per_node)
+    if options.compare_to is not None and options.compare_to not in options.policies:
+        raise ValueError(f"--compare-to {options.compare_to} is none of --policies {','.join(options.policies)}")
+    if options.pictures is not None:
+        options.pictures.mkdir(parents=True, exist_ok=True)
+    if options.trace is not None:
+        traces = [read_trace(options.trace)]
+        if not traces[0]:
+            raise ValueError(f"{options.trace} has no jobs; give a trace with at least one")
+    else:
+        traces = [_generated(options, seed) for seed in range(options.seeds)]
+    for cost in options.resize_s or (None,):
+        found: dict[str, list[Result]] = {name: [] for name in options.policies}
+        for seed, trace in enumerate(traces):
+            jobs = trace if cost is None else with_resize_s(trace, cost)
+            for name in options.policies:
+                found[name].append(simulate(jobs, make_policy(name, seed, history(seed)), cluster))
+                if options.json:
+                    made = dataclasses.asdict(figures(found[name][-1]))
+                    print(json.dumps({"policy": name, "seed": seed, "resize_s": cost, **made}), flush=True)
+        _show(options, cost, found)
+    return 0
+
+
+def _show(options: argparse.Namespace, cost: float | None, found: dict[str, list[Result]]) -> None:
+    what = "the trace's resize costs" if cost is None else f"{cost:g} s per resize"
+    if not options.json:
+        print(f"{options.gpus} GPUs, {what}:\n{table(found, options.compare_to)}\n", flush=True)
+    if options.pictures is not None:
+        suffix = "" if cost is None else f"-{cost:g}s"
+        draw_jcts(found, options.pictures / f"jct{suffix}.png")
+        for name, runs in found.items():
+            draw_gantt(runs[0], options.pictures / f"gantt-{name}{suffix}.png", f"{name}, {what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Jobs and clusters as a scheduler sees them: what a job can run on, how fast, and what a change of its GPUs costs.
+
+A job's total work is not here: no scheduler of a real cluster knows it (:mod:`patrickstar.ones.traces` has it, for the
+simulator). Standard library and numpy only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+
+import numpy as np
+
+_BATCH_SIZES_TRIED = 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Equal GPUs in equal nodes; GPU ``g`` is in node ``g // gpus_per_node``."""
+
+    num_gpus: int
+    """All GPUs, numbered from 0."""
+    gpus_per_node: int = 4
+    """GPUs of one node; the last node may have fewer."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a cluster's {name} is {getattr(self, name)}; give at least 1")
+
+    def num_nodes_of(self, gpus: tuple[int, ...]) -> int:
+        """On how many nodes these GPUs are."""
+        return len({gpu // self.gpus_per_node for gpu in gpus})
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """How long a step takes: Pollux's model (OSDI 2021, section 4.1, with its gradient accumulation).
+
+    A step of ``a`` passes over micro-batches takes ``(a - 1) C + (C^gamma + S^gamma)^(1/gamma)`` seconds, where
+    ``C = pass_s + sample_s * micro_batch`` computes and ``S`` synchronises gradients: nothing on one GPU, else
+    ``latency + growth * (GPUs - 2)`` with constants of their own within a node and between nodes.
+    """
+
+    sample_s: float
+    """Seconds that one GPU computes for one more sample."""
+    pass_s: float = 0.0
+    """Seconds of a pass that do not depend on the samples in it."""
+    sync_s: float = 0.0
+    """Seconds that two GPUs of one node synchronise."""
+    sync_growth_s: float = 0.0
+    """Seconds more for each GPU beyond two, within a node."""
+    node_sync_s: float = 0.0
+    """Seconds that two GPUs of two nodes synchronise."""
+    node_sync_growth_s: float = 0.0
+    """Seconds more for each GPU beyond two, between nodes."""
+    gamma: float = 2.0
+    """1: computing and synchronising come one after the other; infinity: they overlap wholly."""
+    max_micro_batch: int = 2**30
+    """Samples that one GPU takes in one pass; larger batches are accumulated."""
+
+    def step_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
+        """Seconds of a step of ``batch_size`` samples, all GPUs together."""
+        per_gpu = math.ceil(batch_size / num_gpus)
+        passes = math.ceil(per_gpu / self.max_micro_batch)
+        compute = self.pass_s + self.sample_s * per_gpu / passes
+        if num_gpus == 1:
+            sync = 0.0
+        elif num_nodes == 1:
+            sync = self.sync_s + self.sync_growth_s * (num_gpus - 2)
+        else:
+            sync = self.node_sync_s + self.node_sync_growth_s * (num_gpus - 2)
+        last = (compute**self.gamma + sync**self.gamma) ** (1 / self.gamma)
+        return (passes - 1) * compute + last
+
+    def samples_per_s(self, num_gpus: int, batch_size: int, num_nodes: int = 1) -> float:
+        """Samples per second, all GPUs together."""
+        return batch_size / self.step_s(num_gpus, batch_size, num_nodes)
+
+
+class BatchRule(enum.Enum):
+    """How a job's global batch follows from its number of GPUs."""
+
+    CONFIGURED = "configured"
+    """As its user wrote it: a fixed number of samples per GPU, up to the job's largest batch. ONES' rule too."""
+    BEST_GOODPUT = "best goodput"
+    """The batch with the highest goodput, between the job's base batch and its largest one. Pollux' rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What was submitted, and what is measured of it once it runs.
+
+    Raises:
+        ValueError: limits that contradict each other, when it is made.
+    """
+
+    name: str
+    """Unique in the cluster."""
+    arrival_s: float
+    """When it was submitted, in seconds of the cluster's clock."""
+    min_gpus: int
+    """Fewer do not run it."""
+    max_gpus: int
+    """More are never given to it."""
+    requested_gpus: int
+    """What its user asked for; schedulers that change nothing give exactly this."""
+    gpu_batch: int
+    """Samples per GPU and step, as its user wrote it."""
+    base_batch: int
+    """The global batch, in samples, at which statistical efficiency is 1 by definition."""
+    max_batch: int
+    """The largest global batch, in samples: the learning rate follows it no further."""
+    epoch_samples: float
+    """Samples of one epoch."""
+    throughput: Throughput
+    """Seconds of a step for each number of GPUs and batch."""
+    noise_scale: float
+    """The gradient noise scale, in samples: variance of the gradient of one sample over its squared norm."""
+    resize_s: float = 0.0
+    """Seconds without training at a change of its GPUs, and when it starts again after it was stopped: measured."""
+    feasible_gpus: tuple[int, ...] = ()
+    """Numbers of GPUs whose memory it fits, ascending; empty: all from ``min_gpus`` to ``max_gpus``."""
+    workload: str = ""
+    """A label for reports."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_gpus <= self.requested_gpus <= self.max_gpus:
+            raise ValueError(
+                f"job {self.name}: min_gpus {self.min_gpus}, requested_gpus {self.requested_gpus} and max_gpus "
+                f"{self.max_gpus} must be at least 1 and ascend; correct its limits"
+            )
+        if not 1 <= self.base_batch <= self.max_batch or not 1 <= self.gpu_batch <= self.max_batch:
+            raise ValueError(
+                f"job {self.name}: base_batch {self.base_batch} and gpu_batch {self.gpu_batch} must lie between 1 and "
+                f"max_batch {self.max_batch}; correct its batches"
+            )
+        if self.epoch_samples <= 0 or self.noise_scale < 0 or self.resize_s < 0:
+            raise ValueError(
+                f"job {self.name}: epoch_samples {self.epoch_samples} must be positive, noise_scale "
+                f"{self.noise_scale} and resize_s {self.resize_s} not negative; correct them"
+            )
+        if not all(self.min_gpus <= n <= self.max_gpus for n in self.feasible_gpus):
+            raise ValueError(
+                f"job {self.name}: feasible_gpus {self.feasible_gpus} must lie between min_gpus {self.min_gpus} and "
+                f"max_gpus {self.max_gpus}; correct its limits"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All numbers of GPUs that it runs on, ascending."""
+        return self.feasible_gpus or tuple(range(self.min_gpus, self.max_gpus + 1))
+
+    def largest_size(self, num_gpus: int) -> int:
+        """The largest of :attr:`sizes` that is at most ``num_gpus``; 0 where there is none."""
+        if not self.feasible_gpus:
+            return min(num_gpus, self.max_gpus) if num_gpus >= self.min_gpus else 0
+        return max((n for n in self.feasible_gpus if n <= num_gpus), default=0)
+
+    def rigid_size(self, cluster: Cluster) -> int:
+        """What a scheduler that changes no job gives it: the request, or the nearest size below or above it."""
+        most = min(self.requested_gpus, cluster.num_gpus)
+        return self.largest_size(most) or self.sizes[0]
+
+    def efficiency(self, batch_size: float) -> float:
+        """Progress per sample at this global batch, relative to the base batch (Pollux, equation 7)."""
+        return (self.noise_scale + self.base_batch) / (self.noise_scale + batch_size)
+
+    def batch_size(self, num_gpus: int, rule: BatchRule, gpus_per_node: int) -> int:
+        """The global batch, in samples, on so many GPUs."""
+        if rule is BatchRule.CONFIGURED:
+            return max(num_gpus, min(self.gpu_batch * num_gpus, self.max_batch))
+        return _best_batch(self, num_gpus, math.ceil(num_gpus / gpus_per_node))
+
+    def goodput(self, num_gpus: int, batch_size: int, num_nodes: int) -> float:
+        """Samples per second, each worth as much as one of the base batch: throughput times efficiency."""
+        return self.throughput.samples_per_s(num_gpus, batch_size, num_nodes) * self.efficiency(batch_size)
+
+
+@functools.lru_cache(maxsize=2**17)
+def _best_batch(job: Job, num_gpus: int, num_nodes: int) -> int:
+    low, high = max(job.base_batch, num_gpus), max(job.max_batch, num_gpus)
+    tried = {round(low * (high / low) ** (i / (_BATCH_SIZES_TRIED - 1))) for i in range(_BATCH_SIZES_TRIED)}
+    return max(sorted(tried), key=lambda batch: job.goodput(num_gpus, batch, num_nodes))
+
+
+@functools.lru_cache(maxsize=2**15)
+def goodputs(job: Job, rule: BatchRule, cluster: Cluster) -> np.ndarray:
+    """Goodput for each number of GPUs, packed on as few nodes as hold them.
+
+    Returns:
+        float64 of shape ``[min(max_gpus, cluster's GPUs) + 1]``, samples per second; 0 where it does not run. It is
+        shared between calls and read-only.
+    """
+    found = np.zeros(min(job.max_gpus, cluster.num_gpus) + 1)
+    for n in job.sizes:
+        if n < len(found):
+            batch = job.batch_size(n, rule, cluster.gpus_per_node)
+            found[n] = job.goodput(n, batch, math.ceil(n / cluster.gpus_per_node))
+    found.setflags(write=False)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """A job that has arrived and not finished, at one moment: all that a policy is told of it."""
+
+    job: Job
+    gpus: tuple[int, ...]
+    """The GPUs that it holds, ascending; empty while it waits."""
+    batch_size: int
+    """Its global batch in samples; 0 while it waits."""
+    done_samples: float
+    """Progress: samples, each worth as much as one of the base batch."""
+    seen_samples: float
+    """Samples that went through it, whatever they were worth."""
+    gpu_s: float
+    """GPU-seconds that it has held so far: the service it attained."""
+    run_s: float
+    """Seconds that it has held GPUs."""
+    num_resizes: int
+    """Changes of its GPUs and restarts so far."""
+    samples_since_resize: float
+    """Of ``seen_samples``, those since its GPUs last changed."""
+    run_since_resize_s: float
+    """Seconds that it has trained since then; 0 during the change."""
+    most_gpus: int
+    """The most GPUs that it has held at a time."""
+    observed: tuple[tuple[int, float], ...]
+    """(GPUs, samples per second) as last measured, ascending."""
+    initial_loss: float
+    """Of its first epoch; 0 before that."""
+    loss: float
+    """Of its last finished epoch."""
+    accuracy: float
+    """Of its last evaluation, 0 to 1."""
+    remaining_samples: float | None = None
+    """Work that is left, in samples of the base batch: for policies whose papers have it, None for all others."""
+
+    @property
+    def epochs(self) -> float:
+        """Epochs seen."""
+        return self.seen_samples / self.job.epoch_samples
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has ever held GPUs."""
+        return self.most_gpus > 0
+
+
+def check_fits(job: Job, cluster: Cluster) -> None:
+    """Raises ValueError for a job that no allocation on this cluster can run; call it before the job is queued."""
+    if job.sizes[0] > cluster.num_gpus:
+        raise ValueError(
+            f"job {job.name} needs at least {job.sizes[0]} GPUs and the cluster has {cluster.num_gpus}; lower its "
+            "min_gpus, offload more, or submit it to a larger cluster"
+        )

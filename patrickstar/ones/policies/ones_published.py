@@ -1,0 +1,281 @@
+"""ONES (SC 2021, arXiv 2108.03645) as published: an evolution of schedules, each a list of GPUs with a job or none.
+
+Written anew from what its operators do. One decision is one generation: refresh, uniform crossover, uniform mutation,
+padding, selection by remaining GPU-seconds, reordering, deployment.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from patrickstar.ones.jobs import BatchRule, Cluster, JobState
+from patrickstar.ones.policies.progress import ProgressModel
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant
+
+_PREDICTED_FROM_EPOCHS = 2
+_MUTATION = 0.3
+_CROSSOVER = 0.5
+
+
+class Cooldown(enum.Enum):
+    """When a running job's GPUs may change again."""
+
+    ONE_EPOCH = "one epoch"
+    """After an epoch on the GPUs that it has: what the design says."""
+    FIRST_EPOCH = "first epoch"
+    """Once its first epoch has ended, and then at any time: what the code does, which writes ``last_scaled_epoch`` and
+    reads ``last_epoch_scaled``. A change that is under way is waited for."""
+
+
+class OnesPublished:
+    """Raw throughput as measured, progress sampled from its distribution, resizes for free in the fitness.
+
+    Every grant is a range of GPUs without a gap.
+    """
+
+    foresight = Foresight.NONE
+
+    def __init__(
+        self, progress: ProgressModel, cooldown: Cooldown, seed: int = 0, population: int = 16, interval_s: float = 1.0
+    ):
+        self.interval_s = interval_s
+        self._progress = progress
+        self._cooldown = cooldown
+        self._size = population
+        self._rng = np.random.default_rng(seed)
+        self._population: np.ndarray | None = None
+        self._names: list[str] = []
+        self._limits: dict[str, int] = {}
+        self._was_running: set[str] = set()
+
+    def finished(self, now: float, state: JobState) -> None:
+        """Learns from the job's epochs."""
+        self._progress.finished(state)
+        self._limits.pop(state.job.name, None)
+
+    def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
+        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""
+        if not jobs:
+            self._population = None
+            return {}
+        for state in jobs:
+            self._progress.watch(state)
+        self._set_limits(jobs, cluster)
+        grants = np.array([min(self._limits[state.job.name], state.job.max_gpus) for state in jobs])
+        speeds = _measured_speeds(jobs, cluster)
+        remaining = self._sampled_remaining(jobs)
+        old = self._refreshed(jobs, cluster, grants)
+        candidates = np.concatenate([old, self._crossed(old, grants), self._mutated(old, jobs)])
+        order = np.argsort([left / speed for left, speed in zip(remaining, speeds[:, 1], strict=True)], kind="stable")
+        candidates = _padded(candidates, jobs, grants, order)
+        counts = count_jobs(candidates, len(jobs))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seconds = remaining / speeds[np.arange(len(jobs)), counts] * counts
+        scores = np.where(counts > 0, seconds, 0.0).sum(axis=1)
+        self._population = candidates[np.argsort(scores, kind="stable")[: self._size]]
+        self._names = [state.job.name for state in jobs]
+        allocation = self._deploy(self._population[0], jobs, cluster)
+        self._was_running = set(allocation)
+        return allocation
+
+    def _set_limits(self, jobs: Sequence[JobState], cluster: Cluster) -> None:
+        """Most GPUs of each job: from its least, doubled where it fills it; less for those that run long or stopped."""
+        running = [state for state in jobs if state.gpus]
+        median = float(np.median([state.run_s for state in running])) if running else 0.0
+        for state in jobs:
+            name, size = state.job.name, len(state.gpus)
+            limit = self._limits.setdefault(name, state.job.sizes[0])
+            if size and size == limit and self._may_change(state):
+                self._limits[name] = min(cluster.num_gpus, 2 * limit)
+            elif not size and name in self._was_running:
+                self._limits[name] = max(limit // 2, state.job.sizes[0])
+        if running:
+            largest = max(running, key=lambda state: len(state.gpus))
+            size = len(largest.gpus)
+            if 2 * size >= cluster.num_gpus and largest.run_s > median > 0:
+                limit = max(1, int(2 * size / (largest.run_s / median + 1)))
+                self._limits[largest.job.name] = max(limit + limit % 2, largest.job.sizes[0])
+
+    def _sampled_remaining(self, jobs: Sequence[JobState]) -> np.ndarray:
+        """Samples left, ``Y (1 / progress - 1)`` with progress drawn from its distribution; 0 for new jobs."""
+        left = np.zeros(len(jobs))
+        known = [i for i, state in enumerate(jobs) if state.epochs >= _PREDICTED_FROM_EPOCHS]
+        if known:
+            b = self._progress.epochs_left([jobs[i] for i in known])
+            drawn = self._rng.beta([jobs[i].epochs for i in known], b)
+            seen = np.array([jobs[i].seen_samples for i in known])
+            left[known] = seen * (1 / np.clip(drawn, 1e-6, 1) - 1)
+        return left
+
+    def _refreshed(self, jobs: Sequence[JobState], cluster: Cluster, grants: np.ndarray) -> np.ndarray:
+        """The population in today's numbers of jobs, without jobs that ended and without what exceeds grants."""
+        if self._population is None or self._population.shape[1] != cluster.num_gpus:
+            return np.full((self._size, cluster.num_gpus), -1)
+        today = {state.job.name: index for index, state in enumerate(jobs)}
+        renamed = np.array([today.get(name, -1) for name in self._names] + [-1])
+        return _trimmed(renamed[self._population], grants)
+
+    def _crossed(self, old: np.ndarray, grants: np.ndarray) -> np.ndarray:
+        half = len(old) // 2
+        first, second = old[self._rng.integers(0, len(old), (2, half))]
+        swaps = self._rng.random(first.shape) < _CROSSOVER
+        return _trimmed(np.concatenate([np.where(swaps, second, first), np.where(swaps, first, second)]), grants)
+
+    def _mutated(self, old: np.ndarray, jobs: Sequence[JobState]) -> np.ndarray:
+        evicts = self._rng.random((len(old), len(jobs) + 1)) < _MUTATION
+        evicts[:, :-1] &= np.array([state.epochs >= _PREDICTED_FROM_EPOCHS for state in jobs])
+        return np.where(np.take_along_axis(evicts, old, axis=1), -1, old)
+
+    def _deploy(self, row: np.ndarray, jobs: Sequence[JobState], cluster: Cluster) -> dict[str, Grant]:
+        running = np.full(cluster.num_gpus, -1)
+        for index, state in enumerate(jobs):
+            running[list(state.gpus)] = index
+        ranges = reorder(_snapped(row, jobs), running)
+        wanted = {index: tuple(range(start, end)) for index, (start, end) in ranges.items()}
+        wanted = self._allowed(wanted, jobs, running)
+        grants = {}
+        for index, gpus in wanted.items():
+            job = jobs[index].job
+            batch = job.batch_size(len(gpus), BatchRule.CONFIGURED, cluster.gpus_per_node)
+            grants[job.name] = Grant(gpus, batch)
+        return grants
+
+    def _allowed(
+        self, wanted: dict[int, tuple[int, ...]], jobs: Sequence[JobState], running: np.ndarray
+    ) -> dict[int, tuple[int, ...]]:
+        """What may be switched to now. Changes that take GPUs of each other go together: all of them when each job
+        among them that runs may change, else none. What touches no running job but itself goes alone."""
+        held = {index: state.gpus for index, state in enumerate(jobs) if state.gpus}
+        changes = {i for i in held.keys() | wanted.keys() if held.get(i) != wanted.get(i)}
+        together = {i: i for i in changes | held.keys()}
+
+        def root(i: int) -> int:
+            while together[i] != i:
+                i = together[i]
+            return i
+
+        for index in changes:
+            for other in {int(running[gpu]) for gpu in wanted.get(index, ())} - {-1}:
+                together[root(index)] = root(other)
+        blocked = {root(i) for i in changes & held.keys() if not self._may_change(jobs[i])}
+        kept = {i: gpus for i, gpus in held.items() if i not in changes or root(i) in blocked}
+        return kept | {i: wanted[i] for i in changes & wanted.keys() if root(i) not in blocked}
+
+    def _may_change(self, state: JobState) -> bool:
+        if self._cooldown is Cooldown.ONE_EPOCH:
+            return state.samples_since_resize >= state.job.epoch_samples
+        return state.epochs >= 1 and state.run_since_resize_s > 0
+
+
+def count_jobs(rows: np.ndarray, num_jobs: int) -> np.ndarray:
+    """GPUs of each job in each schedule: int64 ``[rows, num_jobs]`` of schedules ``[rows, GPUs]``, -1 for none."""
+    flat = (rows + 1) + (num_jobs + 1) * np.arange(len(rows))[:, None]
+    counted = np.bincount(flat.ravel(), minlength=(num_jobs + 1) * len(rows))
+    return counted.reshape(len(rows), num_jobs + 1)[:, 1:]
+
+
+def _trimmed(rows: np.ndarray, grants: np.ndarray) -> np.ndarray:
+    """Without the last GPUs of each job that has more than its grant."""
+    order = np.argsort(rows, axis=1, kind="stable")
+    ascending = np.take_along_axis(rows, order, axis=1)
+    places = np.arange(rows.shape[1])
+    starts = np.concatenate([np.ones((len(rows), 1), dtype=bool), ascending[:, 1:] != ascending[:, :-1]], axis=1)
+    rank = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+    allowed = np.append(grants, 0)  # -1, an empty GPU, takes the last
+    kept = np.where(rank < allowed[ascending], ascending, -1)
+    trimmed = np.empty_like(rows)
+    np.put_along_axis(trimmed, order, kept, axis=1)
+    return trimmed
+
+
+def _padded(rows: np.ndarray, jobs: Sequence[JobState], grants: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Empty GPUs filled: jobs that are not placed and new get their least, then all in ``order`` up to their grants."""
+    counts = count_jobs(rows, len(jobs))
+    empty = (rows < 0).sum(axis=1)
+    new = np.array([state.epochs < _PREDICTED_FROM_EPOCHS for state in jobs])
+    least = np.array([state.job.sizes[0] for state in jobs])
+    needs = (np.where(new, np.minimum(least, grants) - counts, 0), grants - counts)
+    filled = []
+    for turn, wishes in enumerate(needs):
+        if turn:
+            wishes = wishes - filled[0]
+        wishes = np.maximum(wishes, 0)[:, order]
+        before = np.cumsum(wishes, axis=1) - wishes
+        given = np.clip(empty[:, None] - before, 0, wishes)
+        empty = empty - given.sum(axis=1)
+        back = np.empty_like(given)
+        back[:, order] = given
+        filled.append(back)
+    added = filled[0] + filled[1]
+    padded = rows.copy()
+    for row, more in zip(padded, added, strict=True):
+        total = more.sum()
+        if total:
+            row[np.flatnonzero(row < 0)[:total]] = np.repeat(np.arange(len(jobs)), more)
+    return padded
+
+
+def _snapped(row: np.ndarray, jobs: Sequence[JobState]) -> np.ndarray:
+    """GPUs of each job in one schedule, lowered to a number that the job runs on; int64 ``[jobs]``."""
+    counts = count_jobs(row[None], len(jobs))[0]
+    return np.array([state.job.largest_size(int(n)) for state, n in zip(jobs, counts, strict=True)])
+
+
+def reorder(counts: np.ndarray, running: np.ndarray) -> dict[int, tuple[int, int]]:
+    """Ranges of GPUs for jobs, without a gap in any, that differ from the running schedule in the fewest GPUs.
+
+    Jobs keep the order in which they run, those that do not run come last; the places are found by dynamic
+    programming over GPUs.
+
+    Args:
+        counts: GPUs of each job, int ``[jobs]``, together at most all.
+        running: the job on each GPU, -1 for none, int ``[GPUs]``.
+
+    Returns:
+        ``{job: (first GPU, last GPU + 1)}`` of the jobs with GPUs.
+    """
+    num_gpus = len(running)
+    firsts = {int(job): place for place, job in reversed(list(enumerate(running))) if job >= 0}
+    placed = [int(job) for job in np.flatnonzero(counts)]
+    placed.sort(key=lambda job: (firsts.get(job, num_gpus), job))
+    best = np.zeros(num_gpus + 1)  # the fewest mismatches of the jobs so far, all within the first so many GPUs
+    starts = []
+    for job in placed:
+        size = int(counts[job])
+        same = np.concatenate([[0], np.cumsum(running == job)])
+        ends = np.arange(size, num_gpus + 1)
+        cost = np.full(num_gpus + 1, np.inf)
+        cost[size:] = best[ends - size] + size - (same[ends] - same[ends - size])
+        lowest = np.minimum.accumulate(cost)
+        at = np.where(cost <= lowest, np.arange(num_gpus + 1), 0)
+        starts.append(np.maximum.accumulate(at) - size)
+        best = lowest
+    ranges = {}
+    end = num_gpus
+    for job, start_at in zip(reversed(placed), reversed(starts), strict=True):
+        start = int(start_at[end])
+        ranges[job] = (start, start + int(counts[job]))
+        end = start
+    return ranges
+
+
+def _measured_speeds(jobs: Sequence[JobState], cluster: Cluster) -> np.ndarray:
+    """Samples per second of each job on 0 to all GPUs: lines between what was measured, from 0 at 0 GPUs, and beyond.
+
+    A job of which nothing was measured has 1 on each GPU: it is new, and then nothing is ranked by it.
+    """
+    places = np.arange(cluster.num_gpus + 1)
+    speeds = np.empty((len(jobs), len(places)))
+    for row, state in enumerate(jobs):
+        known = [0, *(n for n, _ in state.observed)]
+        values = [0.0, *(speed for _, speed in state.observed)]
+        if len(known) == 1:
+            known, values = [0, 1], [0.0, 1.0]
+        speeds[row] = np.interp(places, known, values)
+        slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+        beyond = places > known[-1]
+        speeds[row, beyond] = np.maximum(values[-1] + slope * (places[beyond] - known[-1]), 1e-6)
+    return speeds

@@ -1,0 +1,65 @@
+"""From numbers of GPUs to GPUs: jobs whose number stays keep theirs, others get few nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from patrickstar.ones.jobs import BatchRule, Cluster, JobState
+from patrickstar.ones.policies.protocol import Grant
+
+
+def place(sizes: Mapping[str, int], jobs: Sequence[JobState], cluster: Cluster, rule: BatchRule) -> dict[str, Grant]:
+    """Grants of these sizes.
+
+    A job that keeps its size keeps GPUs and batch; one that shrinks keeps a part of its own. Others are placed from the
+    largest to the smallest: on the fullest node that has room for all, else on the nodes with the most free GPUs.
+
+    Raises:
+        ValueError: they are more GPUs than the cluster has.
+    """
+    total = sum(sizes.values())
+    if total > cluster.num_gpus:
+        raise ValueError(f"sizes add up to {total} GPUs and the cluster has {cluster.num_gpus}; a policy is wrong")
+    held: dict[str, Grant] = {}
+    free = set(range(cluster.num_gpus))
+    changing = []
+    for state in jobs:
+        size = sizes.get(state.job.name, 0)
+        if size and size == len(state.gpus):
+            held[state.job.name] = Grant(state.gpus, state.batch_size)
+            free.difference_update(state.gpus)
+        elif size:
+            changing.append((size, state))
+    for size, state in sorted(changing, key=lambda item: -item[0]):
+        gpus = _choose(size, state.gpus, free, cluster)
+        free.difference_update(gpus)
+        held[state.job.name] = Grant(gpus, state.job.batch_size(size, rule, cluster.gpus_per_node))
+    return held
+
+
+def _choose(size: int, own: tuple[int, ...], free: set[int], cluster: Cluster) -> tuple[int, ...]:
+    nodes: dict[int, list[int]] = {}
+    for gpu in sorted(free):
+        nodes.setdefault(gpu // cluster.gpus_per_node, []).append(gpu)
+    own_nodes = {gpu // cluster.gpus_per_node for gpu in own}
+    chosen: list[int] = []
+    while len(chosen) < size:
+        needed = size - len(chosen)
+        enough = [node for node, gpus in nodes.items() if len(gpus) >= needed]
+        if enough:
+            node = min(enough, key=lambda node: (len(nodes[node]), node not in own_nodes, node))
+        else:
+            node = max(nodes, key=lambda node: (len(nodes[node]), node in own_nodes, -node))
+        chosen += nodes.pop(node)[:needed]
+    return tuple(sorted(chosen))
+
+
+def rigid(order: Sequence[JobState], cluster: Cluster) -> dict[str, int]:
+    """Sizes for jobs in this order, each what its user asked for, as long as they fit; jobs that do not are passed."""
+    sizes, free = {}, cluster.num_gpus
+    for state in order:
+        size = state.job.rigid_size(cluster)
+        if size <= free:
+            sizes[state.job.name] = size
+            free -= size
+    return sizes

@@ -1,0 +1,31 @@
+"""Shortest remaining time first, of rigid jobs, with preemption and the true remaining time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from patrickstar.ones.jobs import BatchRule, Cluster, JobState, goodputs
+from patrickstar.ones.policies.placement import place, rigid
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Memoryless
+
+
+class Srtf(Memoryless):
+    """By remaining seconds on the GPUs that its user asked for; jobs that do not fit are passed."""
+
+    foresight = Foresight.EXACT
+
+    def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
+        """As :meth:`patrickstar.ones.policies.protocol.Policy.decide`.
+
+        Raises:
+            ValueError: it was not told the remaining work of a job.
+        """
+        order = sorted(jobs, key=lambda state: (_remaining_s(state, cluster), state.job.arrival_s, state.job.name))
+        return place(rigid(order, cluster), jobs, cluster, BatchRule.CONFIGURED)
+
+
+def _remaining_s(state: JobState, cluster: Cluster) -> float:
+    if state.remaining_samples is None:
+        raise ValueError(f"SRTF needs the remaining work of job {state.job.name} and was not told it")
+    speed = goodputs(state.job, BatchRule.CONFIGURED, cluster)[state.job.rigid_size(cluster)]
+    return state.remaining_samples / speed
