@@ -7,14 +7,16 @@ takes what it can from the machine it runs on.
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import numpy as np
 import torch
 
 from patrickstar import _C
 from patrickstar.planning.measuring import measure_host_adam_gparams, measure_link_gbps
 from patrickstar.sizes import show_size
 
-_SHORT_TOKENS = 1024
+_SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS = 1024, 4096, 262144
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,12 @@ class Gpu:
     """Sustained by float32 matrix products of such sizes, 1e12 operations per second."""
     attention_tflops: float
     """Sustained by 16-bit fused attention over 1024 tokens, counted as if nothing were masked."""
-    long_attention_tflops: float
-    """Sustained by it over very long sequences, of what causal attention does not mask: by the kernel that PyTorch
-    chooses by itself, which is not that of sequences that ranks share (patrickstar/sequence/choice.py).
+    middle_attention_tflops: float
+    """Sustained by it over 4096 tokens, of what causal attention does not mask: by the kernel that PyTorch chooses by
+    itself, which is not that of sequences that ranks share (patrickstar/sequence/choice.py).
     """
+    long_attention_tflops: float
+    """The same over 262,144 tokens."""
     memory_gbps: float
     """Sustained by element-wise operations, 1e9 bytes per second, reads and writes."""
     launch_seconds: float
@@ -46,15 +50,18 @@ class Gpu:
         return (self.matmul_tflops if dtype.itemsize == 2 else self.matmul_float32_tflops) * 1e12
 
     def attention_flops(self, dtype: torch.dtype, length: int, *, causal: bool) -> float:
-        """Operations per second of attention to ``length`` tokens, counted as if nothing were masked. In very long
-        sequences half of a causal kernel's are not done; in those of 1024 tokens most are. In between, seconds per
-        operation are linear in 1 / length: the blocks on the diagonal, and what a call costs by itself, are as many as
-        there are tokens.
+        """Operations per second of attention to ``length`` tokens, counted as if nothing were masked. In long sequences
+        half of a causal kernel's are not done; in those of 1024 tokens most are. Between the lengths whose rates are
+        known they are linear in the length's logarithm.
         """
-        short = min(self.attention_tflops * 1e12, self.matmul_flops(dtype))
-        most = min(self.long_attention_tflops * 1e12, self.matmul_flops(dtype)) * (2 if causal else 1)
-        share = min(_SHORT_TOKENS / length, 1.0)
-        return 1.0 / (share / short + (1.0 - share) / max(most, short))
+        at_most = self.matmul_flops(dtype)
+        done = 2 if causal else 1
+        short, middle, far = (
+            min(tflops * 1e12, at_most)
+            for tflops in (self.attention_tflops, self.middle_attention_tflops, self.long_attention_tflops)
+        )
+        rates = (short, max(middle * done, short), max(far * done, short))
+        return float(np.interp(math.log(length), np.log((_SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS)), rates))
 
 
 # Through host memory per updated parameter: gradient 2, states 12 in and 12 out, parameter 2 (csrc/optim/kernels.h).
@@ -118,7 +125,8 @@ H200 = Machine(
         matmul_tflops=710.0,
         matmul_float32_tflops=50.0,
         attention_tflops=420.0,
-        long_attention_tflops=250.0,  # fitted to 8.03 B with 4 x 4096 tokens, as the others are to 1024
+        middle_attention_tflops=238.5,  # fitted to 8.03 B with 4 x 4096 tokens, as the others are to 1024
+        long_attention_tflops=497.0,  # fitted to 8.03 B with one sequence of 262,144 tokens
         memory_gbps=3900.0,
         launch_seconds=4e-6,
     ),
@@ -174,6 +182,7 @@ def _of_data_sheet(
             matmul_tflops=H200.gpu.matmul_tflops * arithmetic,
             matmul_float32_tflops=float32_tflops * _OF_FLOAT32,
             attention_tflops=H200.gpu.attention_tflops * arithmetic,
+            middle_attention_tflops=H200.gpu.middle_attention_tflops * arithmetic,
             long_attention_tflops=H200.gpu.long_attention_tflops * arithmetic,
             memory_gbps=H200.gpu.memory_gbps * memory,
             launch_seconds=H200.gpu.launch_seconds,
@@ -234,6 +243,7 @@ def given_gpu(
             gpu,
             matmul_tflops=H200.gpu.matmul_tflops * share,
             attention_tflops=H200.gpu.attention_tflops * share,
+            middle_attention_tflops=H200.gpu.middle_attention_tflops * share,
             long_attention_tflops=H200.gpu.long_attention_tflops * share,
             matmul_float32_tflops=min(gpu.matmul_float32_tflops, H200.gpu.matmul_tflops * share / 2),
         )
