@@ -172,6 +172,14 @@ class AtInstructions:
         return self._count
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell has what it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def alarm():
     before = signal.getsignal(signal.SIGALRM)
