@@ -30,7 +30,9 @@ def short_batch(generator):
 WIDE = Case(wide_gpt2, short_batch)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "fp16"))]
+)
 def test_budgets(precision):
     """20 steps: unlimited = 1/4 of model data = 1/8 of it = the least that works."""
     unlimited = train(WIDE, make_config(precision))
@@ -171,7 +173,7 @@ def test_activation_checkpointing(name, use_reentrant):
     assert_same(run, unlimited)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_accumulation(precision):
     """Three backwards before a step: same bits for every budget and chunk size; in float32 equal to PyTorch's sum."""
     config = make_config(precision, gradient_clipping=1.0)

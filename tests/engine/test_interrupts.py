@@ -197,7 +197,11 @@ def check(run, num_steps, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"device_memory": "40KiB", "default_chunk_size": 1024}], ids=["roomy", "scarce"]
+    "options",
+    [
+        pytest.param({}, id="roomy", marks=pytest.mark.slow),
+        pytest.param({"device_memory": "40KiB", "default_chunk_size": 1024}, id="scarce"),
+    ],
 )
 def test_a_thousand_interrupts_at_random_instants(tmp_path, alarm, options):
     run = Run(tmp_path / "run", **options)
