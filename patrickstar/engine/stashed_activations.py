@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
@@ -119,9 +120,9 @@ class ActivationStash:
         if not self._may_leave(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype)
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype, tensor._version)
         kept = self._known.get(key)
-        if kept is None or kept.tensor is None or kept.ticket is not None:
+        if kept is None or kept.place is not _Place.ON_DEVICE:
             kept = self._known[key] = _Kept(self._runtime, tensor, self._num_kept)
             self._num_kept += 1
             self._make_room()
@@ -142,14 +143,9 @@ class ActivationStash:
         excess = self._runtime.excess_of_activations() - sum(kept.num_bytes for kept in self._leaving)
         while excess > 0 and self._on_device:
             kept = self._on_device[0]()
-            if kept is not None and not kept.is_unchanged:
-                kept = None  # its backward will say so
-            if kept is not None:
-                assert kept.tensor is not None
-                ticket = self._runtime.stash_activation(kept.tensor.data_ptr(), kept.num_bytes)
-                if ticket < 0:
+            if kept is not None and kept.is_unchanged:  # else its backward will say so
+                if not kept.leave():
                     return  # the host has no room
-                kept.ticket = ticket
                 self._leaving.append(kept)
                 self._away.append(weakref.ref(kept))
                 excess -= kept.num_bytes
@@ -162,73 +158,93 @@ class ActivationStash:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        kept = self._leaving.popleft()
-        self._runtime.finish_stashing(kept.ticket)
-        kept.tensor = None
+        self._leaving.popleft().finish_leaving()
 
     def _unpack(self, saved: torch.Tensor | _Kept) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         self._let_go()
-        tensor = saved.tensor if saved.ticket is None or saved in self._leaving else self._fetched(saved)
-        if tensor is None or not saved.is_unchanged:
+        if not saved.is_unchanged:
             raise RuntimeError(
                 f"a tensor of shape {list(saved.shape)} that a forward saved for its backward was modified in place; "
                 "let that operation make a new tensor"
             )
+        tensor = saved.take()
         self._fetch_ahead(saved)
-        return tensor
-
-    def _fetched(self, kept: _Kept) -> torch.Tensor:
-        """It may be used once more: what comes back is not held."""
-        tensor = kept.tensor if kept.tensor is not None else kept.fetch(self._device)
-        self._runtime.await_activation(kept.ticket)
-        kept.tensor, kept.version = None, 0
         return tensor
 
     def _fetch_ahead(self, used: _Kept) -> None:
         while self._away:
             kept = self._away[-1]()
             if kept is not None and kept.number < used.number:
-                if used.number - kept.number <= _FETCHED_AHEAD and kept not in self._leaving:
+                if used.number - kept.number <= _FETCHED_AHEAD and kept.place is _Place.AWAY:
                     self._away.pop()
-                    kept.fetch(self._device)
+                    kept.fetch()
                 return
             self._away.pop()
 
 
+class _Place(enum.Enum):
+    """Where a kept tensor is; it holds device memory everywhere but in ``AWAY``."""
+
+    ON_DEVICE = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    COMING = enum.auto()
+
+
 class _Kept:
-    """A tensor that autograd saved: on the device (no ticket), leaving it (``tensor`` is needed until then), away, or
-    on its way back into ``tensor``.
-    """
+    """A tensor that autograd saved."""
 
     def __init__(self, runtime: _C.Runtime, tensor: torch.Tensor, number: int):
         self._runtime = runtime
-        self.tensor: torch.Tensor | None = tensor
+        self.place = _Place.ON_DEVICE
         self.number = number
         self.num_bytes = tensor.nbytes
-        self.shape = tensor.shape
-        self.version = tensor._version
-        self.ticket: int = None  # type: ignore[assignment]
-        self._dtype = tensor.dtype
-        self._is_fetched = False
+        self.shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._tensor: torch.Tensor | None = tensor
+        self._version = tensor._version
+        self.ticket = -1  # the stash's, of one that left
 
     @property
     def is_unchanged(self) -> bool:
-        """Since it was saved, or came back; nothing changes what is away."""
-        return self.tensor is None or self.tensor._version == self.version
+        """Since it was saved; nothing changes what is away or on its way back."""
+        return self._tensor is None or self._tensor._version == self._version
 
-    def fetch(self, device: torch.device) -> torch.Tensor:
+    def leave(self) -> bool:
+        """Starts the copy to the host; False where that has no room."""
+        assert self._tensor is not None
+        self.ticket = self._runtime.stash_activation(self._tensor.data_ptr(), self.num_bytes)
+        if self.ticket < 0:
+            return False
+        self.place = _Place.LEAVING
+        return True
+
+    def finish_leaving(self) -> None:
+        """Returns when the copy is over, and lets go of the device's memory."""
+        self._runtime.finish_stashing(self.ticket)
+        self.place, self._tensor = _Place.AWAY, None
+
+    def fetch(self) -> None:
         """Starts the copy back."""
-        self.tensor = torch.empty(self.shape, dtype=self._dtype, device=device)
-        self.version = self.tensor._version
-        self._runtime.fetch_activation(self.ticket, self.tensor.data_ptr())
-        self._is_fetched = True
-        return self.tensor
+        self._tensor = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+        self._version = self._tensor._version
+        self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
+        self.place = _Place.COMING
+
+    def take(self) -> torch.Tensor:
+        """Its value, which may be asked for once more: what came back is not held."""
+        if self.place is _Place.AWAY:
+            self.fetch()
+        tensor = self._tensor
+        assert tensor is not None
+        if self.place is _Place.COMING:
+            self._runtime.await_activation(self.ticket)
+            self.place, self._tensor = _Place.AWAY, None
+        return tensor
 
     def __del__(self):
-        if self.ticket is None:
-            return
-        if self.tensor is not None and self._is_fetched and not self._runtime.closed:
+        if self.place is _Place.COMING and not self._runtime.closed:
             self._runtime.await_activation(self.ticket)  # its memory may be used again, by what compute does later
-        self._runtime.drop_activation(self.ticket)
+        if self.place is not _Place.ON_DEVICE:
+            self._runtime.drop_activation(self.ticket)
