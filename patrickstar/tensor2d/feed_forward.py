@@ -13,7 +13,32 @@ from patrickstar.tensor2d.linear import Linear2D
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-class MLP2D(nn.Module):
+class FeedForward(nn.Module):
+    """``down(activation(up(x)))``, by whatever layers."""
+
+    def __init__(self, up: nn.Module, down: nn.Module, activation: Activation):
+        super().__init__()
+        self.activation, self.up, self.down = activation, up, down
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape and dtype stay."""
+        return self.down(self.activation(self.up(hidden)))
+
+
+class GatedFeedForward(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, by whatever layers: ``gate_up`` is both, one behind the other."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, activation: Activation):
+        super().__init__()
+        self.activation, self.gate_up, self.down = activation, gate_up, down
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape and dtype stay."""
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+class MLP2D(FeedForward):
     """``down(activation(up(x)))``: [b/r, ..., h/c] -> [b/r, ..., h/c].
 
     Args:
@@ -37,17 +62,12 @@ class MLP2D(nn.Module):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__()
-        self.activation = activation
-        self.up = Linear2D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
-        self.down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
-        return self.down(self.activation(self.up(hidden)))
+        up = Linear2D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
+        down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+        super().__init__(up, down, activation)
 
 
-class GatedMLP2D(nn.Module):
+class GatedMLP2D(GatedFeedForward):
     """``down(activation(gate(x)) * up(x))``, gate and up of one product. Arguments are those of :class:`MLP2D`."""
 
     def __init__(
@@ -61,13 +81,7 @@ class GatedMLP2D(nn.Module):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__()
-        self.activation = activation
         parts = (intermediate, intermediate)
-        self.gate_up = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
-        self.down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape and dtype stay."""
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        gate_up = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+        super().__init__(gate_up, down, activation)

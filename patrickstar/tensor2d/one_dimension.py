@@ -26,7 +26,7 @@ from torch import nn
 from patrickstar.tensor2d.attention import Extend, Heads2D, Rotary
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.embedding import Embedding2D
-from patrickstar.tensor2d.feed_forward import MLP2D, Activation, GatedMLP2D
+from patrickstar.tensor2d.feed_forward import Activation, FeedForward, GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
@@ -205,7 +205,7 @@ class Attention1D(nn.Module):
         return self.out(self.attend(hidden, mask, rotary, extend))
 
 
-class MLP1D(MLP2D):
+class MLP1D(FeedForward):
     """``down(activation(up(x)))``: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
     :class:`~patrickstar.tensor2d.MLP2D`.
     """
@@ -221,13 +221,12 @@ class MLP1D(MLP2D):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        nn.Module.__init__(self)
-        self.activation = activation
-        self.up = ColumnLinear1D(features, intermediate, group, bias=bias, dtype=dtype, device=device)  # type: ignore[assignment]
-        self.down = RowLinear1D(intermediate, features, group, bias=bias, dtype=dtype, device=device)  # type: ignore[assignment]
+        up = ColumnLinear1D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
+        down = RowLinear1D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+        super().__init__(up, down, activation)
 
 
-class GatedMLP1D(GatedMLP2D):
+class GatedMLP1D(GatedFeedForward):
     """``down(activation(gate(x)) * up(x))``: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
     :class:`~patrickstar.tensor2d.MLP2D`.
     """
@@ -243,12 +242,10 @@ class GatedMLP1D(GatedMLP2D):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        nn.Module.__init__(self)
-        self.activation = activation
         parts = (intermediate, intermediate)
-        options = {"bias": bias, "dtype": dtype, "device": device}
-        self.gate_up = ColumnLinear1D(features, sum(parts), group, parts=parts, **options)  # type: ignore[assignment,arg-type]
-        self.down = RowLinear1D(intermediate, features, group, **options)  # type: ignore[assignment,arg-type]
+        gate_up = ColumnLinear1D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        down = RowLinear1D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
+        super().__init__(gate_up, down, activation)
 
 
 class LMHead1D(Layer2D):
