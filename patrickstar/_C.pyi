@@ -742,6 +742,12 @@ class Runtime(UseListener):
     def excess_of_activations(self) -> int:
         """Bytes by which the tide exceeds what of the device is for activations; below 0: it does not."""
 
+    def host_room_of_activations(self) -> int:
+        """Bytes that host memory can still take of them."""
+
+    def take_live_tide_peak(self) -> int:
+        """The highest tide in bytes since the last call, without memory that PyTorch keeps for later allocations."""
+
     def stash_activation(self, data: int, num_bytes: int, /) -> int:
         """A ticket for bytes that are copied to host memory; -1 where that has no room."""
 

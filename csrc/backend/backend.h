@@ -90,6 +90,8 @@ class Backend : public DeviceAllocator {
   // Device memory taken by everything but slots: now, and the highest since the last call.
   virtual int64_t tide_bytes() = 0;
   virtual int64_t take_tide_peak() = 0;
+  // What of the tide was alive at once, without memory that is kept for later allocations: highest since the last call.
+  virtual int64_t take_live_tide_peak() = 0;
   // Everything on the device (slots and tide): highest since reset_peak().
   virtual int64_t peak_bytes() = 0;
   virtual void reset_peak() = 0;

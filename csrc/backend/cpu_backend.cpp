@@ -131,6 +131,7 @@ class CpuBackend final : public Backend {
   bool follows_tide() const override { return true; }
   int64_t tide_bytes() override { return meter_->tide_; }
   int64_t take_tide_peak() override { return meter_->tide_peak_.exchange(meter_->tide_); }
+  int64_t take_live_tide_peak() override { return meter_->live_peak_.exchange(meter_->tide_); }
   int64_t peak_bytes() override { return meter_->peak_; }
   void reset_peak() override { meter_->peak_ = meter_->in_use(); }
   int64_t least_limit_bytes() override { return meter_->least_limit_; }

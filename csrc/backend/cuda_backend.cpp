@@ -249,18 +249,19 @@ class CudaBackend final : public Backend {
     return stats.reserved_bytes[kAggregate].current - slot_bytes_;
   }
   int64_t take_tide_peak() override {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
-    const int64_t peak = stats.reserved_bytes[kAggregate].peak - std::exchange(least_slot_bytes_, slot_bytes_);
-    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
-    return std::max<int64_t>(peak, 0);
+    note_peaks();
+    return std::exchange(tide_peak_, 0);
+  }
+  int64_t take_live_tide_peak() override {
+    note_peaks();
+    return std::exchange(live_tide_peak_, 0);
   }
   int64_t peak_bytes() override {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
     return std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
   }
   void reset_peak() override {
-    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
+    note_peaks();
     peak_reserved_ = 0;
   }
   // PyTorch's allocator enforces the limit from the first step on; what it refuses is not known here.
@@ -282,6 +283,15 @@ class CudaBackend final : public Backend {
   cudaStream_t stream(Queue queue) const {
     return queue == Queue::kCompute ? compute_ : streams_[static_cast<size_t>(queue)];
   }
+  // PyTorch has one peak of each kind for all who ask.
+  void note_peaks() {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    const int64_t slots = std::exchange(least_slot_bytes_, slot_bytes_);
+    peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
+    tide_peak_ = std::max(tide_peak_, stats.reserved_bytes[kAggregate].peak - slots);
+    live_tide_peak_ = std::max(live_tide_peak_, stats.allocated_bytes[kAggregate].peak - slots);
+    c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
+  }
   c10::DeviceIndex device_;
   std::shared_ptr<CudaEventPool> events_;
   std::shared_ptr<CudaEventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
@@ -292,8 +302,10 @@ class CudaBackend final : public Backend {
   cudaStream_t compute_;                            // [Note: one compute queue]
   int64_t slot_bytes_ = 0;
   int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
-  int64_t least_slot_bytes_ = 0;   // since the last take_tide_peak
+  int64_t least_slot_bytes_ = 0;   // since the last note_peaks
   int64_t peak_reserved_ = 0;
+  int64_t tide_peak_ = 0;  // since take_tide_peak, like the next since take_live_tide_peak
+  int64_t live_tide_peak_ = 0;
   std::optional<AllocatorLimit> allocator_limit_;
   std::optional<CudaPressureScope> pressure_;
 };

@@ -59,6 +59,7 @@ class DelayingBackend final : public Backend {
   bool follows_tide() const override { return inner_->follows_tide(); }
   int64_t tide_bytes() override { return inner_->tide_bytes(); }
   int64_t take_tide_peak() override { return inner_->take_tide_peak(); }
+  int64_t take_live_tide_peak() override { return inner_->take_live_tide_peak(); }
   int64_t peak_bytes() override { return inner_->peak_bytes(); }
   void reset_peak() override { inner_->reset_peak(); }
   int64_t least_limit_bytes() override { return inner_->least_limit_bytes(); }

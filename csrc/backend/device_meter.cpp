@@ -92,6 +92,7 @@ void free_metered(void* data) {
 
 void DeviceMeter::note_peaks() {
   raise_to(tide_peak_, tide_);
+  raise_to(live_peak_, tide_);
   raise_to(peak_, in_use());
 }
 

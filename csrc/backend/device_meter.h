@@ -44,6 +44,7 @@ class DeviceMeter {
   std::atomic<int64_t> tide_{0};
   std::atomic<int64_t> slots_{0};
   std::atomic<int64_t> tide_peak_{0};
+  std::atomic<int64_t> live_peak_{0};  // the same, since somebody else has asked
   std::atomic<int64_t> peak_{0};
   std::atomic<int64_t> least_limit_{0};
   std::atomic<LimitPolicy> policy_{LimitPolicy::kEnforce};

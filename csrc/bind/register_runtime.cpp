@@ -298,6 +298,8 @@ void register_runtime(py::module_& module) {
       .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
       .def("meet_ranks", &Runtime::meet_ranks, ReleaseGil())
       .def("excess_of_activations", &Runtime::excess_of_activations, ReleaseGil())
+      .def("host_room_of_activations", &Runtime::host_room_of_activations, ReleaseGil())
+      .def("take_live_tide_peak", &Runtime::take_live_tide_peak, ReleaseGil())
       .def(
           "stash_activation",
           [](Runtime& self, uintptr_t data, int64_t num_bytes) {

@@ -365,6 +365,10 @@ HostBlock Pager::try_allocate_guest(int64_t num_bytes) {
   return block;
 }
 
+int64_t Pager::guest_room_bytes() const {
+  return memory_.arena().free_bytes() - promised_host_bytes() - spare_bytes(layout());
+}
+
 bool Pager::is_promised(ArrayId id) const {
   if (store().home(id.chunk) == Tier::kDevice) return false;
   if (is_optimizer_state(id.kind)) return true;

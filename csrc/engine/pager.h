@@ -78,6 +78,8 @@ class Pager final : public Tenant {
   Slot take_slot(int64_t num_bytes, ArrayId what);
   // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
   HostBlock try_allocate_guest(int64_t num_bytes);
+  // What there is of it, as far as it is in one piece.
+  int64_t guest_room_bytes() const;
   // Of arrays that are at home on the host, what has no block yet.
   int64_t promised_host_bytes() const;
   // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before

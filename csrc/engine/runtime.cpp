@@ -369,6 +369,10 @@ void Runtime::meet_ranks() {
 
 int64_t Runtime::excess_of_activations() { return Entry(*this)->stash.excess_bytes(); }
 
+int64_t Runtime::host_room_of_activations() { return Entry(*this)->stash.host_room_bytes(); }
+
+int64_t Runtime::take_live_tide_peak() { return Entry(*this)->backend().take_live_tide_peak(); }
+
 Stash::Ticket Runtime::stash_activation(const void* data, int64_t num_bytes) {
   return compute()->stash.put(data, num_bytes);
 }

@@ -111,6 +111,9 @@ class Runtime final : public UseListener {
   void meet_ranks();
   // Activations in host memory (engine/stash.h).
   int64_t excess_of_activations();
+  int64_t host_room_of_activations();
+  // The highest tide of what was alive at once since the last call.
+  int64_t take_live_tide_peak();
   Stash::Ticket stash_activation(const void* data, int64_t num_bytes);
   bool is_stashed(Stash::Ticket ticket);
   void finish_stashing(Stash::Ticket ticket);

@@ -33,6 +33,8 @@ class Stash {
 
   // By how much the tide exceeds what of the device is for activations.
   int64_t excess_bytes() const;
+  // What the host may still take of them.
+  int64_t host_room_bytes() const { return pager_.guest_room_bytes(); }
   // Starts the copy of what compute enqueued so far has written to `data`. kNoRoom: nothing was done.
   Ticket put(const void* data, int64_t num_bytes);
   // Whether the copy to the host is over; finish() returns when it is.

@@ -81,6 +81,14 @@ class ActivationOffload(enum.Enum):
     ALWAYS = "always"
 
 
+class KeepAttention(enum.Enum):
+    """Whether what attention gives in checkpointed layers is kept for their backward."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    ALWAYS = "always"
+
+
 class HostAffinity(enum.Enum):
     """Where threads that compute on the host run."""
 
@@ -345,6 +353,14 @@ class ActivationsConfig(Section):
     device, the first of them first, and come back in time; where host memory has no room they stay. ``"auto"``: of
     models of Hugging Face that checkpoint their layers, whose inputs these are then. ``"always"``: of any model.
     ``"never"``. Numbers do not depend on it.
+    """
+    keep_attention: Annotated[KeepAttention, HONOURED] = KeepAttention.AUTO
+    """Whether what attention gives in a checkpointed layer of a model of Hugging Face is kept for the layer's backward,
+    which else computes it once more. ``"auto"``: from 32,768 tokens on, where device and host have room beside the
+    layers' inputs; of fewer tokens that room and the link are worth more to parameters. ``"always"``: of any number
+    of tokens, where there is room. ``"never"``. Numbers do not depend on it. It needs checkpoints with
+    ``use_reentrant=False``, no dropout in attention, and an ``offload`` that is not ``"never"``; layers that are
+    compiled compute attention again.
     """
 
 

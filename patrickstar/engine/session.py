@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import change_activations, check_activations
 from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_sequences import Sequences, WholeSequences, make_sequences
@@ -30,7 +31,6 @@ from patrickstar.engine.notebook import running_statement
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.run_log import NoRunLog
-from patrickstar.engine.stashed_activations import keeper_of_activations
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.machine.budgets import Budgets
@@ -197,8 +197,7 @@ class Session:
             module, self.config, self.ranks, self.runtime.meet_ranks, lambda: self.num_steps
         )
         self._teardown.callback(self.sequences.close)
-        offload = self.config.activations.offload
-        self._activations = keeper_of_activations(module, offload, self.runtime, self.device)
+        self._activations = keeper_of_activations(module, self.config.activations, self.runtime, self.device)
         self._teardown.callback(self._activations.finish)
         self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
         self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)

@@ -5,9 +5,14 @@
         loss = module(...)
 
 [Note: kept activations] What autograd saves in such a forward is kept here instead: with activation checkpointing the
-inputs of the layers, which are computed again from them. Where the tide exceeds its share of the device (``_C`` says by
-how much), what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h).
-The copy back begins when what was kept a little later is used. Its bits are those that were saved.
+inputs of the layers, which are computed again from them. Where they would take more than their share of the device,
+what was kept first is copied to host memory and let go ([Note: stashed activations], csrc/engine/stash.h). The copy
+back begins when what was kept a little later is used. Its bits are those that were saved.
+
+[Note: working activations] The share is also for what forward and backward have beside: one layer's operations, the
+loss. How much that is at most, the first step shows: between two tensors that are kept or used, the highest tide of
+what was alive, less what was kept. Until then the share is compared with the tide itself, which on CUDA counts memory
+that PyTorch holds for later allocations, so that nearly everything leaves once the share was exceeded.
 """
 
 from __future__ import annotations
@@ -17,93 +22,50 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload
-from patrickstar.module.chunked_parameter import ChunkedParameter
 
 _LEAST_SHARE = 4096  # of the device's memory: smaller tensors stay, so that hooks cost little
+_SHARE = 0.5  # of the device's memory, for activations (csrc/engine/stash.cpp)
 _MOST_LEAVING = 2  # tensors whose copies to the host run: so far may the launching thread be ahead of the device
 _FETCHED_AHEAD = 3  # how many tensors before its use the copy back of one begins
 
 
-def keeper_of_activations(
-    module: nn.Module, offload: ActivationOffload, runtime: _C.Runtime, device: torch.device
-) -> ActivationKeeper:
-    """What each training forward of ``module`` runs in. Its parameters are where they stay."""
-    if offload is ActivationOffload.NEVER:
-        return StayingActivations()
-    params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
-    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params})
-    if offload is ActivationOffload.ALWAYS:
-        return stash
-    return CheckpointedActivations(module, stash)
-
-
-class ActivationKeeper(Protocol):
-    """Whose forwards keep activations, and where."""
-
-    def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward whose backward comes."""
-        ...
-
-    def finish(self) -> None:
-        """Returns when no copy runs any more."""
-        ...
-
-
-class StayingActivations:
-    """They stay on the device, as autograd has them."""
-
-    def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing happens."""
-        return contextlib.nullcontext()
-
-    def finish(self) -> None:
-        """There is none."""
-
-
-class CheckpointedActivations:
-    """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
-
-    def __init__(self, module: nn.Module, stash: ActivationStash):
-        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
-        self._stash = stash
-
-    def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """As the layers are just then."""
-        checkpoints = any(layer.gradient_checkpointing for layer in self._layers)
-        return self._stash.keeping() if checkpoints else contextlib.nullcontext()
-
-    def finish(self) -> None:
-        """The stash's."""
-        self._stash.finish()
-
-
 class ActivationStash:
-    """Of one engine. Forwards and backwards come one after the other."""
+    """Of one engine. Forwards and backwards come one after the other.
+
+    Attributes:
+        runtime: of the engine.
+        working: what activations need beside those that are kept.
+    """
 
     def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int]):
         """``storages``: the addresses (``_cdata``) of those that hold parameters, which have their own way."""
-        self._runtime = runtime
+        self.runtime = runtime
         self._device = device
         self._storages = frozenset(storages)
-        self._least_bytes = runtime.report()["device_budget_bytes"] // _LEAST_SHARE
-        self._known: weakref.WeakValueDictionary[Any, _Kept] = weakref.WeakValueDictionary()
-        self._on_device: collections.deque[weakref.ref[_Kept]] = collections.deque()
-        self._leaving: collections.deque[_Kept] = collections.deque()
-        self._away: list[weakref.ref[_Kept]] = []
+        budget = runtime.report()["device_budget_bytes"]
+        self._share = int(budget * _SHARE)
+        self._least_bytes = budget // _LEAST_SHARE
+        self.working = WorkingBytes(runtime, self._share)
+        self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
+        self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
+        self._leaving: collections.deque[Stashed] = collections.deque()
+        self._away: list[weakref.ref[Stashed]] = []
         self._num_kept = 0
+        self._inputs = ExpectedInputs()
+        self._missed_bytes = 0  # what the host had no room for in one piece
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Around a forward whose backward comes."""
         self._on_device.clear()
         self._away.clear()
+        self.working.begin_forward()
+        self._inputs.begin_forward()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -116,17 +78,37 @@ class ActivationStash:
         while self._leaving:
             self._finish_oldest()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
+        """One that backward will ask for, from now on in the stash; the tensor itself where it may not leave."""
+        return self._hold(tensor) if self._may_leave(tensor) else tensor
+
+    def has_room_beside_inputs(self, num_bytes: int) -> bool:
+        """Whether device and host can keep so many bytes, and all that autograd is still to save in this forward: as
+        many tensors as in the last one. False in the first forward.
+        """
+        if self.working.num_bytes is None:
+            return False
+        on_device = max(self._share - self.working.num_bytes - self.working.held_bytes, 0)
+        needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
+        return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
         if not self._may_leave(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype, tensor._version)
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
-        if kept is None or kept.place is not _Place.ON_DEVICE:
-            kept = self._known[key] = _Kept(self._runtime, tensor, self._num_kept)
-            self._num_kept += 1
-            self._make_room()
-            self._on_device.append(weakref.ref(kept))
+        if kept is None or kept.place is not Place.ON_DEVICE:
+            kept = self._known[key] = self._hold(tensor)
+            self._inputs.note(tensor.nbytes)
+        return kept
+
+    def _hold(self, tensor: torch.Tensor) -> Stashed:
+        self.working.measure()
+        kept = Stashed(self, tensor, self._num_kept)
+        self._num_kept += 1
+        self._make_room()
+        self._on_device.append(weakref.ref(kept))
         return kept
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
@@ -134,17 +116,18 @@ class ActivationStash:
             return False
         storage = tensor.untyped_storage()
         # Of a larger tensor that something else may hold, a part that leaves frees nothing.
-        whole = tensor.is_contiguous() and storage.nbytes() < 2 * tensor.nbytes
+        whole = _is_dense(tensor) and storage.nbytes() < 2 * tensor.nbytes
         return whole and storage._cdata not in self._storages
 
     def _make_room(self) -> None:
         """What was kept first leaves, as long as activations take too much."""
         self._let_go()
-        excess = self._runtime.excess_of_activations() - sum(kept.num_bytes for kept in self._leaving)
+        excess = self._excess_bytes()
         while excess > 0 and self._on_device:
             kept = self._on_device[0]()
             if kept is not None and kept.is_unchanged:  # else its backward will say so
                 if not kept.leave():
+                    self._missed_bytes = max(self._missed_bytes, 2 * kept.num_bytes)
                     return  # the host has no room
                 self._leaving.append(kept)
                 self._away.append(weakref.ref(kept))
@@ -153,14 +136,21 @@ class ActivationStash:
             if len(self._leaving) > _MOST_LEAVING:
                 self._finish_oldest()
 
+    def _excess_bytes(self) -> int:
+        """By how much activations exceed their share when what is leaving has left."""
+        leaving = sum(kept.num_bytes for kept in self._leaving)
+        if self.working.num_bytes is None:
+            return self.runtime.excess_of_activations() - leaving
+        return self.working.held_bytes - leaving + self.working.num_bytes - self._share
+
     def _let_go(self) -> None:
-        while self._leaving and self._runtime.is_stashed(self._leaving[0].ticket):
+        while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         self._leaving.popleft().finish_leaving()
 
-    def _unpack(self, saved: torch.Tensor | _Kept) -> torch.Tensor:
+    def _unpack(self, saved: torch.Tensor | Stashed) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         self._let_go()
@@ -169,22 +159,85 @@ class ActivationStash:
                 f"a tensor of shape {list(saved.shape)} that a forward saved for its backward was modified in place; "
                 "let that operation make a new tensor"
             )
-        tensor = saved.take()
-        self._fetch_ahead(saved)
-        return tensor
+        return saved.take()
 
-    def _fetch_ahead(self, used: _Kept) -> None:
+    def fetch_ahead(self, used: Stashed) -> None:
+        """Starts the copy back of what is needed next, a little later than ``used``."""
         while self._away:
             kept = self._away[-1]()
             if kept is not None and kept.number < used.number:
-                if used.number - kept.number <= _FETCHED_AHEAD and kept.place is _Place.AWAY:
+                if used.number - kept.number <= _FETCHED_AHEAD and kept.place is Place.AWAY:
                     self._away.pop()
                     kept.fetch()
                 return
             self._away.pop()
 
 
-class _Place(enum.Enum):
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are a piece of memory, in whatever order."""
+    stride = 1
+    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and step != stride:
+            return False
+        stride *= size
+    return True
+
+
+class WorkingBytes:
+    """[Note: working activations]
+
+    Attributes:
+        held_bytes: of what is kept, on the device.
+        num_bytes: the most that was alive beside it; None until a step was seen.
+    """
+
+    def __init__(self, runtime: _C.Runtime, share: int):
+        self._runtime = runtime
+        self._least_held = share // 8  # with less nothing will have to leave, so nobody asks for peaks
+        self.held_bytes = 0
+        self.num_bytes: int | None = None
+        self._highest = -1
+        self._held_before = 0
+
+    def begin_forward(self) -> None:
+        """What the step before has shown counts from now on."""
+        if self._highest >= 0:
+            self.num_bytes = max(self.num_bytes or 0, self._highest)
+        self._highest = -1
+        self._held_before = 0
+
+    def measure(self) -> None:
+        """A tensor is about to be kept or used."""
+        if self._held_before > self._least_held:
+            self._highest = max(self._highest, self._runtime.take_live_tide_peak() - self._held_before)
+        elif self.held_bytes > self._least_held:
+            self._runtime.take_live_tide_peak()  # from now on
+        self._held_before = self.held_bytes
+
+
+class ExpectedInputs:
+    """How many tensors autograd saves in a forward, by the last one."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._count_before = 0
+        self._num_bytes = 0
+
+    def begin_forward(self) -> None:
+        """Nothing is saved yet."""
+        self._count_before, self._count = self._count, 0
+
+    def note(self, num_bytes: int) -> None:
+        """One was."""
+        self._count += 1
+        self._num_bytes = num_bytes
+
+    def outstanding_bytes(self) -> int:
+        """Of those that are still to come, if they are as large as the last one."""
+        return max(self._count_before - self._count, 0) * self._num_bytes
+
+
+class Place(enum.Enum):
     """Where a kept tensor is; it holds device memory everywhere but in ``AWAY``."""
 
     ON_DEVICE = enum.auto()
@@ -193,23 +246,27 @@ class _Place(enum.Enum):
     COMING = enum.auto()
 
 
-class _Kept:
-    """A tensor that autograd saved."""
+class Stashed:
+    """A tensor that is kept between forward and backward."""
 
-    def __init__(self, runtime: _C.Runtime, tensor: torch.Tensor, number: int):
-        self._runtime = runtime
-        self.place = _Place.ON_DEVICE
+    def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int):
+        self._stash = stash
+        self._runtime = stash.runtime
+        self._working = stash.working
+        self.place = Place.ON_DEVICE
         self.number = number
         self.num_bytes = tensor.nbytes
-        self.shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self.shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
-        self.ticket = -1  # the stash's, of one that left
+        self._was_changed = False
+        self.ticket = -1  # of one that left
+        self._working.held_bytes += self.num_bytes
 
     @property
     def is_unchanged(self) -> bool:
-        """Since it was saved; nothing changes what is away or on its way back."""
-        return self._tensor is None or self._tensor._version == self._version
+        """Since it was kept; nothing changes what is away or on its way back."""
+        return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
 
     def leave(self) -> bool:
         """Starts the copy to the host; False where that has no room."""
@@ -217,34 +274,40 @@ class _Kept:
         self.ticket = self._runtime.stash_activation(self._tensor.data_ptr(), self.num_bytes)
         if self.ticket < 0:
             return False
-        self.place = _Place.LEAVING
+        self.place = Place.LEAVING
         return True
 
     def finish_leaving(self) -> None:
         """Returns when the copy is over, and lets go of the device's memory."""
         self._runtime.finish_stashing(self.ticket)
-        self.place, self._tensor = _Place.AWAY, None
+        self._was_changed = not self.is_unchanged
+        self.place, self._tensor = Place.AWAY, None
+        self._working.held_bytes -= self.num_bytes
 
     def fetch(self) -> None:
         """Starts the copy back."""
-        self._tensor = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+        self._tensor = torch.empty_strided(self.shape, self._stride, dtype=self._dtype, device=self._device)
         self._version = self._tensor._version
         self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
-        self.place = _Place.COMING
+        self.place = Place.COMING
 
     def take(self) -> torch.Tensor:
         """Its value, which may be asked for once more: what came back is not held."""
-        if self.place is _Place.AWAY:
+        self._working.measure()
+        if self.place is Place.AWAY:
             self.fetch()
         tensor = self._tensor
         assert tensor is not None
-        if self.place is _Place.COMING:
+        if self.place is Place.COMING:
             self._runtime.await_activation(self.ticket)
-            self.place, self._tensor = _Place.AWAY, None
+            self.place, self._tensor = Place.AWAY, None
+        self._stash.fetch_ahead(self)
         return tensor
 
     def __del__(self):
-        if self.place is _Place.COMING and not self._runtime.closed:
+        if self.place is Place.COMING and not self._runtime.closed:
             self._runtime.await_activation(self.ticket)  # its memory may be used again, by what compute does later
-        if self.place is not _Place.ON_DEVICE:
+        if self.place is not Place.ON_DEVICE:
             self._runtime.drop_activation(self.ticket)
+        if self.place in (Place.ON_DEVICE, Place.LEAVING):
+            self._working.held_bytes -= self.num_bytes

@@ -1,0 +1,92 @@
+"""In what an engine runs forwards whose backward comes: where their activations are kept, by its configuration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
+from patrickstar.engine.kept_attention import AUTO_LEAST_TOKENS, KeptAttention
+from patrickstar.engine.stashed_activations import ActivationStash
+from patrickstar.module.chunked_parameter import ChunkedParameter
+
+
+def keeper_of_activations(
+    module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device
+) -> ActivationKeeper:
+    """What each training forward of ``module`` runs in. Its parameters are where they stay."""
+    if section.offload is ActivationOffload.NEVER:
+        return StayingActivations()
+    params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
+    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params})
+    attention = None
+    if section.keep_attention is not KeepAttention.NEVER:
+        least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else AUTO_LEAST_TOKENS
+        attention = KeptAttention(module, stash, least_tokens)
+    if section.offload is ActivationOffload.ALWAYS:
+        return AllActivations(stash, attention)
+    return CheckpointedActivations(module, stash, attention)
+
+
+class ActivationKeeper(Protocol):
+    """Whose forwards keep activations, and where."""
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward whose backward comes."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when no copy runs any more."""
+        ...
+
+
+class StayingActivations:
+    """They stay on the device, as autograd has them."""
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing happens."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """There is none."""
+
+
+class AllActivations:
+    """Whatever autograd saves may leave, and attention of checkpointed layers is kept as well."""
+
+    def __init__(self, stash: ActivationStash, attention: KeptAttention | None):
+        self._stash = stash
+        self._attention = attention
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """In the stash."""
+        attention = contextlib.nullcontext() if self._attention is None else self._attention.keeping()
+        with self._stash.keeping(), attention:
+            yield
+
+    def finish(self) -> None:
+        """The stash's."""
+        self._stash.finish()
+
+
+class CheckpointedActivations:
+    """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
+
+    def __init__(self, module: nn.Module, stash: ActivationStash, attention: KeptAttention | None):
+        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._all = AllActivations(stash, attention)
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """As the layers are just then."""
+        checkpoints = any(layer.gradient_checkpointing for layer in self._layers)
+        return self._all.keeping() if checkpoints else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """The stash's."""
+        self._all.finish()

@@ -1,0 +1,136 @@
+"""What attention gives in checkpointed layers, kept for backward ([Note: kept attention]): kernels that are not called
+again, the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from patrickstar.engine.kept_attention import _DROPOUT_AT
+from tests.engine.test_stashed_activations import DEEP, LAYERS, deep_llama, long_batch, stashing
+from tests.models import Case
+from tests.training import Run, assert_same, least_device_memory, train
+
+
+class CountedKernels(TorchDispatchMode):
+    """Of attention's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in _DROPOUT_AT
+        return func(*args, **(kwargs or {}))
+
+
+def keeping(kept, **config):
+    result = stashing(config.pop("offload", "auto"), **config)
+    result["activations"]["keep_attention"] = kept
+    return result
+
+
+def counted(config, steps, case=DEEP, **options) -> tuple[Run, int]:
+    kernels = CountedKernels()
+    with kernels:
+        run = train(case, config, steps=steps, checkpointing=options.pop("checkpointing", False), **options)
+    return run, kernels.count
+
+
+@functools.cache
+def reference(precision: str) -> Run:
+    run, count = counted(keeping("never", offload="never", precision=precision), 3)
+    assert count == 3 * 2 * LAYERS
+    return run
+
+
+@functools.cache
+def least() -> int:
+    return least_device_memory(DEEP, keeping("never"), steps=2, checkpointing=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kernels_are_not_called_again(precision):
+    """In the first forward it is not known what else will be kept ([Note: working activations]); from then on host
+    memory has room for all.
+    """
+    run, count = counted(keeping("always", precision=precision, device_memory=least()), 3)
+    print(f"{count} calls, {run.report['stashed_bytes']} bytes left the device")
+    assert count == (2 + 1 + 1) * LAYERS
+    assert run.report["stashed_bytes"] > 0
+    assert_same(run, reference(precision))
+
+
+def test_as_many_as_there_is_room_for():
+    """Inputs of the layers come first; where host memory has room for some of the outputs beside them the rest is
+    computed again, and no forward runs out of memory.
+    """
+    counts = set()
+    states = 16 * sum(param.numel() for param in deep_llama().parameters())
+    for room in (0, 1 << 19, 1 << 22):
+        config = keeping("always", device_memory=least() + (1 << 17), host_memory=states + (1 << 20) + room)
+        run, count = counted(config, 3)
+        counts.add(count)
+        assert_same(run, reference("fp32"))
+    print(sorted(counts))
+    assert len(counts) > 1 and min(counts) == (2 + 1 + 1) * LAYERS
+
+
+def test_default_leaves_short_sequences_alone():
+    assert counted(keeping("auto", device_memory=least()), 2)[1] == 2 * 2 * LAYERS
+
+
+def test_without_a_limit_of_the_device():
+    """Nothing is small enough beside it to be worth a hook."""
+    run, count = counted(keeping("always"), 2)
+    assert run.report["stashed_bytes"] == 0
+    assert count == 2 * 2 * LAYERS
+
+
+def test_reentrant_checkpoints_compute_again():
+    """They run their forward without autograd, where kernels give no log-sum-exp."""
+    run, count = counted(keeping("always", device_memory=least() + (1 << 17)), 2, checkpointing=True)
+    assert count == 2 * 2 * LAYERS
+    assert_same(run, train(DEEP, stashing("never"), steps=2, checkpointing=True))
+
+
+def test_dropout_computes_again():
+    """The recomputation draws the random numbers that the forward drew."""
+
+    def dropping():
+        model = deep_llama()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.25
+        return model
+
+    case = Case(dropping, long_batch)
+    run = train(case, keeping("always", device_memory=4 * least()), steps=2, checkpointing=False)
+    assert_same(run, train(case, keeping("never", offload="never"), steps=2, checkpointing=False))
+
+
+def test_a_graph_that_is_used_twice():
+    import patrickstar
+
+    grads = []
+    for kept in ("never", "always"):
+        torch.manual_seed(0)
+        model = deep_llama()
+        model.activation_checkpointing_enable()
+        engine, optimizer = patrickstar.initialize_engine(
+            lambda model=model: model, 0, keeping(kept, device_memory=2 * least())
+        )
+        with engine:
+            engine.train()
+            for seed in range(2):
+                batch = long_batch(torch.Generator().manual_seed(seed))
+                loss = engine(**batch).loss
+                engine.backward(loss, retain_graph=True)
+                engine.backward(loss)
+                optimizer.step()
+            grads.append(engine.state_dict())
+    for name, value in grads[0].items():
+        assert torch.equal(value, grads[1][name]), name
