@@ -1,12 +1,14 @@
 """Training steps of one long sequence: attention of checkpointed layers kept against computed again.
 
 A model of Hugging Face with checkpointed layers, the loss fused, MLPs and norms in tiles, AdamW, clipping at 1.0. Each
-variant of ``activations.keep_attention`` runs in a fresh process; its loss must have the same bits as the first one's.
+variant of ``activations.keep_attention`` runs in a fresh process.
 
 * seconds: of one step, with a synchronisation at its end. In the first one memory is touched and pinned, and nothing
   is kept yet.
 * TFLOPS: those of the model by its steps after the first: 6 per parameter and token, and the causal half of attention.
-* stashed: what left the device in the last step; tide: the highest of the last step, with what PyTorch holds.
+* stashed: what left the device in the last step; tide: activations then, with what PyTorch holds for later ones.
+* gap: the largest relative difference of losses to those of the first variant: 0 where kernels are deterministic, which
+  cuDNN's attention is not in backward.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for row in rows:
         row["median_seconds"] = statistics.median(row["seconds"][1:] or row["seconds"])
         row["model_tflops"] = model_flops(shape, 1) / row["median_seconds"] / 1e12
-        row["same_losses"] = row["losses"] == rows[0]["losses"]
+        row["gap"] = max(abs(own / first - 1) for own, first in zip(row["losses"], rows[0]["losses"], strict=True))
     return {"case": "long", "model": args.model, "length": args.length, "rows": rows, **provenance()}
 
 
@@ -118,14 +120,14 @@ def _synchronize() -> None:
 
 def format_table(result: dict[str, Any]) -> str:
     """One row per variant."""
-    head = ("kept", "s", "TFLOPS", "stashed", "tide", "GPU", "host", "losses", "all steps")
-    lines = ["{:>10}{:>9}{:>8}{:>9}{:>7}{:>7}{:>7}{:>8}  {}".format(*head)]
+    head = ("kept", "s", "TFLOPS", "stashed", "tide", "GPU", "host", "gap", "all steps")
+    lines = ["{:>10}{:>9}{:>8}{:>9}{:>7}{:>7}{:>7}{:>9}  {}".format(*head)]
     for row in result["rows"]:
         sizes = (row[f"{name}_bytes"] / _GIB for name in ("stashed", "tide", "device_peak", "host_peak"))
         lines.append(
             f"{row['kept']:>10}{row['median_seconds']:9.2f}{row['model_tflops']:8.1f}"
             + "{:9.1f}{:7.1f}{:7.1f}{:7.1f}".format(*sizes)
-            + f"{'same' if row['same_losses'] else 'OTHER':>8}  "
+            + f"{row['gap']:9.1e}  "
             + " ".join(f"{seconds:.2f}" for seconds in row["seconds"])
         )
     return "\n".join([f"{result['model']}, {result['length']} tokens; sizes in GiB", *lines])

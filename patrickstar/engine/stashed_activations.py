@@ -11,8 +11,9 @@ back begins when what was kept a little later is used. Its bits are those that w
 
 [Note: working activations] The share is also for what forward and backward have beside: one layer's operations, the
 loss. How much that is at most, the first step shows: between two tensors that are kept or used, the highest tide of
-what was alive, less what was kept. Until then the share is compared with the tide itself, which on CUDA counts memory
-that PyTorch holds for later allocations, so that nearly everything leaves once the share was exceeded.
+what was alive, less what was kept. Later steps keep no more on the device than it had of activations then, since
+chunks have the rest. In the first step the share is compared with the tide itself, which on CUDA counts memory that
+PyTorch holds for later allocations, so that nearly everything leaves once the share was exceeded.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class ActivationStash:
         """
         if self.working.num_bytes is None:
             return False
-        on_device = max(self._share - self.working.num_bytes - self.working.held_bytes, 0)
+        on_device = max(-self._excess_bytes(), 0)
         needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
         return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
 
@@ -141,7 +142,7 @@ class ActivationStash:
         leaving = sum(kept.num_bytes for kept in self._leaving)
         if self.working.num_bytes is None:
             return self.runtime.excess_of_activations() - leaving
-        return self.working.held_bytes - leaving + self.working.num_bytes - self._share
+        return self.working.held_bytes - leaving + self.working.num_bytes - min(self.working.highest_tide, self._share)
 
     def _let_go(self) -> None:
         while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
@@ -189,13 +190,15 @@ class WorkingBytes:
     Attributes:
         held_bytes: of what is kept, on the device.
         num_bytes: the most that was alive beside it; None until a step was seen.
+        highest_tide: the most that was alive with it.
     """
 
     def __init__(self, runtime: _C.Runtime, share: int):
         self._runtime = runtime
-        self._least_held = share // 8  # with less nothing will have to leave, so nobody asks for peaks
+        self._least_held = share // 32  # with less nothing will have to leave, so nobody asks for peaks
         self.held_bytes = 0
         self.num_bytes: int | None = None
+        self.highest_tide = 0
         self._highest = -1
         self._held_before = 0
 
@@ -209,7 +212,9 @@ class WorkingBytes:
     def measure(self) -> None:
         """A tensor is about to be kept or used."""
         if self._held_before > self._least_held:
-            self._highest = max(self._highest, self._runtime.take_live_tide_peak() - self._held_before)
+            tide = self._runtime.take_live_tide_peak()
+            self.highest_tide = max(self.highest_tide, tide)
+            self._highest = max(self._highest, tide - self._held_before)
         elif self.held_bytes > self._least_held:
             self._runtime.take_live_tide_peak()  # from now on
         self._held_before = self.held_bytes

@@ -1,0 +1,53 @@
+"""Attention that is kept for backward, by the kernels of a GPU: the same bits, fewer calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.test_kept_attention import CountedKernels
+from tests.models import Case
+from tests.training import assert_same, make_config, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+LENGTH, LAYERS, VOCAB, STEPS = 4096, 8, 512, 4
+
+
+def build():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    config._attn_implementation = "sdpa"
+    return LlamaForCausalLM(config)
+
+
+def batch(generator):
+    tokens = torch.randint(0, VOCAB, (4, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(keep_attention, **config):
+    section = {"keep_attention": keep_attention}
+    config = make_config("bf16", activations=section, default_chunk_size=2**20, **config)
+    with CountedKernels() as kernels:
+        run = train(Case(build, batch), config, steps=STEPS, checkpointing=False)
+    print(f"{keep_attention}: {kernels.count} calls, {run.report['stashed_bytes']} bytes left the device")
+    return run, kernels.count
+
+
+def test_the_same_bits_with_fewer_calls():
+    roomy, count = trained("never")
+    assert count == 2 * LAYERS * STEPS
+    scarce = {"device_memory": max(roomy.report["device_peak_bytes"] // 2, 2**30)}
+    for config in ({}, scarce):
+        run, count = trained("always", **config)
+        assert LAYERS * STEPS < count < 2 * LAYERS * STEPS
+        assert_same(run, roomy)
