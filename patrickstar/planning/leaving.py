@@ -1,9 +1,11 @@
 """Activations that leave the device between forward and backward, in a plan: what the tide is without them.
 
-The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]): once the tide has exceeded
-its share of the device, what a forward kept first leaves, and comes back shortly before its use. A trace says what was
-kept, used and let go between which peaks of the tide (:class:`Span`); :func:`leave` plays that with a device and a room
-on the host. On CUDA memory that was freed stays with PyTorch, so the tide there is the highest so far.
+The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]): once the tide of the first
+step has exceeded its share of the device, what a forward kept first leaves, and comes back shortly before its use. On
+CUDA memory that was freed stays with PyTorch, so the tide there is the highest so far. Later steps keep what fits
+beside the largest need of the first one ([Note: working activations]), and what attention gave where there is room
+([Note: kept attention]). A trace says what was kept, used and let go between which peaks of the tide (:class:`Span`);
+:func:`leave` plays that with a device and a room on the host.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import torch
 
 DEVICE_SHARE = 0.5
 """Of the device: what activations may take before they leave (csrc/engine/stash.cpp)."""
+LEAST_ATTENTION_TOKENS = 32768
+"""Calls of attention by fewer are made again (patrickstar/engine/kept_attention.py)."""
 _LEAST_SHARE = 4096  # of the device's memory; these three are those of patrickstar/engine/stashed_activations.py
 _MOST_LEAVING = 2
 _FETCHED_AHEAD = 3
@@ -28,6 +32,8 @@ class Fate(enum.Enum):
     """What becomes of a tensor that a forward keeps for its backward."""
 
     KEPT = enum.auto()
+    OFFERED = enum.auto()
+    """Attention gave it, and will be called once more for it unless it is kept."""
     USED = enum.auto()
     GONE = enum.auto()
 
@@ -38,8 +44,10 @@ class KeptEvent:
 
     fate: Fate
     number: int
-    """Of the tensor, in the order in which they were kept."""
+    """Of the tensor, in the order in which they were kept or offered."""
     num_bytes: int
+    seconds: float = 0.0
+    """Of one that was offered and is used: what computing it once more takes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,6 +70,30 @@ class KeptTensors:
         self._is_param = is_param
         self._known: weakref.WeakValueDictionary[Any, _Kept] = weakref.WeakValueDictionary()
         self._count = 0
+        self._offers: list[KeptEvent] = []
+        self._used_offer: KeptEvent | None = None
+        self._in_backward = False
+
+    def begin_backward(self) -> None:
+        """Calls of attention are those of forward made again from now on, the last of them first."""
+        self._in_backward = True
+
+    def note_attention(self, num_bytes: int, seconds: float) -> None:
+        """A call of attention gives so many bytes in so many seconds."""
+        if not self._in_backward:
+            event = KeptEvent(Fate.OFFERED, self._count, num_bytes)
+            self._count += 1
+            self._offers.append(event)
+            self._record(event)
+        elif self._offers:
+            self._used_offer = dataclasses.replace(self._offers.pop(), fate=Fate.USED, seconds=seconds)
+            self._record(self._used_offer)
+
+    def end_attention(self) -> None:
+        """Backward of the call that was made again is over."""
+        if self._used_offer is not None:
+            self._record(dataclasses.replace(self._used_offer, fate=Fate.GONE))
+        self._used_offer = None
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward whose backward comes."""
@@ -109,18 +141,26 @@ class Device:
     """Of the device, the configuration's ``device_memory``."""
     room_bytes: int
     """Of the host, beside what parameters and states need."""
-    tide_before: int = 0
-    """The highest tide of the steps before, on a device whose allocator keeps what was freed."""
+    first_step: Tides | None = None
+    """What an engine has seen of the step; None: it is the first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tides:
     """Of a step from which activations leave."""
 
-    peaks: list[int]
+    peaks: tuple[int, ...]
     """The highest tide in each of the groups of spans."""
     away_bytes: int
     """The most that is on the host at once."""
+    highest_bytes: int
+    """The highest tide of all."""
+    working_bytes: int
+    """The most of the tide beside tensors that are kept."""
+    saved_seconds: tuple[float, ...]
+    """By group, what calls of attention would take whose results were kept."""
+    kept_calls: int
+    """How many these are."""
 
 
 def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -> Tides:
@@ -131,27 +171,46 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
         static_bytes: of the tide, beside the spans' peaks.
         device: with its room.
     """
-    played = _Played(static_bytes, device)
-    peaks = []
+    events = [span.event for spans in groups for span in spans if span.event is not None]
+    played = _Played(static_bytes, device, events)
+    peaks, saved = [], []
     for spans in groups:
         peak = 0
+        seconds_before = played.saved_seconds
         for span in spans:
             if span.event is not None:
                 played.meet(span.event)
-            peak = max(peak, span.peak_bytes - played.absent_bytes)
-            played.highest = max(played.highest, peak + static_bytes)
+            alive = span.peak_bytes - played.absent_bytes
+            peak = max(peak, alive)
+            played.note_tide(alive + static_bytes)
         peaks.append(peak)
-    return Tides(peaks, played.most_away_bytes)
+        saved.append(played.saved_seconds - seconds_before)
+    return Tides(
+        tuple(peaks),
+        played.most_away_bytes,
+        played.highest,
+        played.working_bytes,
+        tuple(saved),
+        played.kept_calls,
+    )
 
 
 class _Played:
     """Whether each kept tensor is on the device, leaving it, away, or on its way back."""
 
-    def __init__(self, static_bytes: int, device: Device):
+    def __init__(self, static_bytes: int, device: Device, events: Sequence[KeptEvent]):
         self.absent_bytes = 0
         self.most_away_bytes = 0
-        self.highest = max(device.tide_before, static_bytes)
+        self.highest = static_bytes
+        self.working_bytes = 0
+        self.saved_seconds = 0.0
+        self.kept_calls = 0
+        self._first_step = device.first_step
         self._share = int(device.num_bytes * DEVICE_SHARE)
+        self._used_again = {event.number for event in events if event.fate is Fate.USED}
+        self._num_inputs = sum(event.fate is Fate.KEPT for event in events)
+        self._input_bytes = 0
+        self._kept_offers: set[int] = set()
         self._least_bytes = device.num_bytes // _LEAST_SHARE
         self._room_bytes = device.room_bytes
         self._on_device: dict[int, int] = {}  # by number, bytes; oldest first, as in the others
@@ -160,17 +219,54 @@ class _Played:
         self._on_host: dict[int, int] = {}
 
     def meet(self, event: KeptEvent) -> None:
-        if event.fate is Fate.KEPT and event.num_bytes >= self._least_bytes:
-            self._make_room()
-            self._on_device[event.number] = event.num_bytes
+        if event.fate is Fate.KEPT:
+            self._num_inputs -= 1
+            self._input_bytes = event.num_bytes
+            self._keep(event)
+        elif event.fate is Fate.OFFERED:
+            if event.number in self._used_again and self._has_room_beside_inputs(event.num_bytes):
+                self._kept_offers.add(event.number)
+                self.absent_bytes -= event.num_bytes
+                self._keep(event)
         elif event.fate is Fate.USED:
             self._come_back(event.number)
+            if event.number in self._kept_offers:
+                self._kept_offers.remove(event.number)
+                self.saved_seconds += event.seconds
+                self.kept_calls += 1
+                self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
             before = next(reversed(self._away), None)
             if before is not None and event.number - _FETCHED_AHEAD <= before < event.number:
                 self._come_back(before)
         elif event.fate is Fate.GONE:
             self._come_back(event.number)
             self._room_bytes += self._on_host.pop(event.number, 0)
+
+    def note_tide(self, num_bytes: int) -> None:
+        """So much is alive."""
+        self.highest = max(self.highest, num_bytes)
+        self.working_bytes = max(self.working_bytes, num_bytes - self._held_bytes)
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(self._on_device.values()) + sum(self._leaving.values())
+
+    def _keep(self, event: KeptEvent) -> None:
+        if event.num_bytes >= self._least_bytes:
+            self._make_room()
+            self._on_device[event.number] = event.num_bytes
+
+    def _has_room_beside_inputs(self, num_bytes: int) -> bool:
+        if self._first_step is None:
+            return False
+        needed = num_bytes + self._num_inputs * self._input_bytes
+        return needed <= max(-self._excess_bytes(), 0) + self._room_bytes
+
+    def _excess_bytes(self) -> int:
+        if self._first_step is None:
+            return self.highest - self._share
+        most = min(self._first_step.highest_bytes, self._share)
+        return self._held_bytes + self._first_step.working_bytes - most
 
     def _come_back(self, number: int) -> None:
         self.absent_bytes -= self._away.pop(number, 0)
@@ -180,7 +276,7 @@ class _Played:
     def _make_room(self) -> None:
         """Copies that began when the last tensor was kept are over."""
         self._finish(0)
-        excess = self.highest - self._share
+        excess = self._excess_bytes()
         while excess > 0 and self._on_device:
             number = next(iter(self._on_device))
             num_bytes = self._on_device[number]

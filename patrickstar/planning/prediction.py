@@ -12,7 +12,7 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Speculation
 from patrickstar.planning.cluster import Cluster, HostTraffic
-from patrickstar.planning.leaving import Device
+from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
@@ -148,6 +148,8 @@ class Case:
     """The least ``host_memory`` that works with all states on the host."""
     stashed_bytes: int
     """Activations that are on the host between forward and backward, beside :attr:`host_bytes`."""
+    kept_attention: int
+    """Calls of attention in checkpointed layers whose results are kept for backward."""
     waste_bytes: int
     """The most that the chunks which a moment needs hold beside the parameters that it needs."""
     step: Prediction
@@ -185,8 +187,8 @@ class Predictor:
             )
         self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
-        self._timelines: dict[tuple[Device | None, tuple[bool, ...]], TimedTimeline] = {}
-        self._leaving: dict[Device, tuple[StepUses, int]] = {}
+        self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
+        self._leaving: dict[Device, Tides] = {}
         self._least: dict[tuple[Setting, int], int] = {}
 
     def needed_device_bytes(self, setting: Setting) -> int:
@@ -230,10 +232,12 @@ class Predictor:
                 least_device_bytes=least,
             )
         first_on_device, on_device = self._place(setting, budget)
-        timed = _slowed(self._timeline(self._first_device(setting), on_device), self._cluster.slowdown(self._machine))
         host_bytes = sum(_held_bytes(chunk, setting) for chunk, at in zip(chunks, on_device, strict=True) if not at)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
-        stashed_bytes = self._stashed_bytes(setting, room, timed.tide_peak_bytes)
+        later = self._later_device(setting, room)
+        timed = self._timeline(self._first_device(setting), on_device, later)
+        timed = _slowed(timed, self._cluster.slowdown(self._machine))
+        stashed_bytes = 0 if later is None else self._tides(later).away_bytes
         room -= stashed_bytes
         planned = planned_chunks(layout, on_device)
         ahead = _ahead(setting, chunks, on_device, room)
@@ -274,6 +278,7 @@ class Predictor:
                 setting.host_bytes,
             ),
             stashed_bytes=stashed_bytes,
+            kept_attention=0 if later is None else self._tides(later).kept_calls,
             least_device_bytes=least,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
@@ -362,8 +367,8 @@ class Predictor:
         if not setting.updates_take_memory:
             return None
         on_host = [chunk for chunk in self._chunks[count:] if chunk["trainable"]]
-        tide = self._timeline(self._first_device(setting), self._nowhere).tide_peak_bytes
-        guests = self._stashed_bytes(setting, setting.host_bytes, tide)
+        later = self._later_device(setting, setting.host_bytes)
+        guests = 0 if later is None else self._tides(later).away_bytes
         num_bytes = size_in_words(self._bytes_ahead(count) + guests + sum(map(_state_bytes, on_host[:num_whole])))
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
@@ -377,16 +382,22 @@ class Predictor:
     def _nowhere(self) -> list[bool]:
         return [False] * len(self._chunks)
 
-    def _timeline(self, device: Device | None, on_device: Sequence[bool]) -> TimedTimeline:
-        """``device``: that activations leave; None: they stay."""
-        key = (device, tuple(on_device))
+    def _timeline(self, first: Device | None, on_device: Sequence[bool], later: Device | None = None) -> TimedTimeline:
+        """``first``: that activations leave in the first step, whose tide it is; None: they stay. ``later``: that
+        attention is kept in later ones, which saves time.
+        """
+        key = (first, later, tuple(on_device))
         if key not in self._timelines:
-            uses = self._uses if device is None else self._uses_without(device)[0]
+            uses = self._uses
+            if first is not None or later is not None:
+                peaks = [use.tide_peak_bytes for use in uses.uses] if first is None else self._tides(first).peaks
+                saved = [0.0] * len(uses.uses) if later is None else self._tides(later).saved_seconds
+                uses = uses.with_tides(peaks, saved)
             self._timelines[key] = make_timeline(uses, self._layout, on_device)
         return self._timelines[key]
 
-    def _uses_without(self, device: Device) -> tuple[StepUses, int]:
-        """The uses when activations leave the device, and how many bytes of these."""
+    def _tides(self, device: Device) -> Tides:
+        """When activations leave the device."""
         if device not in self._leaving:
             self._leaving[device] = self._uses.leaving(device)
         return self._leaving[device]
@@ -402,21 +413,21 @@ class Predictor:
         if not self._may_leave(setting):
             return None
         device = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
-        return device if self._uses_without(device)[1] else None
+        return device if self._tides(device).away_bytes else None
 
     def _first_room(self, setting: Setting) -> int:
         """Of the host, beside the homes that chunks have in the first step."""
         _, host_bytes = self._initial_placement(setting)
         return max(setting.host_bytes - host_bytes, 0)
 
-    def _stashed_bytes(self, setting: Setting, room: int, tide_bytes: int) -> int:
-        """What leaves in later steps: PyTorch keeps what the first one's tide took, and states that went to the device
-        have left room.
+    def _later_device(self, setting: Setting, room: int) -> Device | None:
+        """In later steps, when the first one has shown what activations need, and states that went to the device have
+        left ``room`` on the host.
         """
         if not self._may_leave(setting):
-            return 0
-        device = Device(num_bytes=setting.device_bytes, room_bytes=max(room, 0), tide_before=tide_bytes)
-        return self._uses_without(device)[1]
+            return None
+        first = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
+        return dataclasses.replace(first, room_bytes=max(room, 0), first_step=self._tides(first))
 
     def _initial_placement(self, setting: Setting) -> tuple[list[bool], int]:
         room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)

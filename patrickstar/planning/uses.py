@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
-from patrickstar.planning.leaving import Device, KeptEvent, KeptTensors, Span, leave
+from patrickstar.planning.leaving import LEAST_ATTENTION_TOKENS, Device, KeptEvent, KeptTensors, Span, Tides, leave
 from patrickstar.planning.machines import Gpu
 from patrickstar.sequence.tiling import equal_tiles_once
 
@@ -47,20 +47,21 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class _FusedKernel:
-    """Where its arguments have the queries, with the keys after them, and whether it is causal; and its products of
-    queries x keys x head_dim.
+    """Where its arguments have the queries, with the keys after them, whether it is causal, and dropout; and its
+    products of queries x keys x head_dim, 2 in forward.
     """
 
     query: int
     causal: int
+    dropout: int
     products: int
 
 
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention: _FusedKernel(0, 4, 2),
-    _aten._scaled_dot_product_flash_attention_backward: _FusedKernel(1, 11, 5),
-    _aten._scaled_dot_product_efficient_attention: _FusedKernel(0, 6, 2),
-    _aten._scaled_dot_product_efficient_attention_backward: _FusedKernel(1, 11, 5),
+    _aten._scaled_dot_product_flash_attention: _FusedKernel(0, 4, 3, 2),
+    _aten._scaled_dot_product_flash_attention_backward: _FusedKernel(1, 11, 10, 5),
+    _aten._scaled_dot_product_efficient_attention: _FusedKernel(0, 6, 5, 2),
+    _aten._scaled_dot_product_efficient_attention_backward: _FusedKernel(1, 11, 9, 5),
 }
 
 
@@ -107,13 +108,17 @@ class StepUses:
     checkpoints: bool = False
     """Whether layers of a model of Hugging Face are computed again in backward, from their inputs."""
 
-    def leaving(self, device: Device) -> tuple[StepUses, int]:
-        """The uses when activations leave the device, whose spans are one each, and the most bytes that are away."""
-        tides = leave([use.spans for use in self.uses], self.static_bytes, device)
+    def leaving(self, device: Device) -> Tides:
+        """What activations take when they leave the device."""
+        return leave([use.spans for use in self.uses], self.static_bytes, device)
+
+    def with_tides(self, peaks: Sequence[int], saved_seconds: Sequence[float]) -> StepUses:
+        """The same uses with other peaks of the tide, and so much less to compute, by use."""
         uses = [
-            dataclasses.replace(use, spans=[Span(None, peak)]) for use, peak in zip(self.uses, tides.peaks, strict=True)
+            dataclasses.replace(use, seconds=use.seconds - saved, spans=[Span(None, peak)])
+            for use, peak, saved in zip(self.uses, peaks, saved_seconds, strict=True)
         ]
-        return dataclasses.replace(self, uses=uses), tides.away_bytes
+        return dataclasses.replace(self, uses=uses)
 
 
 class UseRecorder(_C.UseListener):
@@ -172,6 +177,7 @@ class _CostMode(TorchDispatchMode):
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
         self._ignored: set[int] = set()
+        self._kept: KeptTensors | None = None
         self._count = 1
         self.flops = 0.0
         self.num_operations = 0
@@ -180,6 +186,10 @@ class _CostMode(TorchDispatchMode):
         """``tensor`` is not part of the tide."""
         self._watch(tensor, 0)
         self._ignored.add(tensor.untyped_storage()._cdata)
+
+    def tell_attention(self, kept: KeptTensors) -> None:
+        """``kept`` is told of calls of attention from now on."""
+        self._kept = kept
 
     def meet(self, event: KeptEvent) -> None:
         """A tensor is kept for backward, used there or let go."""
@@ -209,8 +219,23 @@ class _CostMode(TorchDispatchMode):
             span = use.spans[-1]
             span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
-                use.seconds += self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                seconds = self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                use.seconds += seconds
+                if func.overloadpacket in _ATTENTION and self._kept is not None:
+                    self._note_attention(self._kept, _ATTENTION[func.overloadpacket], args, outputs, seconds)
         return out
+
+    @staticmethod
+    def _note_attention(
+        kept: KeptTensors, kernel: _FusedKernel, args: Any, outputs: list[torch.Tensor], seconds: float
+    ) -> None:
+        dropout_p = args[kernel.dropout] if len(args) > kernel.dropout else 0.0
+        if dropout_p or args[kernel.query].shape[-2] < LEAST_ATTENTION_TOKENS:
+            return
+        if kernel.products == 2:
+            kept.note_attention(sum(out.nbytes for out in outputs), seconds)
+        else:
+            kept.end_attention()
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
         self.num_operations += self._count
@@ -326,12 +351,14 @@ def trace_uses(
         if division is not None:
             division.charge = costs.charge
         kept = KeptTensors(costs.meet, costs.is_ignored)
+        costs.tell_attention(kept)
         with _FusedAttention(), costs, equal_tiles_once(costs.count):
             with kept.keeping():
                 out = module(**inputs)
             value = loss(out)
             del out
             recorder.uses.append(Use(Call.END_FORWARD, []))
+            kept.begin_backward()
             _run_backward(value)
         del value
         managed.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from patrickstar.config import LossComputation
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
-from patrickstar.planning.leaving import Device
+from patrickstar.planning.leaving import LEAST_ATTENTION_TOKENS, Device
 from patrickstar.planning.machines import H200
 from patrickstar.planning.planner import Workload
 from patrickstar.planning.timeline import make_timeline
@@ -59,13 +60,13 @@ def counted_tide(tile_tokens):
         return engine.plan().tide_peak_bytes
 
 
-def traced(tile_tokens=TILE):
+def traced(tile_tokens=TILE, length=LENGTH):
     with torch.device("meta"):
         module = build()
     module.gradient_checkpointing_enable({"use_reentrant": False})
-    Workload(model="", batch=1, length=LENGTH, loss=LossComputation.FUSED, tile_tokens=tile_tokens).change(module)
+    Workload(model="", batch=1, length=length, loss=LossComputation.FUSED, tile_tokens=tile_tokens).change(module)
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
-    tokens = torch.empty(1, LENGTH, dtype=torch.long, device="meta")
+    tokens = torch.empty(1, length, dtype=torch.long, device="meta")
     uses = trace_uses(module, params, torch.float32, {"input_ids": tokens, "labels": tokens}, H200.gpu)
     return uses, make_layout(params, 32768)
 
@@ -90,28 +91,51 @@ def test_tiles_compute_hardly_more():
 
 def test_what_leaves_is_no_part_of_the_tide():
     """As many inputs of layers as exceed half of the device in forward, those of the first layers first; in later steps
-    all, where an allocator keeps what the first one took.
+    as many as leave room for what the first one needed beside them.
     """
     uses, layout = traced()
+
+    def leaving(device):
+        tides = uses.leaving(device)
+        return tide(uses.with_tides(tides.peaks, tides.saved_seconds), layout), tides
+
     staying = tide(uses, layout)
-    device_bytes = 2 * 4 * INPUT_BYTES
-    left, away = uses.leaving(Device(num_bytes=device_bytes, room_bytes=2**40))
-    print(f"tide {staying} staying, {tide(left, layout)} with {away} away")
-    assert 2 * INPUT_BYTES <= away < (LAYERS + 1) * INPUT_BYTES
+    device = Device(num_bytes=2 * 4 * INPUT_BYTES, room_bytes=2**40)
+    left, first = leaving(device)
+    print(f"tide {staying} staying, {left} with {first.away_bytes} away")
+    assert 2 * INPUT_BYTES <= first.away_bytes < (LAYERS + 1) * INPUT_BYTES
     # The first backward's, when two may still be leaving and two have come back.
-    assert INPUT_BYTES < staying - tide(left, layout) <= away
-    scarce = uses.leaving(Device(num_bytes=device_bytes, room_bytes=2 * INPUT_BYTES))[1]
+    assert INPUT_BYTES < staying - left <= first.away_bytes
+    scarce = leaving(dataclasses.replace(device, room_bytes=2 * INPUT_BYTES))[1].away_bytes
     assert INPUT_BYTES <= scarce <= 2 * INPUT_BYTES
-    ample = Device(num_bytes=4 * staying, room_bytes=2**40)
-    assert uses.leaving(ample) == (uses.leaving(Device(num_bytes=2**40, room_bytes=0))[0], 0)
-    last, later = uses.leaving(Device(num_bytes=device_bytes, room_bytes=2**40, tide_before=2**40))
-    assert later >= max(away, LAYERS * INPUT_BYTES)
-    assert tide(last, layout) <= tide(left, layout)
+    assert leaving(Device(num_bytes=4 * staying, room_bytes=2**40))[0] == staying
+    last, later = leaving(dataclasses.replace(device, first_step=first))
+    assert later.away_bytes >= first.away_bytes
+    assert last <= left
+
+
+def test_attention_that_is_kept():
+    """From the second step on, as many calls as there is room for beside the inputs; each saves its time."""
+    uses, _ = traced(length=2 * LEAST_ATTENTION_TOKENS)
+    least = LEAST_ATTENTION_TOKENS * 2 * HIDDEN * 4
+    ample = Device(num_bytes=64 * least, room_bytes=2**40)
+    first = uses.leaving(ample)
+    assert first.kept_calls == 0 == sum(first.saved_seconds)
+    counts, seconds = [], []
+    for room in (0, 2 * least, 2**40):
+        device = Device(num_bytes=12 * least, room_bytes=room)
+        tides = uses.leaving(dataclasses.replace(device, first_step=uses.leaving(device)))
+        counts.append(tides.kept_calls)
+        seconds.append(sum(tides.saved_seconds))
+    print(counts, seconds)
+    assert counts[0] < counts[-1] == LAYERS and counts == sorted(counts)
+    assert seconds == pytest.approx([count / LAYERS * seconds[-1] for count in counts])
+    assert traced()[0].leaving(dataclasses.replace(ample, first_step=first)).kept_calls == 0
 
 
 def test_the_command(capsys, tmp_path):
     build().config.save_pretrained(tmp_path)
-    asked = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "65536", "--host-memory", "4GiB"]
+    asked = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "32000", "--host-memory", "4GiB"]
     asked += ["--device-memory", "1GiB", "--chunk-numel", "32768", "--checkpointing", "--fused-loss", "--no-advice"]
 
     def answer(*flags):
