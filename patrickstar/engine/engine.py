@@ -76,7 +76,7 @@ class Engine(nn.Module):
         """With ``sequence_parallel``: the ranks that share sequences with this one, for
         :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's; None: each rank has its own.
         """
-        return self._session.sequences.group
+        return self._session.calls.sequence_group
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """With ``sequence_parallel``: an output of the last call, of all tokens in their order, on every rank; without
@@ -90,7 +90,7 @@ class Engine(nn.Module):
             ValueError: the tensor has another number of tokens.
             StateError: the model was not called yet.
         """
-        return self._session.sequences.gather(tensor, dim)
+        return self._session.calls.gather_tokens(tensor, dim)
 
     def compile(  # type: ignore[override]
         self,
