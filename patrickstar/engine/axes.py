@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from patrickstar.config import Config
-from patrickstar.engine.calls import Calls, OwnCalls
+from patrickstar.engine.calls import Calls
+from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.divided_sequences import DividedSequences
 from patrickstar.ranks.mesh import Mesh, MeshRanks
 
@@ -18,13 +19,20 @@ def mesh_of(config: Config, num_ranks: int) -> Mesh:
     Raises:
         ValueError: the ranks cannot be divided so; the message names what would do.
     """
-    size = config.sequence_parallel.size
-    Mesh(data=max(num_ranks // size, 1), sequence=size).check(num_ranks)
-    return Mesh(data=num_ranks // size, sequence=size)
+    matrices = config.tensor_parallel
+    shares = {"sequence": config.sequence_parallel.size, "rows": matrices.rows, "columns": matrices.columns}
+    mesh = Mesh(data=max(num_ranks // config.ranks_per_sample, 1), **shares)
+    mesh.check(num_ranks)
+    return mesh
 
 
 def make_calls(
-    module: nn.Module, config: Config, mesh: MeshRanks, meet: Callable[[], object], num_steps: Callable[[], int]
+    module: nn.Module,
+    config: Config,
+    mesh: MeshRanks,
+    matrices: Matrices,
+    meet: Callable[[], object],
+    num_steps: Callable[[], int],
 ) -> Calls:
     """Of an engine with ``config``; all ranks call it at the same point. The arguments are those of
     :class:`~patrickstar.engine.divided_sequences.DividedSequences`.
@@ -34,4 +42,4 @@ def make_calls(
     """
     if config.sequence_parallel.size > 1:
         return DividedSequences(module, config, mesh, meet, num_steps)
-    return OwnCalls()
+    return matrices.calls(meet)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from patrickstar.ranks.distributed import RankGroups
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 
 
@@ -65,3 +66,27 @@ class OwnCalls:
 
     def close(self) -> None:
         """Nothing was changed."""
+
+
+def check_same_batch(
+    ranks: RankGroups, division: Sequence[tuple[int, ...]], tokens: torch.Tensor, what_they_share: str
+) -> None:
+    """Ranks that share calls are called with the same batch, or all ranks raise ValueError. One exchange.
+
+    Args:
+        ranks: of the run.
+        division: the ranks that are called with the same batch, those of each.
+        tokens: of the call, [batch, tokens] or of more dimensions.
+        what_they_share: why ("share sequences"), for the error.
+    """
+    is_summed = tokens.device.type == "cpu" and not tokens.is_floating_point()
+    mine = f"{list(tokens.shape[:2])} with tokens that sum to {int(tokens.sum()) if is_summed else 0}"
+    said = ranks.control.exchange(mine.encode(), "the batch that ranks share")
+    for members in division:
+        batches = {member: said[ranks.members.index(member)].decode(errors="replace") for member in members}
+        if len(set(batches.values())) > 1:
+            shown = "; ".join(f"rank {member} {batch}" for member, batch in batches.items())
+            raise ValueError(
+                f"ranks {list(members)} {what_they_share}, but were called with different batches ({shown}); give all "
+                f"of them the same batch: of a sampler, num_replicas={len(division)} and rank // {len(members)}"
+            )

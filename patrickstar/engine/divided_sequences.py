@@ -21,7 +21,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, SequenceMode
-from patrickstar.engine.calls import Call
+from patrickstar.engine.calls import Call, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
@@ -86,7 +86,8 @@ class DividedSequences:
         try:
             named = {**dict(zip(self._names, args, strict=False)), **kwargs}
             if self._model.divides(named):
-                self._check_same_batch(named)
+                tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
+                check_same_batch(self._ranks, self._division_of_ranks, tokens, "share sequences")
                 mine, model = self._model.divide(named), self._model
                 self._division = mine.division
                 yield Call((), mine.kwargs, lambda output: model.combine(output, mine))
@@ -95,22 +96,6 @@ class DividedSequences:
                     yield Call(args, kwargs)
         finally:
             self._is_inside = False
-
-    def _check_same_batch(self, named: dict[str, Any]) -> None:
-        """Ranks that share sequences are called with the same ones, or all ranks raise ValueError."""
-        tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
-        total = int(tokens.sum()) if tokens.device.type == "cpu" and not tokens.is_floating_point() else 0
-        mine = f"{list(tokens.shape[:2])} with tokens that sum to {total}"
-        said = self._ranks.control.exchange(mine.encode(), "the batch whose sequences are divided")
-        for members in self._division_of_ranks:
-            batches = {member: said[self._ranks.members.index(member)].decode(errors="replace") for member in members}
-            if len(set(batches.values())) > 1:
-                shown = "; ".join(f"rank {member} {batch}" for member, batch in batches.items())
-                raise ValueError(
-                    f"ranks {list(members)} share sequences, but were called with different batches ({shown}); give "
-                    "all ranks of a sequence the same batch: of a sampler, "
-                    f"num_replicas={len(self._division_of_ranks)} and rank // {len(members)}"
-                )
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """See :meth:`patrickstar.engine.engine.Engine.gather_tokens`."""

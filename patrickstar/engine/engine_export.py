@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.checkpoint.export import ExportOptions, export
 from patrickstar.engine.engine_state import EngineSource, RankPeers
 from patrickstar.engine.session import Session
@@ -21,6 +22,8 @@ def export_session(
 ) -> Path:
     """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
+    if session.matrices.names is not None:
+        raise _C.StateError("export_weights of divided matrices is not built yet; keep engine.state_dict()")
     names = _export_names(session.module)
     options = ExportOptions(
         dtype=dtype,

@@ -302,6 +302,8 @@ def load_session(
 def check_between_steps(session: Session, call: str) -> None:
     """Raises StateError when there are gradients that no step has used."""
     session.check_open()
+    if session.matrices.names is not None:
+        raise _C.StateError(f"{call}: checkpoints of divided matrices are not built yet; keep engine.state_dict()")
     if session.stage is Stage.BACKWARDED or session.runtime.gradients_pending():
         raise _C.StateError(
             f"{call} between backward and step: gradients are not part of a checkpoint; call it after "

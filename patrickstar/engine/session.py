@@ -23,6 +23,7 @@ from patrickstar.engine.activations import change_activations, check_activations
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.core_setup import build_core, current_plan
+from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
@@ -104,6 +105,7 @@ class Session:
         config: checked.
         mesh: the ranks that train together.
         chunk_ranks: of them, those that share chunks with this one.
+        matrices: which part of each matrix ``module`` has.
         budgets: of memory.
         in_groups: the parameters that the optimizer has at first; gradients of others are dropped, and their values
             stay.
@@ -118,6 +120,7 @@ class Session:
         config: Config,
         mesh: MeshRanks,
         chunk_ranks: ChunkRanks,
+        matrices: Matrices,
         budgets: Budgets,
         in_groups: Collection[nn.Parameter],
     ):
@@ -131,6 +134,7 @@ class Session:
         self.mesh = mesh
         self.ranks = mesh.everybody
         self.chunk_ranks = chunk_ranks
+        self.matrices = matrices
         self.device = self.ranks.context.device
         self.scaler = make_loss_scaler(config)
         self.outcome = StepOutcome()
@@ -199,12 +203,21 @@ class Session:
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
         self._teardown.callback(change_activations(module, self.config.activations).close)
-        self.calls = make_calls(module, self.config, self.mesh, self.runtime.meet_ranks, lambda: self.num_steps)
+        self.calls = make_calls(
+            module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
+        )
         self._teardown.callback(self.calls.close)
         offload = self.config.activations.offload
         self._activations = keeper_of_activations(module, offload, self.runtime, self.device)
         self._teardown.callback(self._activations.finish)
-        self.gradients = StepGradients(self.runtime, self.managed, self.chunk_ranks, self.config)
+        self.gradients = StepGradients(
+            self.runtime,
+            self.managed,
+            self.chunk_ranks,
+            self.config,
+            left_out=self.matrices.left_out(plan),
+            total=self.matrices.total,
+        )
         self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
         self._hooks = ModuleHooks(module, self.observer)
         self._teardown.callback(self._hooks.remove)

@@ -1,0 +1,164 @@
+"""What ranks run whose matrices are divided. Functions of a module's top level, so that their processes can import
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patrickstar import RankFailure, StateError
+from patrickstar.runtime import initialize_engine
+from tests.ranks.divided import Model, batch, rows_of
+from tests.training import ADAM, make_config
+
+SAMPLES = 4  # of a step, on all ranks together
+CLIP = 0.5  # acts in every step
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRun:
+    """One training run."""
+
+    model: Model
+    rows: int = 1
+    columns: int = 1
+    kind: str = "plain"
+    steps: int = 10
+    precision: str = "fp32"
+    clip: float = CLIP
+    checkpointing: bool | None = None
+    """use_reentrant, or None: none."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        options = {"gradient_clipping": self.clip, "default_chunk_size": 8192, **self.options}
+        config = make_config(self.precision, **options)
+        return {**config, **self.options, "tensor_parallel": {"rows": self.rows, "columns": self.columns}}
+
+    def batches(self) -> list[dict[str, Any]]:
+        """Of the whole run."""
+        generator = torch.Generator().manual_seed(1)
+        return [batch(generator, self.kind, SAMPLES) for _ in range(self.steps)]
+
+    def own_batches(self) -> list[dict[str, Any]]:
+        """Those of this rank: ranks of a mesh have the same."""
+        share = self.rows * self.columns
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        found = self.batches()
+        return [{key: rows_of(value, rank // share, world // share) for key, value in one.items()} for one in found]
+
+
+def train(run: MeshRun) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(run.model.build, 0, run.config())
+    with engine:
+        engine.train()
+        if run.checkpointing is not None:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})
+        losses, norms, scales = [], [], []
+        for inputs in run.own_batches():
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(engine.report()["grad_norm"])
+            scales.append(engine.report()["loss_scale"])
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(input_ids=run.batches()[0]["input_ids"]).logits
+        return {
+            "losses": losses,
+            "norms": norms,
+            "scales": scales,
+            "logits": logits,
+            "state": engine.state_dict(),
+            "report": engine.report(),
+            "num_elements": sum(p.numel() for p in engine.module.parameters()),
+        }
+
+
+def train_all(runs: list[MeshRun]) -> list[dict[str, Any]]:
+    """One after the other."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("gloo")
+    results = [train(run) for run in runs]
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return results
+
+
+def train_plainly(run: MeshRun) -> dict[str, Any]:
+    """With PyTorch alone, whole batches in one process."""
+    torch.manual_seed(0)
+    model = run.model.build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for inputs in run.batches():
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))))
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=run.batches()[0]["input_ids"]).logits
+    return {"losses": losses, "norms": norms, "logits": logits, "state": model.state_dict()}
+
+
+def go_wrong(which: list[str]) -> list[str]:
+    """What errors say, of ``which`` mistakes."""
+    from tests.models import t5
+
+    rank = int(os.environ["RANK"])
+
+    def message(build: Any, rows: int, columns: int, call: Any = None) -> str:
+        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns}}
+        torch.manual_seed(0)
+        try:
+            engine, _ = initialize_engine(build, 0, config)
+            with engine:
+                call(engine)
+        except (ValueError, RankFailure, StateError) as error:  # the other rank's may have come first
+            return str(error)
+        raise AssertionError("nothing went wrong")
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model("llama").build()
+            self.head = nn.Linear(2, 2)
+
+    def with_values_of_its_own() -> nn.Module:
+        model = llama()
+        with torch.no_grad():
+            next(model.parameters()).add_(rank)
+        return model
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return llama()
+
+    tokens = torch.randint(1, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    llama = Model("llama").build
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 36}
+    mistakes = {
+        "too many columns": lambda: message(llama, 1, 3),
+        "too many ranks": lambda: message(llama, 2, 2),
+        "heads": lambda: message(Model("llama", heads).build, 1, 2),
+        "features": lambda: message(Model("llama", {"intermediate_size": 33}).build, 1, 2),
+        "no plan": lambda: message(t5, 1, 2),
+        "parameters beside": lambda: message(Wrapped, 1, 2),
+        "other values": lambda: message(with_values_of_its_own, 1, 2),
+        "other batches": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens + rank)),
+        "samples": lambda: message(llama, 2, 1, lambda engine: engine(input_ids=tokens)),
+        "no values": lambda: message(on_meta, 1, 2),
+    }
+    return [mistakes[name]() for name in which]
