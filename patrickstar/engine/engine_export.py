@@ -12,7 +12,8 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import ExportOptions, export
-from patrickstar.engine.engine_state import EngineSource, RankPeers
+from patrickstar.engine.engine_shards import EngineSource
+from patrickstar.engine.engine_state import RankPeers
 from patrickstar.engine.session import Session
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 

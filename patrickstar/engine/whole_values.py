@@ -15,7 +15,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.engine.divided_values import DividedNames
-from patrickstar.engine.engine_state import persistent_buffers
+from patrickstar.engine.engine_shards import persistent_buffers
 from patrickstar.engine.session import Session
 
 
