@@ -45,24 +45,25 @@ class DividedPart:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the whole ones, by name."""
-        return dict(zip(self.sources, self._source.shapes, strict=True))
+        return dict(zip(self.sources, self.source.shapes, strict=True))
 
     @property
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """What it was made of."""
         return self.layer.sources[self.key]
 
     def block(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """This rank's block of whole parameters, which ``read`` gives by name."""
         wholes = [read(name) for name in self.sources]
-        wholes = [whole.t() if self._source.is_transposed and whole.dim() == 2 else whole for whole in wholes]
+        wholes = [whole.t() if self.source.is_transposed and whole.dim() == 2 else whole for whole in wholes]
         joined = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
         return self.placement.divide(joined, self.layer.group.place)
 
     def wholes(self, blocks: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The whole parameters by name, of the blocks of all ranks in their order."""
         whole = self.placement.assemble(blocks, self.layer.group.place, self.layer.whole_rows.get(self.key))
-        parts = whole.split(self._source.sizes)
-        turned = [part.t() if self._source.is_transposed and part.dim() == 2 else part for part in parts]
+        parts = whole.split(self.source.sizes)
+        turned = [part.t() if self.source.is_transposed and part.dim() == 2 else part for part in parts]
         return {name: part.contiguous() for name, part in zip(self.sources, turned, strict=True)}
 
 
@@ -103,16 +104,15 @@ class DividedNames:
         """The part that each of the module's parameters is, as it is now."""
         return {part.param: part for part in self.parts}
 
-    def wholes(
-        self, read: Callable[[nn.Parameter], torch.Tensor], device: torch.device
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors on the CPU by the names before, one after the other, of what ``read`` gives of each block: a
-        tensor of its shape. All ranks of the mesh iterate together; they meet on ``device``, of the lines between them.
+    def wholes_of(
+        self, part: DividedPart, read: Callable[[nn.Parameter], torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU by the names before, of what ``read`` gives of the block: a tensor of its shape. All
+        ranks of the mesh call it together; blocks meet on ``device``, where the lines between ranks are.
         """
-        for part in self.parts:
-            blocks = [block.cpu() for block in self._group.everybody.gather(read(part.param).to(device))]
-            with _C.HostAllocations():
-                yield from part.wholes(blocks).items()
+        blocks = [block.cpu() for block in self._group.everybody.gather(read(part.param).to(device))]
+        with _C.HostAllocations():
+            return part.wholes(blocks)
 
     def named(self, wholes: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """These in the order of the module before, with all names of each."""

@@ -7,7 +7,7 @@ What all of them have alike (buffers, parameters that stay with PyTorch) the fir
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,17 +33,19 @@ _ARRAYS: dict[str, _C.ArrayKind] = {
 class EngineSource:
     """What an engine holds on this rank."""
 
-    def __init__(self, session: Session, frozen: Frozen = Frozen.SAVED):
+    def __init__(self, session: Session, params: Iterable[tuple[str, nn.Parameter]], frozen: Frozen = Frozen.SAVED):
+        """``params``: those that this rank stores, all of each or its shard, and under which names."""
         self._session = session
+        self._params = list(params)
         self._frozen = frozen
         self._rank = session.ranks.control.rank
-        self._sharded = session.ranks.control.size > 1
+        self._sharded = session.chunk_ranks.size > 1
         self._scratch = Scratch()
 
     def shards(self) -> Iterator[TensorShard]:
         """Parameters, states of those that were ever updated, persistent buffers, random number generators."""
         yield from self.values()
-        for name, param in named_params(self._session.module):
+        for name, param in self._params:
             if step_count(self._session, param) > 0:
                 for kind in ADAM_STATES:
                     read = functools.partial(self._read_moment, param, kind)
@@ -53,7 +55,7 @@ class EngineSource:
 
     def values(self) -> Iterator[TensorShard]:
         """Of them, parameters and buffers."""
-        for name, param in named_params(self._session.module):
+        for name, param in self._params:
             if self._frozen is Frozen.LEFT_OUT and not param.requires_grad:
                 continue
             kind = kind_of(param)
@@ -72,7 +74,7 @@ class EngineSource:
             if held.numel > 0:
                 read = functools.partial(self._read_own, param._patrickstar, kind, held.numel, dtype)
                 yield TensorShard(**vars(held), read=read)
-        elif self._rank == 0:
+        elif self._session.chunk_ranks.rank == 0:
             yield _shard(name, kind, param.shape, dtype, read_whole)
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -107,10 +109,10 @@ class EngineSink:
         self._with_states = part is Part.EVERYTHING
         self.left_out: set[tuple[str, str]] = set()
         """Keys of tensors that are not wanted."""
-        self._sharded = session.ranks.control.size > 1
+        self._sharded = session.chunk_ranks.size > 1
         self._params = dict(named_params(session.module))
         self._buffers = dict(persistent_buffers(session.module))
-        self._managed_states: dict[str, dict[str, torch.Tensor]] = {}
+        self._managed_states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def wanted(self) -> Iterator[TensorRange]:
         """All parameters, the states of trainable ones, and buffers, but for :attr:`left_out`."""
@@ -140,11 +142,14 @@ class EngineSink:
             with torch.no_grad():
                 self._buffers[wanted.name].copy_(values)
             return
-        param = self._params[wanted.name]
+        self.write_param(self._params[wanted.name], wanted.kind, values)
+
+    def write_param(self, param: nn.Parameter, kind: Kind, values: torch.Tensor) -> None:
+        """Takes a tensor of a parameter's shape; of several ranks each keeps its shard."""
         if isinstance(param, ChunkedParameter):
-            self._session.observer.write_values(param._patrickstar, _ARRAYS[wanted.kind], values)
-        elif wanted.kind in ADAM_STATES:
-            self._managed_states.setdefault(wanted.name, {})[wanted.kind] = values.clone()
+            self._session.observer.write_values(param._patrickstar, _ARRAYS[kind], values)
+        elif kind in ADAM_STATES:
+            self._managed_states.setdefault(param, {})[kind] = values.clone()
         else:
             with torch.no_grad():
                 param.data.copy_(values)
@@ -156,20 +161,20 @@ class EngineSink:
         address = values.data_ptr() - wanted.begin * torch.float32.itemsize
         self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
 
-    def set_step_counts(self, counts: Mapping[str, int]) -> None:
+    def set_step_counts(self, counts: Mapping[nn.Parameter, int]) -> None:
         """After all values: how often each parameter was updated. One that never was has no states. Where states are
         not wanted, counts are not either.
         """
         if not self._with_states:
             return
-        for name, param in self._params.items():
-            count = counts.get(name, 0)
+        for param in self._params.values():
+            count = counts.get(param, 0)
             if not has_states(param) or count == step_count(self._session, param) == 0:
                 continue
             if isinstance(param, ChunkedParameter) and count > 0:
                 self._session.runtime.set_step_count(param._patrickstar.id, count)
             else:
-                states = {"step": torch.tensor(float(count)), **self._managed_states.pop(name, {})}
+                states = {"step": torch.tensor(float(count)), **self._managed_states.pop(param, {})}
                 self._session.states.set_optimizer_state(param, states if count > 0 else {})
 
 

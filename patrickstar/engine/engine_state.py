@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.checkpoint.blocks import KEY as BLOCKS
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.peers import Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
@@ -20,11 +21,10 @@ from patrickstar.checkpoint.shards import ADAM_STATES
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
 from patrickstar.config import check_loss_scaler_state
+from patrickstar.engine.divided_checkpoints import described_blocks, make_sink, stored_params, whole_names
 from patrickstar.engine.engine_shards import (
-    EngineSink,
     EngineSource,
     has_states,
-    named_params,
     step_count,
 )
 from patrickstar.engine.session import Session, Stage
@@ -73,8 +73,11 @@ def save_session(
     options = options or SaveOptions(peers=RankPeers(session))
     with phase(options.peers, f"nothing was saved in {os.fspath(directory)}"):
         state = _state_of(session, client_state, lr_scheduler).to_json()
+        blocks = described_blocks(session)
+        if blocks is not None:
+            state[BLOCKS] = blocks
     tag = f"global_step{session.num_steps}" if tag is None else tag
-    return save(directory, tag, EngineSource(session, frozen), state, options)
+    return save(directory, tag, EngineSource(session, stored_params(session), frozen), state, options)
 
 
 def _state_of(
@@ -83,7 +86,10 @@ def _state_of(
     return TrainingState(
         num_steps=session.num_steps,
         step_counts={
-            name: count for name, param in named_params(session.module) if (count := step_count(session, param)) > 0
+            name: count
+            for param, names in whole_names(session).items()
+            if (count := step_count(session, param)) > 0
+            for name in names
         },
         groups=_describe_groups(session),
         loss_scaler=dict(session.scaler.state()) if session.scaler is not None else None,
@@ -105,7 +111,7 @@ def load_session(
     options = options or LoadOptions()
     check_between_steps(session, "load_checkpoint")
     peers = peers or RankPeers(session)
-    sink = EngineSink(session, options.part)
+    sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):
             checkpoint = held.enter_context(Checkpoint.find(directory, tag))
@@ -119,7 +125,9 @@ def load_session(
         session.loaded_in_part = str(checkpoint.path)
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
             checkpoint.load(sink)
-            sink.set_step_counts(state.step_counts)
+            sink.set_step_counts(
+                {param: state.step_counts.get(names[0], 0) for param, names in whole_names(session).items()}
+            )
             _set_state(session, state, options.part)
             if lr_scheduler is not None:
                 lr_scheduler.load_state_dict(state.lr_scheduler)
@@ -142,8 +150,6 @@ def load_session(
 def check_between_steps(session: Session, call: str) -> None:
     """Raises StateError when there are gradients that no step has used."""
     session.check_open()
-    if session.matrices.names is not None:
-        raise _C.StateError(f"{call}: checkpoints of divided matrices are not built yet; keep engine.state_dict()")
     if session.stage is Stage.BACKWARDED or session.runtime.gradients_pending():
         raise _C.StateError(
             f"{call} between backward and step: gradients are not part of a checkpoint; call it after "
@@ -158,10 +164,10 @@ def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _describe_groups(session: Session) -> list[dict[str, Any]]:
-    names = {param: name for name, param in named_params(session.module)}
+    names = whole_names(session)
     return [
         {
-            "params": [names[param] for param in group["params"]],
+            "params": [name for param in group["params"] for name in names[param]],
             "options": {key: value for key, value in group.items() if key != "params"},
         }
         for group in session.param_groups
@@ -187,7 +193,7 @@ def _check_state(
 
 def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
     stored, present = [group["params"] for group in state.groups], [g["params"] for g in _describe_groups(session)]
-    if stored != present:
+    if list(map(sorted, stored)) != list(map(sorted, present)):
         raise CheckpointError(
             f"{checkpoint.path} has parameter groups of {[len(group) for group in stored]} parameters, or others than "
             f"this engine's of {[len(group) for group in present]}; build the engine with the same model_parameters"
@@ -205,7 +211,7 @@ def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingSt
 
 
 def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:
-    params = named_params(session.module)
+    params = [(name, param) for param, names in whole_names(session).items() for name in names]
     left_out = [name for name, param in params if state.step_counts.get(name, 0) > 0 and not has_states(param)]
     if left_out:
         logger.warning(

@@ -6,16 +6,18 @@ the blocks of all, and make of them what the model had.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.engine.divided_values import DividedNames
-from patrickstar.engine.engine_shards import persistent_buffers
+from patrickstar.checkpoint.shards import Kind, TensorShard
+from patrickstar.engine.divided_values import DividedNames, DividedPart
+from patrickstar.engine.engine_shards import kind_of, persistent_buffers
 from patrickstar.engine.session import Session
 
 
@@ -30,19 +32,46 @@ def names_of(session: Session) -> DividedNames:
     return session.matrices.names
 
 
-def whole_params(session: Session, read: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors on the CPU, each parameter under one of its names, of what ``read`` gives of each block. All ranks
-    iterate together.
-    """
-    yield from names_of(session).wholes(read, session.device)
-
-
 def whole_state(session: Session, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
     """What ``state_dict`` of the undivided module would give: parameters in float32 on the CPU, then buffers."""
-    wholes = dict(whole_params(session, session.states.value))
-    params = ((prefix + name, whole) for name, whole in names_of(session).named(wholes))
+    names = names_of(session)
+    wholes = {
+        name: whole
+        for part in names.parts
+        for name, whole in names.wholes_of(part, session.states.value, session.device).items()
+    }
+    params = ((prefix + name, whole) for name, whole in names.named(wholes))
     buffers = ((prefix + name, buffer.detach()) for name, buffer in persistent_buffers(session.module))
     return OrderedDict((*params, *buffers))
+
+
+def whole_shards(session: Session) -> list[TensorShard]:
+    """Whole parameters, and buffers. All ranks read the parameters together, in this order."""
+    names = names_of(session)
+    wholes: dict[str, torch.Tensor] = {}
+
+    def read(part: DividedPart, name: str) -> torch.Tensor:
+        if name not in wholes:
+            wholes.clear()
+            wholes.update(names.wholes_of(part, session.states.value, session.device))
+        return wholes[name].view(-1)
+
+    shards = [
+        _shard(name, kind_of(part.param), shape, torch.float32, functools.partial(read, part, name))
+        for part in names.parts
+        for name, shape in part.shapes.items()
+    ]
+    for name, buffer in persistent_buffers(session.module):
+        flat = buffer.detach().cpu().contiguous().view(-1)
+        shards.append(_shard(name, "buffer", tuple(buffer.shape), buffer.dtype, functools.partial(torch.clone, flat)))
+    return shards
+
+
+def _shard(
+    name: str, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+) -> TensorShard:
+    size = torch.Size(shape).numel()
+    return TensorShard(name=name, kind=kind, shape=shape, dtype=dtype, begin=0, end=size, read=read)
 
 
 def load_whole_state(session: Session, values: Mapping[str, Any], strict: bool) -> Any:

@@ -162,3 +162,29 @@ def go_wrong(which: list[str]) -> list[str]:
         "no values": lambda: message(on_meta, 1, 2),
     }
     return [mistakes[name]() for name in which]
+
+
+def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, Any]:
+    """Four steps on a mesh, saved in the middle; what is there is gone on from."""
+    from patrickstar.checkpoint import latest_tag
+
+    run = MeshRun(Model(model), rows, columns, steps=4)
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(run.model.build, 0, run.config())
+    with engine:
+        resumes = latest_tag(folder) is not None
+        if resumes:
+            with torch.no_grad():
+                engine.load_state_dict({name: torch.ones_like(value) for name, value in engine.state_dict().items()})
+            engine.load_checkpoint(folder)
+        losses = []
+        for step, inputs in list(enumerate(run.own_batches()))[2 if resumes else 0 :]:
+            if step == 2 and not resumes:
+                engine.save_checkpoint(folder, client_state={"words": "kept"})
+                engine.export_weights(f"{folder}/exported")
+                state = engine.state_dict()
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return {"losses": losses[-2:], "state": engine.state_dict(), "saved": None if resumes else state}

@@ -11,7 +11,7 @@ import torch
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.divided import Model
-from tests.ranks.on_mesh import MeshRun, go_wrong, train_all, train_plainly
+from tests.ranks.on_mesh import MeshRun, checkpointed, go_wrong, train_all, train_plainly
 from tests.ranks.test_training import relative_error
 
 GPT2, LLAMA, QWEN2 = Model("gpt2"), Model("llama"), Model("qwen2")
@@ -150,3 +150,43 @@ def test_what_cannot_be_divided_is_refused(refused):
     for messages in run_ranks(2, go_wrong, list(refused)):
         for message, part in zip(messages, refused.values(), strict=True):
             assert part in message
+
+
+@pytest.mark.parametrize(
+    ("model", "meshes"),
+    [
+        ("gpt2", ((1, 2), (1, 1), (2, 1))),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ("llama", ((2, 2), (1, 2), (2, 2), (1, 1))),
+                ("qwen2", ((1, 1), (1, 2), (2, 1))),
+                ("gpt2", ((2, 2), (4, 1))),
+            )
+        ),
+    ],
+)
+def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
+    """What the first saved is gone on from on the others; weights are Hugging Face's, whole."""
+    import transformers
+
+    from patrickstar.checkpoint.reader import Checkpoint
+    from patrickstar.checkpoint.stored_source import merge
+
+    folder = str(tmp_path)
+    saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_same_bits(dict(exported.state_dict()), dict(saved[0]["saved"]))
+    for rows, columns in meshes[1:]:
+        for found in run_ranks(rows * columns, checkpointed, folder, model, rows, columns):
+            assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
+            assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
+            if (rows, columns) == meshes[0]:
+                assert_same_bits(found["state"], saved[0]["state"])
+    with Checkpoint.find(folder) as checkpoint:
+        checkpoint.verify()
+        with Checkpoint(merge(checkpoint, tmp_path / "merged")) as merged:
+            for name, value in saved[0]["saved"].items():
+                stored = merged.tensor(name, "master")
+                if stored is not None:  # another name of a tied parameter
+                    assert stored.shape == value.shape and "@" not in str(list(merged.manifest.tensors))
