@@ -343,7 +343,8 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.
 
-        The module is whole again on each rank of several; :meth:`discard` ends a run without that.
+        The module is whole again on each rank of several; :meth:`discard` ends a run without that. With
+        ``tensor_parallel`` it keeps this rank's blocks ([Note: what a division undoes]).
         """
         self._session.close()
 

@@ -8,6 +8,7 @@ import dataclasses
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -188,3 +189,51 @@ def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, 
             optimizer.step()
             losses.append(loss.item())
         return {"losses": losses[-2:], "state": engine.state_dict(), "saved": None if resumes else state}
+
+
+def from_files(folder: str, rows: int, columns: int) -> dict[str, Any]:
+    """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
+    from patrickstar import from_pretrained
+
+    run = MeshRun(Model("llama"), rows, columns, steps=1)
+    engine, optimizer = initialize_engine(lambda: from_pretrained(folder), 0, run.config())
+    with engine:
+        (inputs,) = run.own_batches()
+        prompt = inputs["input_ids"][:2, :4]
+        tokens = engine.generate(prompt, max_new_tokens=6, do_sample=False)
+        engine.train()
+        loss = engine(**inputs).loss
+        engine.backward(loss)
+        optimizer.step()
+        return {"loss": loss.item(), "tokens": tokens, "state": engine.state_dict()}
+
+
+def by_deepspeeds_names() -> dict[str, Any]:
+    """By ``patrickstar.initialize``: ranks of a mesh get the same samples, and 1 x 2 goes by DeepSpeed's name."""
+    import patrickstar
+
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": 0,
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    data = [{"input_ids": torch.arange(i, i + 24) % 50, "labels": torch.arange(i, i + 24) % 50} for i in range(4)]
+    engine, _, loader, _ = patrickstar.initialize(model=Model("llama").build(), config=config, training_data=data)
+    losses = []
+    for inputs in loader:
+        loss = engine(**inputs).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with pytest.raises(StateError, match="write whole ones with engine.export_weights"):
+        engine.save_16bit_model(".")
+    with (
+        pytest.raises(StateError, match="leave modifier_rank out"),
+        patrickstar.zero.GatheredParameters(next(engine.parameters()), modifier_rank=0),
+    ):
+        pass
+    found = {"losses": losses, "num_elements": sum(p.numel() for p in engine.parameters())}
+    engine.close()
+    return found

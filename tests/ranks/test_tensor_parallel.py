@@ -11,7 +11,15 @@ import torch
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.ranks.divided import Model
-from tests.ranks.on_mesh import MeshRun, checkpointed, go_wrong, train_all, train_plainly
+from tests.ranks.on_mesh import (
+    MeshRun,
+    by_deepspeeds_names,
+    checkpointed,
+    from_files,
+    go_wrong,
+    train_all,
+    train_plainly,
+)
 from tests.ranks.test_training import relative_error
 
 GPT2, LLAMA, QWEN2 = Model("gpt2"), Model("llama"), Model("qwen2")
@@ -55,14 +63,18 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [(1, 2), (2, 1), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 2), (1, 4), (4, 1)))],
+    ("mesh", "num_runs"),
+    [
+        ((1, 2), 3),
+        ((2, 1), 2),
+        *(pytest.param(mesh, len(RUNS), marks=pytest.mark.slow) for mesh in ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))),
+    ],
     ids=str,
 )
-def test_models_are_those_of_plain_pytorch(mesh, plain):
+def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
     """Clipping acts or is off, with padding, tokens without labels, and recomputation."""
     rows, columns = mesh
-    runs = [run for run in RUNS if columns < 4 or run.model is GPT2]  # of the others, keys have two heads
+    runs = [run for run in RUNS[:num_runs] if columns < 4 or run.model is GPT2]  # of the others, keys have two heads
     for run, found in zip(runs, on_mesh(rows * columns, rows, columns, runs), strict=True):
         assert_alike(found)
         for rank in found:
@@ -190,3 +202,23 @@ def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
                 stored = merged.tensor(name, "master")
                 if stored is not None:  # another name of a tied parameter
                     assert stored.shape == value.shape and "@" not in str(list(merged.manifest.tensors))
+
+
+def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
+    """Each rank reads whole tensors one by one; the model trains and generates as Hugging Face's does."""
+    torch.manual_seed(0)
+    model = LLAMA.build()
+    model.save_pretrained(tmp_path)
+    (inputs,) = MeshRun(LLAMA, steps=1).batches()
+    expected = model.eval().generate(inputs["input_ids"][:2, :4], max_new_tokens=6, do_sample=False)
+    loss = model.train()(**inputs).loss.item()
+    for mesh in ((1, 2), (2, 1)):
+        for found in run_ranks(2, from_files, str(tmp_path), *mesh):
+            assert torch.equal(found["tokens"], expected)
+            assert found["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_deepspeeds_name_of_columns():
+    first, second = run_ranks(2, by_deepspeeds_names)
+    assert first == second and len(first["losses"]) == 2
+    assert first["num_elements"] == sum(p.numel() for p in LLAMA.build().parameters()) // 2 + 32
