@@ -20,8 +20,9 @@ have nobody to talk to; what is wanted of it is saved, exported or read by ``sta
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,10 @@ class Matrices(Protocol):
         """All ranks had the same model before they divided it, or raise DisagreementError."""
         ...
 
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """Of the whole parameters of which ``params`` of the module have this rank's part."""
+        ...
+
     def left_out(self, params: SortedParams) -> list[int]:
         """Ids of parameters whose gradients another rank counts in the norm."""
         ...
@@ -88,6 +93,10 @@ class WholeMatrices:
 
     def check_same_values(self) -> None:
         """They are the first rank's in any case."""
+
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """Their own."""
+        return sum(param.numel() for param in params)
 
     def left_out(self, params: SortedParams) -> list[int]:
         """None."""
@@ -119,7 +128,8 @@ class DividedMatrices:
         """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
         model = find_model(module) or module
         _check_plan(model)
-        others = [name for name, param in module.named_parameters() if param not in set(model.parameters())]
+        divided = set(model.parameters())
+        others = [name for name, param in module.named_parameters() if param not in divided]
         if others:
             raise ValueError(
                 f"{type(module).__name__} has parameters beside those of its {type(model).__name__}, whose matrices "
@@ -140,6 +150,11 @@ class DividedMatrices:
     def check_same_values(self) -> None:
         """See :class:`Matrices`; values on the meta device are those of the same files."""
         self._mesh.everybody.check_agreement("the model's values before it is divided", self._digests)
+
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """See :class:`Matrices`."""
+        parts = {} if self.names is None else self.names.of_params
+        return sum(math.prod(shape) for param in params for shape in parts[param].shapes.values())
 
     def left_out(self, params: SortedParams) -> list[int]:
         """Those that all rows have, but in the first of them."""

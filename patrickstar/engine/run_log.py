@@ -133,6 +133,9 @@ def start_line(session: Session) -> str:
     where = _device_name(session) + (f", {num_ranks} ranks" if num_ranks > 1 else "")
     if session.calls.sequence_group is not None:
         where += f", {session.calls.sequence_group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
+    mesh = session.config.tensor_parallel
+    if mesh.num_ranks > 1:
+        where += f", matrices divided over {mesh.rows} x {mesh.columns}"
     limit = report["device_budget_bytes"]
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""
@@ -171,7 +174,7 @@ def _num_state_chunks(session: Session) -> int:
 
 
 def _num_trainable(session: Session) -> int:
-    return sum(param.numel() for param in session.module.parameters() if param.requires_grad)
+    return session.matrices.num_elements(param for param in session.module.parameters() if param.requires_grad)
 
 
 def _device_name(session: Session) -> str:

@@ -151,7 +151,7 @@ class Session:
         self.plan_of_params = plan_params(
             module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
         )
-        self.num_parameters = sum(p.numel() for p in module.parameters())
+        self.num_parameters = matrices.num_elements(module.parameters())
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
         core = build_core(module, self.plan_of_params, config, self.ranks.context, chunk_ranks, budgets)
         self._teardown = _Teardown()
