@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from patrickstar import _C
+from patrickstar.checkpoint.blocks import KEY as BLOCKS
 from patrickstar.checkpoint.blocks import ComposedTensor, composed
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
@@ -137,6 +139,26 @@ class Checkpoint:
         for item in wanted:
             stored = self.manifest.tensors.get(item.key)
             if stored is not None and (item.numel > 0 or item.is_whole):
+                sink.write(item, self.read(stored, item))
+
+    @property
+    def described_blocks(self) -> Any:
+        """What the manifest's state says of blocks (checkpoint/blocks.py); None: there are none."""
+        return self._stored.state.get(BLOCKS)
+
+    def load_as_stored(self, sink: ShardSink) -> None:
+        """As :meth:`load`, for a sink that wants tensors by the names of blocks.
+
+        Raises:
+            CheckpointError: one of the tensors is not there, or damaged.
+        """
+        for item in sink.wanted():
+            stored = self._stored.tensors.get(item.key)
+            if stored is None and item.key[1] != "value":
+                continue
+            if stored is None or stored.shape != item.shape:
+                raise CheckpointError(f"{self.path} has no {item} of shape {list(item.shape)}; load another checkpoint")
+            if item.numel > 0 or item.is_whole:
                 sink.write(item, self.read(stored, item))
 
     def read(self, stored: StoredTensor, wanted: TensorRange) -> torch.Tensor:

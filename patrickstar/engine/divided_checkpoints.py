@@ -56,6 +56,19 @@ def make_sink(session: Session, part: Part) -> EngineSink:
     return EngineSink(session, part) if names is None else DividedSink(session, part, names)
 
 
+def block_sink(session: Session, part: Part, described: Any) -> EngineSink | None:
+    """Takes this rank's blocks as they are stored, where ``described`` ones are those of this mesh; else None."""
+    names = session.matrices.names
+    if names is None or described != described_blocks(session):
+        return None
+    params = {}
+    for one in names.parts:
+        place = one.layer.group.place
+        row, column = (0 if _held(one) is Held.COLUMNS else place.row), (0 if _held(one) is Held.ROWS else place.column)
+        params[block_name(one.name, row, column)] = one.param
+    return EngineSink(session, part, params)
+
+
 class DividedSink(EngineSink):
     """Takes whole tensors, a parameter's one after the other, of which this rank keeps its blocks."""
 

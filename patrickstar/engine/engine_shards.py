@@ -104,13 +104,16 @@ class EngineSource:
 class EngineSink:
     """Takes what an engine on one rank holds."""
 
-    def __init__(self, session: Session, part: Part = Part.EVERYTHING):
+    def __init__(
+        self, session: Session, part: Part = Part.EVERYTHING, params: Mapping[str, nn.Parameter] | None = None
+    ):
+        """``params``: by the names that they have in the checkpoint; None: those of the module."""
         self._session = session
         self._with_states = part is Part.EVERYTHING
         self.left_out: set[tuple[str, str]] = set()
         """Keys of tensors that are not wanted."""
         self._sharded = session.chunk_ranks.size > 1
-        self._params = dict(named_params(session.module))
+        self._params = dict(named_params(session.module)) if params is None else dict(params)
         self._buffers = dict(persistent_buffers(session.module))
         self._managed_states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 

@@ -21,7 +21,7 @@ from patrickstar.checkpoint.shards import ADAM_STATES
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
 from patrickstar.config import check_loss_scaler_state
-from patrickstar.engine.divided_checkpoints import described_blocks, make_sink, stored_params, whole_names
+from patrickstar.engine.divided_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
 from patrickstar.engine.engine_shards import (
     EngineSource,
     has_states,
@@ -124,7 +124,11 @@ def load_session(
             rng = checkpoint.rng_states(peers.rank) if same_ranks else {}
         session.loaded_in_part = str(checkpoint.path)
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):
-            checkpoint.load(sink)
+            own = block_sink(session, options.part, checkpoint.described_blocks)
+            if own is None or options.names is Names.COMMON:
+                checkpoint.load(sink)
+            else:
+                checkpoint.load_as_stored(own)
             sink.set_step_counts(
                 {param: state.step_counts.get(names[0], 0) for param, names in whole_names(session).items()}
             )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar import RankFailure, StateError
+from patrickstar.checkpoint.blocks import ComposedTensor
 from patrickstar.runtime import initialize_engine
 from tests.ranks.divided import Model, batch, rows_of
 from tests.training import ADAM, make_config
@@ -169,7 +170,7 @@ def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, 
     """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
-    run = MeshRun(Model(model), rows, columns, steps=4)
+    run, made_whole, state = MeshRun(Model(model), rows, columns, steps=4), False, {}
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(run.model.build, 0, run.config())
     with engine:
@@ -177,7 +178,9 @@ def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, 
         if resumes:
             with torch.no_grad():
                 engine.load_state_dict({name: torch.ones_like(value) for name, value in engine.state_dict().items()})
+            made = note_calls(ComposedTensor, "compose")
             engine.load_checkpoint(folder)
+            made_whole, state = bool(made), engine.state_dict()
         losses = []
         for step, inputs in list(enumerate(run.own_batches()))[2 if resumes else 0 :]:
             if step == 2 and not resumes:
@@ -188,7 +191,20 @@ def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, 
             engine.backward(loss)
             optimizer.step()
             losses.append(loss.item())
-        return {"losses": losses[-2:], "state": engine.state_dict(), "saved": None if resumes else state}
+        end = engine.state_dict()
+        return {"losses": losses[-2:], "state": end, "half_way": state, "made_whole": made_whole}
+
+
+def note_calls(owner: type, name: str) -> list[str]:
+    """From now on calls of ``owner``'s method are noted in the list."""
+    called, method = [], getattr(owner, name)
+
+    def noting(*args: Any) -> Any:
+        called.append(name)
+        return method(*args)
+
+    setattr(owner, name, noting)
+    return called
 
 
 def from_files(folder: str, rows: int, columns: int) -> dict[str, Any]:

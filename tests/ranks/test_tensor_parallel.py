@@ -168,13 +168,13 @@ def test_what_cannot_be_divided_is_refused(refused):
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [
-        ("gpt2", ((1, 2), (1, 1), (2, 1))),
+        ("gpt2", ((1, 2), (1, 1), (1, 2))),
         *(
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
                 ("llama", ((2, 2), (1, 2), (2, 2), (1, 1))),
                 ("qwen2", ((1, 1), (1, 2), (2, 1))),
-                ("gpt2", ((2, 2), (4, 1))),
+                ("gpt2", ((2, 2), (4, 1), (2, 1))),
             )
         ),
     ],
@@ -189,20 +189,35 @@ def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
     folder = str(tmp_path)
     saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert_same_bits(dict(exported.state_dict()), dict(saved[0]["saved"]))
+    assert_same_bits(dict(exported.state_dict()), dict(saved[0]["half_way"]))
     for rows, columns in meshes[1:]:
         for found in run_ranks(rows * columns, checkpointed, folder, model, rows, columns):
+            assert_same_bits(found["half_way"], saved[0]["half_way"])
             assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
             assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
+            assert found["made_whole"] == (meshes[0] not in ((1, 1), (rows, columns)))
             if (rows, columns) == meshes[0]:
                 assert_same_bits(found["state"], saved[0]["state"])
     with Checkpoint.find(folder) as checkpoint:
         checkpoint.verify()
         with Checkpoint(merge(checkpoint, tmp_path / "merged")) as merged:
-            for name, value in saved[0]["saved"].items():
+            for name, value in saved[0]["half_way"].items():
                 stored = merged.tensor(name, "master")
                 if stored is not None:  # another name of a tied parameter
                     assert stored.shape == value.shape and "@" not in str(list(merged.manifest.tensors))
+
+
+@pytest.mark.slow
+def test_checkpoints_of_shards_of_blocks(tmp_path):
+    """Two meshes of 1 x 2, whose ranks store their shards of a block, and 2 x 1 the other way round."""
+    folder = str(tmp_path)
+    saved = run_ranks(4, checkpointed, folder, "gpt2", 1, 2)
+    for num_ranks, mesh in ((4, (1, 2)), (4, (2, 1)), (2, (1, 2)), (1, (1, 1))):
+        for rank, found in enumerate(run_ranks(num_ranks, checkpointed, folder, "gpt2", *mesh)):
+            assert_same_bits(found["half_way"], saved[0]["half_way"])
+            if num_ranks == 4:
+                assert found["losses"] == pytest.approx(saved[rank]["losses"], rel=1e-6)
+                assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
 
 
 def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
