@@ -83,7 +83,7 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
         assert_close(found[0], expected)
         assert min(expected["norms"]) > run.clip
         num_elements = sum(param.numel() for param in run.model.build().parameters())
-        assert found[0]["num_elements"] < 1.2 * num_elements / (rows * columns)
+        assert found[0]["num_elements"] < 1.4 * num_elements / (rows * columns)  # rows share biases and norms
         assert found[0]["report"]["num_parameters"] == num_elements
 
 
