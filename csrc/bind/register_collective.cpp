@@ -113,10 +113,10 @@ void register_groups(py::module_& module) {
       py::arg("group_name"), py::arg("members") = Members(), ReleaseGil());
   module.def(
       "make_c10d_control",
-      [](const std::string& group_name, double timeout_seconds) {
-        return std::shared_ptr<ControlGroup>(make_c10d_control(group_name, timeout_seconds));
+      [](const std::string& group_name, double timeout_seconds, const Members& members) {
+        return std::shared_ptr<ControlGroup>(make_c10d_control(group_name, timeout_seconds, members));
       },
-      py::arg("group_name"), py::arg("timeout_seconds"), ReleaseGil());
+      py::arg("group_name"), py::arg("timeout_seconds"), py::arg("members") = Members(), ReleaseGil());
 }
 
 #ifdef PATRICKSTAR_WITH_CUDA

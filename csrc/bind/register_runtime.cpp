@@ -317,7 +317,7 @@ void register_runtime(py::module_& module) {
       .def("await_activation", &Runtime::await_activation, ReleaseGil())
       .def("drop_activation", &Runtime::drop_activation, ReleaseGil())
       .def("vacate_device", &Runtime::vacate_device, ReleaseGil())
-      .def("prepare_step", &Runtime::prepare_step, ReleaseGil())
+      .def("prepare_step", &Runtime::prepare_step, py::arg("left_out") = std::vector<ParamId>(), ReleaseGil())
       .def("apply_step", &Runtime::apply_step, ReleaseGil())
       .def("skip_step", &Runtime::skip_step, ReleaseGil())
       .def("clear_gradients", &Runtime::clear_gradients, ReleaseGil())

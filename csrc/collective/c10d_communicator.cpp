@@ -265,7 +265,8 @@ std::string describe(const ExchangeHead& head) {
 
 class C10dControl final : public ControlGroup {
  public:
-  C10dControl(const std::string& group_name, Milliseconds timeout) : messages_(group_name, timeout, {}) {}
+  C10dControl(const std::string& group_name, Milliseconds timeout, const Members& members)
+      : messages_(group_name, timeout, members), members_(members) {}
 
   int rank() const override { return messages_.rank(); }
   int size() const override { return messages_.size(); }
@@ -316,19 +317,22 @@ class C10dControl final : public ControlGroup {
   }
 
   // All ranks have the same heads but for lengths, so all of them find the same.
-  static void check_same_point(const std::vector<ExchangeHead>& heads) {
+  void check_same_point(const std::vector<ExchangeHead>& heads) const {
     const bool same = std::all_of(heads.begin(), heads.end(), [&](const ExchangeHead& other) {
       return other.call == heads[0].call && other.what == heads[0].what && other.num_bytes >= 0;
     });
     if (same) return;
     std::string who;
-    for (size_t r = 0; r < heads.size(); ++r)
-      who += detail::join(r == 0 ? "" : ", ", "rank ", r, " is ", describe(heads[r]));
+    for (size_t r = 0; r < heads.size(); ++r) {
+      const int rank = members_.empty() ? static_cast<int>(r) : members_[r];
+      who += detail::join(r == 0 ? "" : ", ", "rank ", rank, " is ", describe(heads[r]));
+    }
     PS_CHECK(false, RankMismatch, "ranks are not at the same point: ", who,
              "; every rank must make the same calls in the same order, with as many batches as the others");
   }
 
   PeerMessages messages_;
+  Members members_;
   std::string call_;
 };
 
@@ -338,10 +342,11 @@ std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_na
   return std::make_unique<C10dCommunicator>(group_name, members);
 }
 
-std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds) {
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds,
+                                                const Members& members) {
   PS_CHECK(timeout_seconds > 0, ArgumentError, "timeout_seconds is ", timeout_seconds, ", it must be above 0");
   const auto timeout = std::chrono::duration<double>(timeout_seconds);
-  return std::make_unique<C10dControl>(group_name, std::chrono::ceil<Milliseconds>(timeout));
+  return std::make_unique<C10dControl>(group_name, std::chrono::ceil<Milliseconds>(timeout), members);
 }
 
 }  // namespace patrickstar
@@ -362,7 +367,7 @@ namespace {
 }  // namespace
 
 std::unique_ptr<Communicator> make_c10d_communicator(const std::string&, const Members&) { refuse(); }
-std::unique_ptr<ControlGroup> make_c10d_control(const std::string&, double) { refuse(); }
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string&, double, const Members&) { refuse(); }
 
 }  // namespace patrickstar
 

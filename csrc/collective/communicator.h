@@ -107,7 +107,8 @@ void check_exchange(const Communicator& communicator, const std::vector<PeerByte
 // A gloo group of torch.distributed, by its group_name; the group's own timeout is the collectives'. Throws
 // ArgumentError for a group that is unknown or has nothing for the CPU.
 std::unique_ptr<Communicator> make_c10d_communicator(const std::string& group_name, const Members& members);
-std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds);
+std::unique_ptr<ControlGroup> make_c10d_control(const std::string& group_name, double timeout_seconds,
+                                                const Members& members);
 
 #ifdef PATRICKSTAR_WITH_CUDA
 // One rank, no messages, on the memory of `device`.

@@ -354,13 +354,15 @@ void GradientFlow::add_to_sum(ChunkId chunk) {
   statistics_.forget(chunk);
 }
 
-double GradientFlow::sum_of_squares() {
+double GradientFlow::sum_of_squares(const std::vector<ParamId>& left_out) {
   if (gradients_.any_in_sum()) add_to_sums();
   std::vector<ParamId> params;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     const std::vector<ParamId> here = gradients_.in_chunk(chunk);
     if (!here.empty() && !statistics_.has(chunk)) statistics_.compute({chunk, gradients_.source(chunk)}, here);
-    params.insert(params.end(), here.begin(), here.end());
+    for (ParamId param : here) {
+      if (!std::binary_search(left_out.begin(), left_out.end(), param)) params.push_back(param);
+    }
   }
   std::sort(params.begin(), params.end());
   {

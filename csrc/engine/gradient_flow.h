@@ -61,9 +61,9 @@ class GradientFlow {
   // This rank's part in the ranks' mean, which all must take in the same order.
   void scatter(ChunkId chunk);
 
-  // Sum of the squares of all gradients, in parameter order; inf or NaN when any gradient is. Completes all statistics.
-  // Waits for the device.
-  double sum_of_squares();
+  // Sum of the squares of all gradients but those of `left_out` (ascending), in parameter order; inf or NaN when any of
+  // these is. Completes all statistics. Waits for the device.
+  double sum_of_squares(const std::vector<ParamId>& left_out);
 
   bool pending() const { return num_backwards_ > 0; }
   // The last complete step had several micro-batches, and the next is expected to.

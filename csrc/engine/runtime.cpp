@@ -426,11 +426,12 @@ void Runtime::abort_backward() {
   open->flow.abort_backward();
 }
 
-double Runtime::prepare_step() {
+double Runtime::prepare_step(std::vector<ParamId> left_out) {
   const Entry open = compute();
+  std::sort(left_out.begin(), left_out.end());
   open->memory.tracer().begin_optimizer();
   open->tracker.release_all();
-  const double sum = open->flow.sum_of_squares();
+  const double sum = open->flow.sum_of_squares(left_out);
   open->recorder.note_tide(open->pager.tide_of_running_moment());
   const bool is_time_to_return = open->residency.is_time_to_return();
   if (open->recorder.position() < 0) return sum;

@@ -130,7 +130,8 @@ class Runtime final : public UseListener {
   void abort_backward();
 
   // Step.
-  double prepare_step();  // the gradients' sum of squares
+  // The gradients' sum of squares, but for those of `left_out`, which ranks beyond these have too and count.
+  double prepare_step(std::vector<ParamId> left_out = {});
   void apply_step(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
   void skip_step();
   void clear_gradients();

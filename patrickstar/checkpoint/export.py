@@ -80,7 +80,7 @@ def export(
     with contextlib.ExitStack() as held:
         with phase(peers, what) as turn:
             if is_first:
-                _check_free(target)
+                check_free(target)
             turn.say = {"token": secrets.token_hex(4), "shards": [_describe(shard, options) for shard in shards]}
         folder = NewFolder(disk, target, turn.heard[0]["token"])
         try:
@@ -101,7 +101,8 @@ def export(
     return target
 
 
-def _check_free(target: Path) -> None:
+def check_free(target: Path) -> None:
+    """Raises CheckpointError unless a folder can be made there, or is there and empty."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is no empty folder; export to a new one")
 

@@ -1,6 +1,6 @@
 """Reads a checkpoint by ranges, whoever saved it, and checks the checksum of everything it reads.
 
-Memory beside what the sink holds: one stored shard and one wanted range.
+Memory beside what the sink holds: one stored shard and one wanted range; of what is stored in blocks, one parameter.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from patrickstar import _C
+from patrickstar.checkpoint.blocks import KEY as BLOCKS
+from patrickstar.checkpoint.blocks import ComposedTensor, composed
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
@@ -39,13 +42,16 @@ class Checkpoint:
         """The checkpoint's own folder, which has the manifest in it."""
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
+        self._composed: tuple[tuple[StoredTensor, ...], dict[str, torch.Tensor]] | None = None
         self._shard_memory, self._range_memory = Scratch(), Scratch()
         try:
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} is no checkpoint: {error.strerror}") from error
         try:
-            self.manifest = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
+            self._stored = Manifest.from_bytes(read_small_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES))
+            self.manifest = composed(self._stored)
+            """With whole tensors where blocks of them are stored (:mod:`patrickstar.checkpoint.blocks`)."""
         except (CheckpointError, OSError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error
@@ -107,6 +113,9 @@ class Checkpoint:
         """What is read for a range."""
         stored = self.manifest.tensors.get(item.key)
         if stored is not None:
+            if isinstance(stored, ComposedTensor):
+                yield from stored.shards
+                return
             whole = not _is_flattened_alike(stored, item)
             begin, end = (0, stored.numel) if whole else (item.begin, item.end)
             yield from (shard for shard in stored.shards if max(begin, shard.begin) < min(end, shard.end))
@@ -132,17 +141,51 @@ class Checkpoint:
             if stored is not None and (item.numel > 0 or item.is_whole):
                 sink.write(item, self.read(stored, item))
 
+    @property
+    def described_blocks(self) -> Any:
+        """What the manifest's state says of blocks (checkpoint/blocks.py); None: there are none."""
+        return self._stored.state.get(BLOCKS)
+
+    def load_as_stored(self, sink: ShardSink) -> None:
+        """As :meth:`load`, for a sink that wants tensors by the names of blocks.
+
+        Raises:
+            CheckpointError: one of the tensors is not there, or damaged.
+        """
+        for item in sink.wanted():
+            stored = self._stored.tensors.get(item.key)
+            if stored is None and item.key[1] != "value":
+                continue
+            if stored is None or stored.shape != item.shape:
+                raise CheckpointError(f"{self.path} has no {item} of shape {list(item.shape)}; load another checkpoint")
+            if item.numel > 0 or item.is_whole:
+                sink.write(item, self.read(stored, item))
+
     def read(self, stored: StoredTensor, wanted: TensorRange) -> torch.Tensor:
         """The elements of a range, in the stored dtype and the wanted order, valid until the next call.
 
         Raises:
             CheckpointError: they are damaged; the message names the file and the tensor.
         """
+        if isinstance(stored, ComposedTensor):
+            with _C.HostAllocations():
+                return flattened(self._compose(stored), wanted.order)[wanted.begin : wanted.end].clone()
         if _is_flattened_alike(stored, wanted):
             return self._read_range(stored, wanted.begin, wanted.end)
         whole = row_major(self._read_range(stored, 0, stored.numel), stored.shape, stored.order)
         with _C.HostAllocations():
             return flattened(whole, wanted.order)[wanted.begin : wanted.end].clone()
+
+    def _compose(self, stored: ComposedTensor) -> torch.Tensor:
+        """All of it; what else its blocks are of is kept for the next call."""
+        if self._composed is None or self._composed[0] != stored.blocks:
+            self._composed = None
+            values = [
+                row_major(self._read_range(block, 0, block.numel).clone(), block.shape, block.order)
+                for block in stored.blocks
+            ]
+            self._composed = stored.blocks, stored.compose(values)
+        return self._composed[1][stored.name]
 
     def _read_range(self, stored: StoredTensor, begin: int, end: int) -> torch.Tensor:
         result = None
@@ -231,8 +274,8 @@ class Checkpoint:
                 all of it.
         """
         begun = time.perf_counter()
-        jobs: dict[str, list[tuple[StoredTensor, StoredShard]]] = {name: [] for name in self.manifest.files}
-        for stored in self.manifest.tensors.values():
+        jobs: dict[str, list[tuple[StoredTensor, StoredShard]]] = {name: [] for name in self._stored.files}
+        for stored in self._stored.tensors.values():
             for shard in stored.shards:
                 jobs[shard.file].append((stored, shard))
         with ThreadPoolExecutor(num_threads) as pool:

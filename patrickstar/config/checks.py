@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
-from patrickstar.config.schema import SequenceMode, Speculation
+from patrickstar.config.schema import LossComputation, SequenceMode, Speculation
 from patrickstar.config.shown import shown
 from patrickstar.config.values import DataType
 
@@ -59,7 +59,7 @@ def find_conflicts(config: Config) -> list[str]:
             make_loss_scaler(config)
         except ValueError as error:  # the scaler checks its own values
             problems.append(str(error))
-    return problems + _conflicts_of_dtypes(config) + _conflicts_of_sequences(config)
+    return problems + _conflicts_of_dtypes(config) + _conflicts_of_sequences(config) + _conflicts_of_matrices(config)
 
 
 def _conflicts_of_sequences(config: Config) -> list[str]:
@@ -81,6 +81,24 @@ def _conflicts_of_sequences(config: Config) -> list[str]:
             f"{sequence.size}; give a number that does"
         )
     return problems
+
+
+def _conflicts_of_matrices(config: Config) -> list[str]:
+    section, problems = config.tensor_parallel, []
+    mesh = f"tensor_parallel is a mesh of {section.rows} x {section.columns}"
+    for name, size in (("autotp_size", section.autotp_size), ("tp.tp_size", section.tp.tp_size)):
+        if size > 1 and (section.rows, section.columns) != (1, size):
+            problems.append(f"{mesh}, and tensor_parallel.{name} is {size}, which is 1 x {size}; give one of them")
+    if section.num_ranks == 1:
+        return problems
+    others = {
+        f"sequence_parallel.size is {config.sequence_parallel.size}": config.sequence_parallel.size > 1,
+        'activations.loss is "fused"': config.activations.loss is LossComputation.FUSED,
+        f"activations.tile_tokens is {config.activations.tile_tokens}": config.activations.tile_tokens > 0,
+        "use_cpu_embedding is True": config.use_cpu_embedding,
+    }
+    return problems + [f"{mesh}, and {other}: these do not go together yet; leave one of them out" for other, is_set
+                       in others.items() if is_set]  # fmt: skip
 
 
 def _conflicts_of_dtypes(config: Config) -> list[str]:

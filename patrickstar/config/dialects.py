@@ -65,6 +65,7 @@ def resolve(config: Config) -> Config:
         "default_chunk_size": min(config.default_chunk_size, max(zero.sub_group_size, _LEAST_CHUNK_NUMEL)),
         "optimizer": _resolve_optimizer(config),
         "sequence_parallel": sequence,
+        "tensor_parallel": _resolve_columns(config),
     }
     on_host = {"device": "cpu"}
     offload = {}
@@ -76,6 +77,13 @@ def resolve(config: Config) -> Config:
     given = config.model_fields_set
     changed = {name: value for name, value in updates.items() if name in given or value != getattr(config, name)}
     return config.model_copy(update=changed)
+
+
+def _resolve_columns(config: Config) -> Any:
+    """As many as one of DeepSpeed's keys says, where ``columns`` does not say it."""
+    section = config.tensor_parallel
+    said = max(section.autotp_size, section.tp.tp_size)
+    return section.model_copy(update={"columns": said}) if said > 1 and section.columns == 1 else section
 
 
 def _resolve_optimizer(config: Config) -> Any:

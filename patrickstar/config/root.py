@@ -30,6 +30,7 @@ from patrickstar.config.schema import (
     SequenceParallelConfig,
     profile_of_environment,
 )
+from patrickstar.config.tensor_parallel import TensorParallelConfig
 from patrickstar.config.values import (
     AtLeast0,
     AtLeast1,
@@ -94,6 +95,8 @@ class _EngineKeys(Section):
     """Number and placement of the threads that compute on the host."""
     sequence_parallel: SequenceParallelConfig = Field(default_factory=SequenceParallelConfig)
     """Sequences that several ranks share, so that none has all of their tokens."""
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
+    """Tensor parallelism: matrices and activations that are divided over ranks, by rows and columns."""
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
     """Memory that activations of long sequences take."""
     plan: Annotated[FilePath | None, HONOURED] = None
@@ -113,6 +116,11 @@ class _EngineKeys(Section):
         if self.fp16 is not None:
             return torch.float16
         return torch.float32 if self.bf16 is None else torch.bfloat16
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """How many neighbouring ranks are given the same batches."""
+        return self.sequence_parallel.size * self.tensor_parallel.num_ranks
 
 
 class _InitializeKeys(Section):

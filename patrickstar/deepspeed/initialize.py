@@ -90,7 +90,7 @@ def initialize(
     build = _model_func(model, model_func)
     parsed = _with_mesh(parse_config(choose_config(args, config, config_params), Dialect.DEEPSPEED), mesh_param)
     log_accepted_options(parsed)
-    ranks_per_sample = parsed.sequence_parallel.size
+    ranks_per_sample = parsed.ranks_per_sample
     sizes = resolve_batch_sizes(parsed, max(num_ranks_to_come() // ranks_per_sample, 1))
     parsed = parsed.model_copy(update={"gradient_accumulation_steps": sizes.accumulation_steps})
     if isinstance(model_parameters, Iterable):

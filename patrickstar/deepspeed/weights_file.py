@@ -43,8 +43,10 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
 
     Raises:
         CheckpointError: on all ranks, when the first cannot write; a file that was there is as it was.
+        StateError: ranks share matrices.
     """
     session.check_whole()
+    _check_undivided(session)
     peers = RankPeers(session)
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     what = f"{path} was not saved"
@@ -74,6 +76,7 @@ def save_16bit_weights(session: Session, path: Path, *, with_frozen: bool, disk:
 def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torch.Tensor] | None:
     """The module's ``state_dict`` in 16 bits, on the CPU of the first rank; None on the others. All ranks call it."""
     session.check_whole()
+    _check_undivided(session)
     is_first = session.ranks.control.rank == 0
     entries = _entries(session.module, _stored_dtype(session), with_frozen=with_frozen)
     values: dict[str, torch.Tensor] = {}
@@ -86,6 +89,14 @@ def read_16bit_weights(session: Session, *, with_frozen: bool) -> dict[str, torc
                     values.update(dict.fromkeys(entry.names, read.to(entry.dtype)))
             del read
     return values if is_first else None
+
+
+def _check_undivided(session: Session) -> None:
+    if session.matrices.names is not None:
+        raise _C.StateError(
+            "with tensor_parallel this rank has blocks of the model's weights; write whole ones with "
+            "engine.export_weights(folder, dtype=torch.bfloat16), or read them by engine.state_dict()"
+        )
 
 
 def _stored_dtype(session: Session) -> torch.dtype:

@@ -15,7 +15,8 @@ from patrickstar.machine.engine_options import bf16_master, make_engine_options
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
-from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.distributed import DistributedContext, RankGroups
 
 logger = logging.getLogger("patrickstar")
 
@@ -30,24 +31,37 @@ class Core:
     """To be closed after the runtime."""
 
 
-def build_core(module: nn.Module, params: SortedParams, config: Config, ranks: RankGroups, budgets: Budgets) -> Core:
+def build_core(
+    module: nn.Module,
+    params: SortedParams,
+    config: Config,
+    context: DistributedContext,
+    chunk_ranks: ChunkRanks,
+    budgets: Budgets,
+) -> Core:
     """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
     other rank.
+
+    Args:
+        module: the user's.
+        params: of it.
+        config: checked.
+        context: of this rank.
+        chunk_ranks: those that share its chunks.
+        budgets: of memory.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
     """
-    here = ranks.context
     size = _choose_chunk_size(module, params, config, budgets)
-    num_ranks = len(ranks.members)
-    master = bf16_master(config.optimizer.speculation, num_ranks)
-    layout = make_layout(params, size.numel, num_ranks, ranks.control.rank, master)
-    segments = ExpandableSegments(here.device, budgets.device_bytes)
-    local = (here.local_rank, here.local_world_size)
+    master = bf16_master(config.optimizer.speculation, chunk_ranks.size)
+    layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, master)
+    segments = ExpandableSegments(context.device, budgets.device_bytes)
+    local = (context.local_rank, context.local_world_size)
     try:
-        options = make_engine_options(config, here.device, budgets, segments.rounding_bytes, local)
+        options = make_engine_options(config, context.device, budgets, segments.rounding_bytes, local)
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
-        collectives = _C.Collectives(ranks.gather, ranks.scatter, ranks.control)
+        collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
         names = [spec.name for spec in params.chunked]
         runtime = _C.Runtime(layout, names, _owned_params(module, params), options, collectives)
     except BaseException:

@@ -1,9 +1,5 @@
 """Sequences that several ranks share: an engine's part of it (`sequence_parallel` in the configuration).
 
-    sequences = make_sequences(module, config, ranks, meet, num_steps)
-    with sequences.call(args, kwargs) as call:
-        output = call.result(module(*call.args, **call.kwargs))
-
 A model of Hugging Face is called with whole sequences, the same on all ranks that share them, and computes this rank's
 tokens of them (:mod:`patrickstar.sequence.hugging_face`). Any other module gets what it is called with, and computes
 attention itself (:func:`patrickstar.sequence.attention`, with the engine's ``sequence_group``).
@@ -16,74 +12,23 @@ multiplied by the ranks of a sequence wherever it is read ([Note: sums over rank
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, SequenceMode
+from patrickstar.engine.calls import Call, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
-from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks
+from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.division import Division, WholeTokens
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.hugging_face import DividedModel, find_model
 from patrickstar.sequence.layout import Mode
-
-
-@dataclasses.dataclass
-class SequenceCall:
-    """One call of the module: what it is called with on this rank, and what becomes of its output."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Callable[[Any], Any] = lambda output: output
-
-
-class Sequences(Protocol):
-    """How an engine's calls have their sequences."""
-
-    group: SequenceGroup | HybridGroup | None
-    """The ranks that share one; None: each rank has its own."""
-    ranks_per_call: int
-    """How many ranks are called with the same samples."""
-    repeats_forwards: bool
-    """Whether a forward that ran out of memory can be run again: no other rank waits for it in the middle."""
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[SequenceCall]:
-        """Around a call of the module with whole sequences, before they are on the device."""
-        ...
-
-    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens of what has this rank's."""
-        ...
-
-    def close(self) -> None:
-        """The model is as it was."""
-        ...
-
-
-class WholeSequences:
-    """Each rank has its own."""
-
-    group: SequenceGroup | HybridGroup | None = None
-    ranks_per_call = 1
-    repeats_forwards = True
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[SequenceCall]:
-        """As it is."""
-        return contextlib.nullcontext(SequenceCall(args, kwargs))
-
-    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """They are all here."""
-        return tensor
-
-    def close(self) -> None:
-        """Nothing was changed."""
 
 
 class DividedSequences:
@@ -110,11 +55,11 @@ class DividedSequences:
     ):
         section, ranks = config.sequence_parallel, mesh.along(Axis.SEQUENCE)
         mode = None if section.mode is SequenceMode.AUTO else Mode(section.mode.value)
-        self.group: SequenceGroup | HybridGroup
+        self.sequence_group: SequenceGroup | HybridGroup
         if mode is Mode.HYBRID:
-            self.group = HybridGroup.of_ranks(ranks, _neighbours(config, ranks.context.local_world_size), meet)
+            self.sequence_group = HybridGroup.of_ranks(ranks, _neighbours(config, ranks.context.local_world_size), meet)
         else:
-            self.group = SequenceGroup.of_ranks(ranks, meet)
+            self.sequence_group = SequenceGroup.of_ranks(ranks, meet)
         self._ranks = mesh.everybody
         self._division_of_ranks = [
             tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.SEQUENCE)
@@ -126,48 +71,33 @@ class DividedSequences:
         self._names: list[str] = []
         if model is not None:
             _check_is_all(model, module)
-            self._model = DividedModel(model, self.group, mode, seeds.next, ranks.context.device)
+            self._model = DividedModel(model, self.sequence_group, mode, seeds.next, ranks.context.device)
             self._names = list(inspect.signature(module.forward).parameters)
         self._division: Division | None = None
         self._is_inside = False
 
     @contextlib.contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[SequenceCall]:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
         """This rank's part of it; a call within a call is part of that one."""
         if self._model is None or self._is_inside:
-            yield SequenceCall(args, kwargs)
+            yield Call(args, kwargs)
             return
         self._is_inside = True
         try:
             named = {**dict(zip(self._names, args, strict=False)), **kwargs}
             if self._model.divides(named):
-                self._check_same_batch(named)
+                tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
+                check_same_batch(self._ranks, self._division_of_ranks, tokens, "share sequences")
                 mine, model = self._model.divide(named), self._model
                 self._division = mine.division
-                yield SequenceCall((), mine.kwargs, lambda output: model.combine(output, mine))
+                yield Call((), mine.kwargs, lambda output: model.combine(output, mine))
             else:
                 with self._model.whole_call():
-                    yield SequenceCall(args, kwargs)
+                    yield Call(args, kwargs)
         finally:
             self._is_inside = False
 
-    def _check_same_batch(self, named: dict[str, Any]) -> None:
-        """Ranks that share sequences are called with the same ones, or all ranks raise ValueError."""
-        tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
-        total = int(tokens.sum()) if tokens.device.type == "cpu" and not tokens.is_floating_point() else 0
-        mine = f"{list(tokens.shape[:2])} with tokens that sum to {total}"
-        said = self._ranks.control.exchange(mine.encode(), "the batch whose sequences are divided")
-        for members in self._division_of_ranks:
-            batches = {member: said[self._ranks.members.index(member)].decode(errors="replace") for member in members}
-            if len(set(batches.values())) > 1:
-                shown = "; ".join(f"rank {member} {batch}" for member, batch in batches.items())
-                raise ValueError(
-                    f"ranks {list(members)} share sequences, but were called with different batches ({shown}); give "
-                    "all ranks of a sequence the same batch: of a sampler, "
-                    f"num_replicas={len(self._division_of_ranks)} and rank // {len(members)}"
-                )
-
-    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """See :meth:`patrickstar.engine.engine.Engine.gather_tokens`."""
         if self._division is None:
             raise _C.StateError("tokens of all ranks were asked for before the first call of the model; call it first")
@@ -176,7 +106,7 @@ class DividedSequences:
                 f"dimension {dim} of the tensor {list(tensor.shape)} has {tensor.shape[dim]} elements, but this rank "
                 f"has {self._division.local_length} tokens of the last call; give an output of that call"
             )
-        return WholeTokens.apply(tensor, self.group, self._division, dim)
+        return WholeTokens.apply(tensor, self.sequence_group, self._division, dim)
 
     def close(self) -> None:
         """The model's attention is what it was."""
@@ -203,30 +133,6 @@ def _first_ranks_seed(ranks: RankGroups) -> int:
     seeds = ranks.control.exchange(str(torch.initial_seed() % 2**40).encode(), "the seed of dropout in attention")
     with reading("the seed of dropout in attention"):
         return int(seeds[0])
-
-
-def mesh_of(config: Config, num_ranks: int) -> Mesh:
-    """The mesh that the configuration asks for.
-
-    Raises:
-        ValueError: the ranks cannot be divided so; the message names what would do.
-    """
-    size = config.sequence_parallel.size
-    Mesh(data=max(num_ranks // size, 1), sequence=size).check(num_ranks)
-    return Mesh(data=num_ranks // size, sequence=size)
-
-
-def make_sequences(
-    module: nn.Module, config: Config, ranks: RankGroups, meet: Callable[[], object], num_steps: Callable[[], int]
-) -> Sequences:
-    """Of an engine with ``config``; all ranks call it at the same point.
-
-    Raises:
-        ValueError: the model's sequences cannot be divided.
-    """
-    if config.sequence_parallel.size == 1:
-        return WholeSequences()
-    return DividedSequences(module, config, MeshRanks(ranks, mesh_of(config, len(ranks.members))), meet, num_steps)
 
 
 def _check_is_all(model: nn.Module, module: nn.Module) -> None:

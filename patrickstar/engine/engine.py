@@ -19,6 +19,7 @@ from patrickstar.engine.engine_state import Scheduler, load_session, save_sessio
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
+from patrickstar.engine.whole_values import load_whole_state, whole_state
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.dynamo import Compiler, knowing_caller, make_compiler, unwrapped
 from patrickstar.monitor import MonitorOptions, StallSampler, StepMonitor
@@ -76,7 +77,7 @@ class Engine(nn.Module):
         """With ``sequence_parallel``: the ranks that share sequences with this one, for
         :func:`patrickstar.sequence.attention` in modules that are not Hugging Face's; None: each rank has its own.
         """
-        return self._session.sequences.group
+        return self._session.calls.sequence_group
 
     def gather_tokens(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """With ``sequence_parallel``: an output of the last call, of all tokens in their order, on every rank; without
@@ -90,7 +91,7 @@ class Engine(nn.Module):
             ValueError: the tensor has another number of tokens.
             StateError: the model was not called yet.
         """
-        return self._session.sequences.gather(tensor, dim)
+        return self._session.calls.gather_tokens(tensor, dim)
 
     def compile(  # type: ignore[override]
         self,
@@ -197,8 +198,13 @@ class Engine(nn.Module):
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, torch.Tensor]:  # type: ignore[override]
         """Full tensors under the module's original names: parameters in float32 on the CPU, buffers as they are.
 
-        Frozen parameters give their compute value. Tied parameters share one tensor.
+        Frozen parameters give their compute value. Tied parameters share one tensor. With ``tensor_parallel`` all ranks
+        call it, and names and tensors are those of the model before it was divided, the parameters first.
         """
+        if self._session.matrices.names is not None:
+            with self._session.guard("state_dict"):
+                self._session.ranks.meet()
+                return whole_state(self._session, prefix)
         params = dict(self.module.named_parameters(remove_duplicate=False))
         values: dict[nn.Parameter, torch.Tensor] = {}
         with self._session.guard("state_dict"), torch.no_grad():
@@ -225,6 +231,8 @@ class Engine(nn.Module):
             raise ValueError(
                 "load_state_dict(assign=True) would replace the parameters, whose memory is in chunks; leave assign out"
             )
+        if self._session.matrices.names is not None:
+            return load_whole_state(self._session, state_dict, strict)
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
@@ -335,7 +343,8 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.
 
-        The module is whole again on each rank of several; :meth:`discard` ends a run without that.
+        The module is whole again on each rank of several; :meth:`discard` ends a run without that. With
+        ``tensor_parallel`` it keeps this rank's blocks ([Note: what a division undoes]).
         """
         self._session.close()
 

@@ -10,9 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from patrickstar.checkpoint.export import ExportOptions, export
-from patrickstar.engine.engine_state import EngineSource, RankPeers
+from patrickstar.checkpoint.errors import CheckpointError
+from patrickstar.checkpoint.export import ExportOptions, check_free, export
+from patrickstar.checkpoint.peers import phase
+from patrickstar.engine.engine_shards import EngineSource, named_params
+from patrickstar.engine.engine_state import RankPeers
 from patrickstar.engine.session import Session
+from patrickstar.engine.whole_values import whole_shards
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
 
 
@@ -21,6 +25,8 @@ def export_session(
 ) -> Path:
     """Writes the folder that ``Engine.export_weights`` describes, and returns its path."""
     session.check_whole()
+    if session.matrices.names is not None:
+        return _export_whole(session, Path(directory).absolute(), dtype, max_file_bytes)
     names = _export_names(session.module)
     options = ExportOptions(
         dtype=dtype,
@@ -29,7 +35,24 @@ def export_session(
         texts=_config_text(session.module, dtype),
         peers=RankPeers(session),
     )
-    return export(directory, list(EngineSource(session).values()), options)
+    return export(directory, list(EngineSource(session, named_params(session.module)).values()), options)
+
+
+def _export_whole(session: Session, target: Path, dtype: torch.dtype | None, max_file_bytes: int) -> Path:
+    """Of matrices that ranks share: all make whole parameters, one after the other, and the first rank writes them."""
+    with phase(RankPeers(session), f"nothing was exported to {target}"):
+        check_free(target)
+    shards = whole_shards(session)
+    if session.ranks.control.rank > 0:
+        for shard in shards:
+            shard.read()
+        return target
+    options = ExportOptions(dtype=dtype, max_file_bytes=max_file_bytes, texts=_config_text(session.module, dtype))
+    try:
+        return export(target, shards, options)
+    except CheckpointError as error:
+        error.on_all_ranks = False  # the others are told
+        raise
 
 
 def _export_names(module: nn.Module) -> dict[str, str]:

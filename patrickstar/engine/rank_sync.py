@@ -17,6 +17,7 @@ from patrickstar.config import Config
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
 from patrickstar.module.observed_buffers import buffer_places
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.messages import reading
@@ -123,13 +124,13 @@ def common_budgets(ranks: RankGroups, budgets: Budgets) -> Budgets:
     return Budgets(device_bytes=min(devices), host_bytes=min(hosts))
 
 
-def combine_over_ranks(ranks: RankGroups, params: Sequence[nn.Parameter], divisor: float) -> None:
+def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], divisor: float) -> None:
     """Each parameter's gradient becomes the ranks' sum over ``divisor``: with their number the mean, as in DDP. Where a
     rank has none, zeros count.
 
     The sum is made in float32 in the order of ranks, so its bits are the same on all of them.
     """
-    if len(ranks.members) == 1 or not params:
+    if ranks.size == 1 or not params:
         return
     for param in params:
         if param.grad is not None and param.grad.is_sparse:

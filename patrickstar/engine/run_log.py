@@ -112,7 +112,7 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
         num_trainable=_num_trainable(session),
         rank=session.ranks.context.rank,
         num_ranks=len(session.ranks.members),
-        ranks_per_sample=session.sequences.ranks_per_call,
+        ranks_per_sample=session.calls.ranks_per_call,
         device=session.device,
         loss_of=loss_of,
     )
@@ -131,8 +131,11 @@ def start_line(session: Session) -> str:
     some = 0 < num_trainable < session.num_parameters
     trained = f" ({show_count(num_trainable)} train)" if some else "" if num_trainable else " (none trains)"
     where = _device_name(session) + (f", {num_ranks} ranks" if num_ranks > 1 else "")
-    if session.sequences.group is not None:
-        where += f", {session.sequences.group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
+    if session.calls.sequence_group is not None:
+        where += f", {session.calls.sequence_group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
+    mesh = session.config.tensor_parallel
+    if mesh.num_ranks > 1:
+        where += f", matrices divided over {mesh.rows} x {mesh.columns}"
     limit = report["device_budget_bytes"]
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""
@@ -171,7 +174,7 @@ def _num_state_chunks(session: Session) -> int:
 
 
 def _num_trainable(session: Session) -> int:
-    return sum(param.numel() for param in session.module.parameters() if param.requires_grad)
+    return session.matrices.num_elements(param for param in session.module.parameters() if param.requires_grad)
 
 
 def _device_name(session: Session) -> str:

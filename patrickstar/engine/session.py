@@ -21,8 +21,10 @@ from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import change_activations, check_activations
+from patrickstar.engine.axes import make_calls
+from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.core_setup import build_core, current_plan
-from patrickstar.engine.divided_sequences import Sequences, WholeSequences, make_sequences
+from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
 from patrickstar.engine.interrupts import deferred_signals
@@ -47,7 +49,8 @@ from patrickstar.module.param_states import ParamStates
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers, make_profiler
-from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.chunk_ranks import ChunkRanks
+from patrickstar.ranks.mesh import MeshRanks
 
 logger = logging.getLogger("patrickstar")
 
@@ -100,7 +103,9 @@ class Session:
     Args:
         module: the user's.
         config: checked.
-        ranks: those that train together.
+        mesh: the ranks that train together.
+        chunk_ranks: of them, those that share chunks with this one.
+        matrices: which part of each matrix ``module`` has.
         budgets: of memory.
         in_groups: the parameters that the optimizer has at first; gradients of others are dropped, and their values
             stay.
@@ -113,7 +118,9 @@ class Session:
         self,
         module: nn.Module,
         config: Config,
-        ranks: RankGroups,
+        mesh: MeshRanks,
+        chunk_ranks: ChunkRanks,
+        matrices: Matrices,
         budgets: Budgets,
         in_groups: Collection[nn.Parameter],
     ):
@@ -124,8 +131,11 @@ class Session:
         check_activations(module, config.activations)
         self.module = module
         self.config = config
-        self.ranks = ranks
-        self.device = ranks.context.device
+        self.mesh = mesh
+        self.ranks = mesh.everybody
+        self.chunk_ranks = chunk_ranks
+        self.matrices = matrices
+        self.device = self.ranks.context.device
         self.scaler = make_loss_scaler(config)
         self.outcome = StepOutcome()
         self.stage = Stage.IDLE
@@ -141,9 +151,9 @@ class Session:
         self.plan_of_params = plan_params(
             module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
         )
-        self.num_parameters = sum(p.numel() for p in module.parameters())
+        self.num_parameters = matrices.num_elements(module.parameters())
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
-        core = build_core(module, self.plan_of_params, config, ranks, budgets)
+        core = build_core(module, self.plan_of_params, config, self.ranks.context, chunk_ranks, budgets)
         self._teardown = _Teardown()
         self._teardown.callback(core.segments.close)
         self._teardown.callback(core.runtime.close)
@@ -154,8 +164,8 @@ class Session:
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
         self._kept_plan = NoKeptPlan()
-        self.sequences: Sequences = WholeSequences()
-        """Whether ranks share them."""
+        self.calls: Calls = OwnCalls()
+        """How ranks share calls of the module."""
         self.made_by = running_statement()
         """The statement of a notebook's cell."""
         self.face: Callable[[], Any] | None = None
@@ -193,13 +203,20 @@ class Session:
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
         self._teardown.callback(change_activations(module, self.config.activations).close)
-        self.sequences = make_sequences(
-            module, self.config, self.ranks, self.runtime.meet_ranks, lambda: self.num_steps
+        self.calls = make_calls(
+            module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
         )
-        self._teardown.callback(self.sequences.close)
+        self._teardown.callback(self.calls.close)
         self._activations = keeper_of_activations(module, self.config.activations, self.runtime, self.device)
         self._teardown.callback(self._activations.finish)
-        self.gradients = StepGradients(self.runtime, self.managed, self.ranks, self.config)
+        self.gradients = StepGradients(
+            self.runtime,
+            self.managed,
+            self.chunk_ranks,
+            self.config,
+            left_out=self.matrices.left_out(plan),
+            total=self.matrices.total,
+        )
         self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
         self._hooks = ModuleHooks(module, self.observer)
         self._teardown.callback(self._hooks.remove)
@@ -261,11 +278,11 @@ class Session:
         is part of the forward: one whose inputs found no room is run again with an emptier device.
         """
         if self._is_inside:
-            with self.sequences.call(args, kwargs) as call:
+            with self.calls.call(args, kwargs) as call:
                 return call.result(run(*call.args, **call.kwargs))
 
         def forward() -> Any:
-            with self.sequences.call(args, kwargs) as call:
+            with self.calls.call(args, kwargs) as call:
                 mine = (call.args, call.kwargs)
                 inputs = tree_map_only(torch.Tensor, self._to_compute, mine, is_leaf=_is_no_plain_container)
                 return call.result(run(*inputs[0], **inputs[1]))
@@ -322,7 +339,7 @@ class Session:
     def _repeat(self, call: Callable[[], Any], signals: deferred_signals, start: ForwardAttempt) -> Any:
         attempt = _C.Attempt.FIRST
         try:
-            if not self.sequences.repeats_forwards:
+            if not self.calls.repeats_forwards:
                 return self._forward(call, signals, attempt)
             for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
                 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config
+from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.core_setup import load_plan
-from patrickstar.engine.divided_sequences import mesh_of
+from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.error_texts import explain_other_engines
 from patrickstar.engine.notebook import close_engine_of_cell
 from patrickstar.engine.open_session import close_lost_engine, drop_unreachable_sessions, open_sessions
@@ -31,7 +32,9 @@ from patrickstar.module.first_rank_values import FirstRankValues, check_same_mod
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import build_module
 from patrickstar.optimizer.groups import ModelParameters, make_groups
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, open_ranks
+from patrickstar.ranks.mesh import Axis, MeshRanks
 
 
 def start_session(
@@ -48,27 +51,31 @@ def start_session(
     try:
         with ranks.guard("opening the engine"):
             check_same_config(ranks, config)
-            mesh_of(config, len(ranks.members))
+            mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             _check_sharing(ranks, config)
+            chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
             budgets = common_budgets(ranks, mine)  # from here on ranks take memory
             saved_plan = load_plan(config, ranks)
+            matrices = make_matrices(config, mesh)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
                 built = build_module(model_func, release=close_lost_engine)
+            divided = matrices.divide(built.module)
             deferred = DeferredInit.of(built.module)
-            groups = make_groups(built.module, model_parameters, {} if deferred is None else deferred.replaced)
+            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred))
             in_groups = {param for group in groups for param in group["params"]}
-            session = Session(built.module, config, ranks, budgets, in_groups)
+            session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups)
             session.check_plan(saved_plan)
-            values = FirstRankValues(ranks, session.adopt(deferred))
+            values = FirstRankValues(chunk_ranks, session.adopt(deferred))
             # What takes memory that was not taken before goes into chunks before the next rank of this machine builds.
-            if built.is_new and deferred is None and ranks.control.rank > 0:
+            if built.is_new and deferred is None and chunk_ranks.rank > 0:
                 values.take_all()
             turn.end()
             with ranks.guard("moving the model into chunks"):
                 check_same_model(ranks, session.plan_of_params)
+                matrices.check_same_values()
                 values.share()
         with ranks.guard("opening the engine"):
             session.complete(saved_plan)
@@ -82,6 +89,15 @@ def start_session(
             deferred.undo()
         raise
     return session, groups
+
+
+def _replaced(
+    divided: Mapping[nn.Parameter, nn.Parameter], deferred: DeferredInit | None
+) -> Mapping[nn.Parameter, nn.Parameter]:
+    """Parameters that the module had, and those in their place, of one replacement after the other."""
+    if deferred is None:
+        return divided
+    return {**deferred.replaced, **{old: deferred.replaced.get(new, new) for old, new in divided.items()}}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from patrickstar.checkpoint.reader import Checkpoint
-    from patrickstar.engine.engine_state import EngineSink
+    from patrickstar.engine.engine_shards import EngineSink
 
 logger = logging.getLogger("patrickstar")
 

@@ -13,27 +13,41 @@ of two the factor takes no rounding; else it takes one in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from patrickstar import _C
 from patrickstar.config import Config, RankReduction, Speculation
 from patrickstar.engine.rank_sync import combine_over_ranks
 from patrickstar.module.managed import ManagedParams
-from patrickstar.ranks.distributed import RankGroups
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class StepGradients:
-    """Of one engine. With several ranks all must ask, in the same order."""
+    """Of one engine. With several ranks all must ask, in the same order; ``ranks`` are those that share its chunks."""
 
-    def __init__(self, runtime: _C.Runtime, managed: ManagedParams, ranks: RankGroups, config: Config):
+    def __init__(
+        self,
+        runtime: _C.Runtime,
+        managed: ManagedParams,
+        ranks: ChunkRanks,
+        config: Config,
+        left_out: Sequence[int],
+        total: Callable[[float], float],
+    ):
+        """``left_out``: parameters in chunks that other ranks count in the norm; ``total``: sums squares over ranks
+        that have other blocks (:class:`~patrickstar.engine.divided_matrices.Matrices`).
+        """
         self._runtime = runtime
         self._managed = managed
         self._ranks = ranks
         self._configured_max_norm = config.gradient_clipping
         self._max_norm: float | None = None
         self._may_clip = config.optimizer.speculation is not Speculation.COMMIT
-        num_ranks = len(ranks.members)
+        self._left_out = list(left_out)
+        self._total = total
+        num_ranks = ranks.size
         by_mean = config.sequence_parallel.size  # [Note: gradients of a divided sequence]
         self.chunk_factor = num_ranks if config.gradient_allreduce_op is RankReduction.SUM else by_mean
         """What gradients in chunks are multiplied by ([Note: sums over ranks])."""
@@ -44,11 +58,12 @@ class StepGradients:
         """Global L2 norm of all gradients without the loss scale, before clipping; NaN when one is not finite."""
         if self._norm is None:
             if not self._is_combined:
-                divisor = len(self._ranks.members) / self.chunk_factor
+                divisor = self._ranks.size / self.chunk_factor
                 combine_over_ranks(self._ranks, self._managed.shared, divisor)
                 self._is_combined = True
             managed_squares = self._managed.sum_of_squares()
-            squares = self._runtime.prepare_step() * self.chunk_factor**2 + managed_squares
+            own = self._runtime.prepare_step(self._left_out) * self.chunk_factor**2 + managed_squares
+            squares = self._total(own)
             self._norm = math.sqrt(squares) / loss_scale if math.isfinite(squares) else math.nan
         return self._norm
 

@@ -41,10 +41,16 @@ def own_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dic
 
 
 def ranks_per_sample(config: Mapping[str, Any]) -> int:
-    """How many ranks share each sequence by a configuration as users write it, which may be wrong in other places."""
-    section = config.get("sequence_parallel")
-    size = section.get("size", 1) if isinstance(section, Mapping) else config.get("sequence_parallel_size", 1)
-    return size if type(size) is int and size > 0 else 1
+    """How many ranks are given the same batches, since they share sequences or matrices, by a configuration as users
+    write it, which may be wrong in other places.
+    """
+    section, matrices = config.get("sequence_parallel"), config.get("tensor_parallel")
+    sizes = [section.get("size") if isinstance(section, Mapping) else config.get("sequence_parallel_size")]
+    if isinstance(matrices, Mapping):
+        inner = matrices.get("tp")
+        inner_size = inner.get("tp_size") if isinstance(inner, Mapping) else None
+        sizes += [matrices.get("rows"), matrices.get("columns") or matrices.get("autotp_size") or inner_size]
+    return math.prod(size for size in sizes if type(size) is int and size > 0)
 
 
 def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
         (
             getattr(args, "parallelism_config", None),
             "parallelism_config is set, and parameters are sharded over all ranks already; leave it out. For its "
-            'cp_size or sp_size give patrickstar_config={"sequence_parallel": {"size": ...}}',
+            'cp_size or sp_size give patrickstar_config={"sequence_parallel": {"size": ...}}, for its tp_size '
+            '{"tensor_parallel": {"columns": ...}}',
         ),
         (
             placed,

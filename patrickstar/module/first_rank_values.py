@@ -23,6 +23,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.module.adoption import AdoptedParams
 from patrickstar.module.preprocess import SortedParams
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.messages import read_list, reading
 
@@ -33,10 +34,10 @@ _GPU_PIECE = 2**24  # elements that are summed up at a time
 class FirstRankValues:
     """Moves a model into chunks on all ranks at once, with rank 0's values. All ranks must call its methods."""
 
-    def __init__(self, ranks: RankGroups, params: AdoptedParams):
+    def __init__(self, ranks: ChunkRanks, params: AdoptedParams):
         self._control = ranks.control
         self._params = params
-        self._index = ranks.control.rank
+        self._index = ranks.rank
         self._batches = params.batches()
         self._own: dict[int, str] = {}
         """Digests of this rank's parts, by parameter id."""

@@ -42,6 +42,11 @@ def attach_values(module: nn.Module, values: TensorValues) -> None:
     _attached[module] = values
 
 
+def attached_values(module: nn.Module) -> TensorValues | None:
+    """Those that :func:`attach_values` gave ``module``."""
+    return _attached.get(module)
+
+
 class DeferredInit:
     """The parameters and buffers of one module that are on the meta device.
 

@@ -55,7 +55,7 @@ def make_groups(
             "returns groups, or a list of dicts whose 'params' are name patterns"
         )
     if replaced:
-        groups = [{**group, "params": [replaced.get(param, param) for param in group["params"]]} for group in groups]
+        groups = [{**group, "params": _in_place(group["params"], replaced)} for group in groups]
     _check_groups(named, groups)
     if not callable(model_parameters):
         _check_no_further_keys(groups)
@@ -73,6 +73,17 @@ def make_groups(
             "pattern '*' takes the rest) or freeze them with requires_grad_(False)"
         )
     return groups
+
+
+def _in_place(params: Iterable[Any], replaced: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
+    """What is there now of ``params``; several may have become one."""
+    found, taken = [], set()
+    for param in params:
+        now = replaced.get(param, param)
+        if now is param or now not in taken:
+            found.append(now)
+        taken.add(now)
+    return found
 
 
 def checked_added_group(module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class RankGroups:
         self._timeout_seconds = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._further: list[_C.collective.Communicator] = []
+        self._controls: list[_C.collective.ControlGroup] = []  # of some of the members
         self._communicator_of: Callable[[RankGroups, tuple[int, ...]], _C.collective.Communicator] = _host_communicator
         self._watch: FailureWatch | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
@@ -101,16 +102,32 @@ class RankGroups:
             ValueError: this rank is not one of ``members``, or one of them is not in these groups.
             DisagreementError: two ranks share it with different ones.
         """
-        some = self.members if members is None else tuple(sorted(members))
+        some = self._checked(what, self.members if members is None else members)
+        if self._watch is None:
+            return _single_communicator(self.context.device)
+        with self.guard(f"opening the group for {what}"):
+            return _open_further(self, self._watch, what, some)
+
+    def _checked(self, what: str, members: Sequence[int]) -> tuple[int, ...]:
+        some = tuple(sorted(members))
         if self.context.rank not in some or not set(some) <= set(self.members):
             raise ValueError(
                 f"rank {self.context.rank} opens a communicator for {what} with {format_ranks(some)}, but the groups "
                 f"are of {format_ranks(self.members)}; give some of these, with this rank among them"
             )
+        return some
+
+    def open_control(self, what: str, members: Sequence[int]) -> _C.collective.ControlGroup:
+        """Agreement among ``members`` alone, for ``what``, in the same calls as these groups; as
+        :meth:`open_communicator`.
+        """
+        some = self._checked(what, members)
         if self._watch is None:
-            return _single_communicator(self.context.device)
+            return _C.collective.make_single_control()
         with self.guard(f"opening the group for {what}"):
-            return _open_further(self, self._watch, what, some)
+            control = _open_control(self, what, some)
+            control.enter(self.control.call)
+        return control
 
     def check_agreement(self, name: str, value: str) -> None:
         """Raises DisagreementError, a StateError, on every rank unless all ranks have the same `value`."""
@@ -145,14 +162,18 @@ class RankGroups:
 
     @contextlib.contextmanager
     def _in_call(self, watch: FailureWatch, call: str) -> Iterator[None]:
-        self.control.enter(call)
+        self._enter(call)
         watch.activity = call
         try:
             with failing_together(watch, self.context.rank, call):
                 yield
         finally:
-            self.control.enter("")
+            self._enter("")
             watch.activity = f"the user's code after {call}"
+
+    def _enter(self, call: str) -> None:
+        for control in (self.control, *self._controls):
+            control.enter(call)
 
     def close(self) -> None:
         """Waits for the other ranks to close as well, unless one has failed, and takes down what `open_ranks` made: on
@@ -178,7 +199,7 @@ class RankGroups:
             return
         if self._watch.failure is None:
             self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
-        for part in (self.gather, self.scatter, self.control, *self._further):
+        for part in (self.gather, self.scatter, self.control, *self._controls, *self._further):
             part.abort()
 
     def leave(self, error: BaseException) -> None:
@@ -194,7 +215,7 @@ class RankGroups:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        parts = (self.control, self.gather, self.scatter, *self._further)
+        parts = (self.control, self.gather, self.scatter, *self._controls, *self._further)
         for part in parts:  # before any is closed: on a GPU what one has begun may be behind what waits in another
             part.abort()
         for part in parts:
@@ -457,10 +478,10 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
         groups._communicator_of = _staged_communicator if is_shared else _nccl_communicator
     groups.gather = groups._communicator_of(groups, members, everybody)
     groups.scatter = groups._communicator_of(groups, members, everybody)
-    parts, further = (groups.control, groups.gather, groups.scatter), groups._further
+    parts, controls, further = (groups.control, groups.gather, groups.scatter), groups._controls, groups._further
 
     def stop_all() -> None:
-        for part in (*parts, *further):
+        for part in (*parts, *controls, *further):
             part.abort()
 
     groups._watch = FailureWatch(store, prefix, index, members, parts[1:], stop_all, timeout_seconds)
@@ -468,23 +489,39 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     groups._stop_watch_at_exit = weakref.finalize(groups, groups._watch.stop)
     if context.device.type == "cuda":
         with groups.guard("the first collectives"):
-            _warm_up(groups)
+            warm_up((groups.gather, groups.scatter), context.device)
 
 
 def _open_further(
     groups: RankGroups, watch: FailureWatch, what: str, members: tuple[int, ...]
 ) -> _C.collective.Communicator:
-    told = groups.control.exchange(json.dumps(members).encode(), f"the members for {what}")
-    of_each = [read_list(value, f"the members for {what}", lambda rank: isinstance(rank, int)) for value in told]
-    _check_division(what, dict(zip(groups.members, map(tuple, of_each), strict=True)))
-    if len(members) == 1 and len(set(map(len, of_each))) == 1:
+    division = _agree_on_division(groups, what, members)
+    if all(len(part) == 1 for part in division):
         return _single_communicator(groups.context.device)
-    communicator = groups._communicator_of(groups, members, sorted(set(map(tuple, of_each))))
+    communicator = groups._communicator_of(groups, members, division)
     groups._further.append(communicator)
     watch.watch_also(communicator)
     if groups.context.device.type == "cuda":
         _send_to_all(communicator, groups.context.device)
     return communicator
+
+
+def _open_control(groups: RankGroups, what: str, members: tuple[int, ...]) -> _C.collective.ControlGroup:
+    division = _agree_on_division(groups, what, members)
+    if all(len(part) == 1 for part in division):
+        return _C.collective.make_single_control()
+    name = _gloo_group(groups, members, division).group_name
+    control = _C.collective.make_c10d_control(name, groups._timeout_seconds, _numbers(groups, members))
+    groups._controls.append(control)
+    return control
+
+
+def _agree_on_division(groups: RankGroups, what: str, members: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The members of all ranks, each set once, in the same order on all of them."""
+    told = groups.control.exchange(json.dumps(members).encode(), f"the members for {what}")
+    of_each = [read_list(value, f"the members for {what}", lambda rank: isinstance(rank, int)) for value in told]
+    _check_division(what, dict(zip(groups.members, map(tuple, of_each), strict=True)))
+    return sorted(set(map(tuple, of_each)))
 
 
 def _check_division(what: str, members: dict[int, tuple[int, ...]]) -> None:
@@ -556,24 +593,23 @@ def _numbers(groups: RankGroups, members: tuple[int, ...]) -> Sequence[int]:
     return members if len(members) < groups.context.world_size else ()
 
 
-def _warm_up(groups: RankGroups) -> None:
+def warm_up(communicators: Sequence[_C.collective.Communicator], device: torch.device) -> None:
     """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. On a shared GPU
     all ranks have begun to use it before any asks what is free.
     """
-    size = len(groups.members)
-    memory = torch.zeros(3, size, 4, device=groups.context.device)
+    memory = torch.zeros(3, communicators[0].size, 4, device=device)
     whole, scratch, shard = (part.data_ptr() for part in memory)
-    with torch.cuda.device(groups.context.device):
-        for communicator in (groups.gather, groups.scatter):
+    with torch.cuda.device(device):
+        for communicator in communicators:
             communicator.all_gather(whole, 16)
             communicator.reduce_scatter_mean(whole, shard, scratch, 4, _C.DType.FLOAT32)
         torch.cuda.current_stream().synchronize()
-        for communicator in (groups.gather, groups.scatter):
+        for communicator in communicators:
             communicator.check()
 
 
 def _send_to_all(communicator: _C.collective.Communicator, device: torch.device) -> None:
-    """As :func:`_warm_up`, for exchanges alone: connections for collectives would take memory."""
+    """As :func:`warm_up`, for exchanges alone: connections for collectives would take memory."""
     others = [rank for rank in range(communicator.size) if rank != communicator.rank]
     sent, received = torch.zeros(2, communicator.size, 4, device=device)
     with torch.cuda.device(device):

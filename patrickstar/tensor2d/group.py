@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -99,6 +100,11 @@ class MeshGroup:
             what = f"matrices along {' and '.join(axis.value for axis in axes)}"
             lines.append(Line(open_exchanges(some, what) if some.size > 1 else None))
         return cls(*lines)
+
+    def meet_before_messages(self, meet: Callable[[], object]) -> None:
+        """From now on each line calls ``meet`` before its messages (:attr:`Line.meet`)."""
+        for line in (self.along_rows, self.along_columns, self.everybody):
+            line.meet = meet
 
     @property
     def received_bytes(self) -> collections.Counter[str]:

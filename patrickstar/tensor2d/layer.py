@@ -20,6 +20,8 @@ class Source:
     """Of them in that model."""
     sizes: tuple[int, ...]
     """Of their first dimension (second, if transposed)."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each of them."""
     is_transposed: bool = False
     """Whether that model has [in, out]."""
 
@@ -71,7 +73,12 @@ class Layer2D(nn.Module):
             ValueError: shapes do not fit.
         """
         wholes = [whole.t() if is_transposed and whole.dim() == 2 else whole for whole in theirs.values()]
-        self.sources[name] = Source(tuple(theirs), tuple(len(whole) for whole in wholes), is_transposed)
+        self.sources[name] = Source(
+            names=tuple(theirs),
+            sizes=tuple(len(whole) for whole in wholes),
+            shapes=tuple(tuple(whole.shape) for whole in theirs.values()),
+            is_transposed=is_transposed,
+        )
         if not any(whole.is_meta for whole in wholes):
             self.load_whole({name: torch.cat([whole.detach() for whole in wholes])})
         self.get_parameter(name).requires_grad_(all(whole.requires_grad for whole in theirs.values()))

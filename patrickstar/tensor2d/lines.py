@@ -9,7 +9,7 @@ is rounded at each rank, in an order that depends on the network. The bytes are 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ class Line:
         size: ranks of the line.
         received_bytes: what has come to this rank so far, by ``"panels"``, ``"partial sums"``, ``"turned blocks"`` and
             ``"small values"``.
+        meet: called before the first message of each product, sum or exchange of the line, forward and backward, where
+            this process may wait for other ranks beside it ([Note: ranks that meet]).
     """
 
     def __init__(self, exchanges: Exchanges | None = None):
@@ -35,6 +37,7 @@ class Line:
         self.rank = 0 if exchanges is None else exchanges.rank
         self.size = 1 if exchanges is None else exchanges.size
         self.received_bytes: collections.Counter[str] = collections.Counter()
+        self.meet: Callable[[], object] = lambda: None
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
         """Begins to send the contiguous ``tensor`` of rank ``owner`` into that of all others."""
@@ -62,6 +65,7 @@ class Line:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         parts[self.rank] = mine
         if self.size > 1:
+            self.meet()
             others = self._others()
             self.received_bytes["small values"] += len(others) * num_bytes(mine)
             self._begin([(rank, mine) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
@@ -86,6 +90,7 @@ class Line:
         """Sends and receives contiguous tensors by rank, of which some may be left out."""
         self.received_bytes["turned blocks"] += sum(map(num_bytes, incoming.values()))
         if self.size > 1:  # also where nothing goes or comes: all ranks take part in each exchange
+            self.meet()
             self._begin(list(outgoing.items()), list(incoming.items())).wait()
 
     def _others(self) -> list[int]:

@@ -68,6 +68,8 @@ class Panels:
         if self._line.size == 1:
             self._coming[index] = panel, None
             return
+        if index == 0:
+            self._line.meet()
         if owner != self._line.rank or not panel.is_contiguous():
             buffer = self._buffer(index)
             panel = buffer if owner != self._line.rank else buffer.copy_(panel)
@@ -129,6 +131,8 @@ class PartialSums:
         if self._line.size == 1:
             self._write(local, mine)
             return
+        if index == 0:
+            self._line.meet()
         before = self._last
         if owner == self._line.rank:
             incoming = [

@@ -23,6 +23,7 @@ from patrickstar.deepspeed.gathered_parameters import _Gathered, _of_rank
 from patrickstar.engine import rank_sync
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import FirstRankValues, digest, share_rest
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import DistributedContext, RankGroups
 
 FLIPS = 400  # of one message: all of a shorter one
@@ -129,7 +130,7 @@ def read_rest(ranks):
 
 
 def read_gradients(ranks):
-    rank_sync.combine_over_ranks(ranks, [nn.Parameter(torch.ones(3))], 2)
+    rank_sync.combine_over_ranks(ChunkRanks.all_of(ranks), [nn.Parameter(torch.ones(3))], 2)
 
 
 def read_random_numbers(ranks):
@@ -175,7 +176,7 @@ class FewParams:
 
 
 def read_values(ranks):
-    FirstRankValues(ranks, FewParams()).share()
+    FirstRankValues(ChunkRanks.all_of(ranks), FewParams()).share()
 
 
 def changes():

@@ -17,6 +17,7 @@ from patrickstar.config import (
     parse_bytes,
     parse_config,
 )
+from patrickstar.integrations.decided_config import ranks_per_sample
 
 
 def test_defaults():
@@ -111,6 +112,12 @@ def test_bad_bytes(value):
         ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, r"betas\[1\] is 1.0"),
         ({"optimizer": {"params": {"betas": 0.9}}}, "betas is 0.9"),
         ({"optimizer": {"params": {"use_hybrid_adam": 2}}}, "use_hybrid_adam is 2; it is a switch"),
+        ({"tensor_parallel": {"rows": 2, "tp": {"tp_size": 2}}}, "2 x 2, and tensor_parallel.tp.tp_size is 2, which"),
+        (
+            {"tensor_parallel": {"columns": 2}, "sequence_parallel": {"size": 2}},
+            "1 x 2, and sequence_parallel.size is 2: these do not go together yet; leave one of them out",
+        ),
+        ({"tensor_parallel": {"columns": 2}, "activations": {"tile_tokens": 8}}, "and activations.tile_tokens is 8"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"hysteresis": 0}}, "hysteresis"),
@@ -159,3 +166,21 @@ def test_a_configuration_is_immutable_and_can_be_copied_and_pickled():
     for section in (config, config.fp16, config.aio, config.checkpoint.writer):
         with pytest.raises(ValueError, match="frozen"):
             setattr(section, next(iter(type(section).model_fields)), 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "columns", "num_ranks"),
+    [
+        ({}, 1, 1),
+        ({"tensor_parallel": {"rows": 3, "columns": 2}}, 2, 6),
+        ({"tensor_parallel": {"autotp_size": 0}}, 1, 1),
+        ({"tensor_parallel": {"autotp_size": 4}}, 4, 4),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, 2, 2),
+        ({"sequence_parallel": {"size": 3}}, 1, 3),
+        ({"sequence_parallel_size": 2}, 1, 2),
+    ],
+)
+def test_ranks_that_are_given_the_same_batches(config, columns, num_ranks):
+    parsed = parse_config(config)
+    assert (parsed.tensor_parallel.columns, parsed.ranks_per_sample) == (columns, num_ranks)
+    assert ranks_per_sample(config) == num_ranks

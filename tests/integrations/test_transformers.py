@@ -390,15 +390,15 @@ def test_two_ranks(two_ranks):
         assert_same_run(runs["resumed"], runs["own"])
 
 
-def test_two_ranks_that_share_sequences(two_ranks, tmp_path):
+def test_two_ranks_that_share_sequences_or_matrices(two_ranks, tmp_path):
     """They get the same batches, and train and evaluate as one process does."""
     plain = train(make_trainer(Trainer, tmp_path, eval_strategy="epoch"))
     for rank in two_ranks:
-        run = rank["trainer"]["shared"]
-        assert run.losses == pytest.approx(plain.losses, rel=2e-6)
-        assert run.norms == pytest.approx(plain.norms, rel=2e-6)
-        assert run.evals[1:] == pytest.approx(plain.evals[1:], rel=2e-6)
-        assert relative_error(run, plain) < 2e-5
+        for run in (rank["trainer"]["shared"], rank["trainer"]["matrices"]):
+            assert run.losses == pytest.approx(plain.losses, rel=2e-6)
+            assert run.norms == pytest.approx(plain.norms, rel=2e-6)
+            assert run.evals[1:] == pytest.approx(plain.evals[1:], rel=2e-6)
+        assert relative_error(rank["trainer"]["shared"], plain) < 2e-5
 
 
 def test_two_ranks_generate(two_ranks):

@@ -9,6 +9,8 @@ import signal
 import pytest
 import torch
 
+from patrickstar import _C
+from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.exchanges import open_exchanges
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks, nearest_meshes
@@ -128,6 +130,34 @@ def test_exchanges_along_each_axis():
             ("data", 2): everybody,
             ("Axis.SEQUENCE", 2): everybody,
         }
+
+
+def share_chunks():
+    """With the rank that has the same column: shards, agreement within the calls of all, and who is named."""
+    with open_ranks(timeout_seconds=60) as everybody:
+        rank = everybody.context.rank
+        assert ChunkRanks.along(MeshRanks(everybody, Mesh(data=4)), Axis.DATA, Axis.SEQUENCE).gather is everybody.gather
+        with everybody.guard("opening"):
+            chunks = ChunkRanks.along(MeshRanks(everybody, Mesh(data=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
+            assert chunks.control.call == "opening"
+        assert (chunks.members, chunks.rank, chunks.size) == ((rank % 2, rank % 2 + 2), rank // 2, 2)
+        whole = torch.full((2,), rank)
+        chunks.gather.all_gather(whole.data_ptr(), 8)
+        assert whole.tolist() == list(chunks.members)
+        said = chunks.control.exchange(str(rank).encode(), "a number")
+        alone = ChunkRanks.along(MeshRanks(everybody, Mesh(rows=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
+        assert (alone.members, alone.control.exchange(b"mine")) == ((rank,), [b"mine"])
+        with pytest.raises(_C.RankMismatch) as error, everybody.guard(f"call {rank}"):
+            chunks.control.exchange(b"", "something")
+        return said, str(error.value)
+
+
+def test_ranks_that_share_chunks():
+    for rank, (said, message) in enumerate(run_ranks(4, share_chunks)):
+        members = (rank % 2, rank % 2 + 2)
+        assert said == [str(member).encode() for member in members]
+        for member in members:
+            assert f"rank {member} is in call {member}" in message
 
 
 def lose_one_along_an_axis():

@@ -1,0 +1,45 @@
+"""The section ``tensor_parallel``: this engine's keys, and those of DeepSpeed's automatic tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from patrickstar.config.fates import HONOURED, mapped
+from patrickstar.config.other_keys import with_other_keys
+from patrickstar.config.values import AtLeast0, AtLeast1, Section
+
+
+class InnerTensorParallelConfig(with_other_keys("tensor_parallel.tp"), Section):
+    """The section ``tensor_parallel.tp``: sizes and groups of DeepSpeed's tensor parallelism."""
+
+    tp_size: Annotated[
+        AtLeast1, mapped("tensor_parallel.columns", "layers are divided over a mesh of one row and so many columns")
+    ] = 1
+    """Number of ranks that each layer is divided over."""
+
+
+class TensorParallelConfig(with_other_keys("tensor_parallel"), Section):
+    """The section ``tensor_parallel``: ranks that have a block each of the same matrices."""
+
+    rows: Annotated[AtLeast1, HONOURED] = 1
+    """Rows of the mesh that parameters and activations are divided over. Rows divide samples: each of them computes
+    some of a batch.
+    """
+    columns: Annotated[AtLeast1, HONOURED] = 1
+    """Columns of that mesh; they divide features and heads. ``rows`` times ``columns`` divides the number of all ranks;
+    the others have other samples.
+    """
+    autotp_size: Annotated[
+        AtLeast0,
+        mapped("tensor_parallel.columns", "layers are divided over a mesh of one row and so many columns; 0 is 1"),
+    ] = 0
+    """Number of ranks that each layer is divided over; 0: tensor parallelism is off."""
+    tp: InnerTensorParallelConfig = Field(default_factory=InnerTensorParallelConfig)
+    """Sizes and groups of tensor parallelism."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Those that share each matrix."""
+        return self.rows * self.columns

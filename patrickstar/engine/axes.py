@@ -1,0 +1,45 @@
+"""What the configuration says of a run's ranks: the mesh that they are, and how they share calls of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from patrickstar.config import Config
+from patrickstar.engine.calls import Calls
+from patrickstar.engine.divided_matrices import Matrices
+from patrickstar.engine.divided_sequences import DividedSequences
+from patrickstar.ranks.mesh import Mesh, MeshRanks
+
+
+def mesh_of(config: Config, num_ranks: int) -> Mesh:
+    """The mesh that the configuration asks for.
+
+    Raises:
+        ValueError: the ranks cannot be divided so; the message names what would do.
+    """
+    matrices = config.tensor_parallel
+    shares = {"sequence": config.sequence_parallel.size, "rows": matrices.rows, "columns": matrices.columns}
+    mesh = Mesh(data=max(num_ranks // config.ranks_per_sample, 1), **shares)
+    mesh.check(num_ranks)
+    return mesh
+
+
+def make_calls(
+    module: nn.Module,
+    config: Config,
+    mesh: MeshRanks,
+    matrices: Matrices,
+    meet: Callable[[], object],
+    num_steps: Callable[[], int],
+) -> Calls:
+    """Of an engine with ``config``; all ranks call it at the same point. The arguments are those of
+    :class:`~patrickstar.engine.divided_sequences.DividedSequences`.
+
+    Raises:
+        ValueError: the model's calls cannot be divided.
+    """
+    if config.sequence_parallel.size > 1:
+        return DividedSequences(module, config, mesh, meet, num_steps)
+    return matrices.calls(meet)

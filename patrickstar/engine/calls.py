@@ -1,0 +1,92 @@
+"""Calls of a module that ranks share: what each rank computes of one, and what becomes of its output.
+
+with calls.call(args, kwargs) as call:
+    output = call.result(module(*call.args, **call.kwargs))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from patrickstar.ranks.distributed import RankGroups
+from patrickstar.sequence.group import HybridGroup, SequenceGroup
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of the module: what it is called with on this rank, and what becomes of its output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Callable[[Any], Any] = lambda output: output
+
+
+class Calls(Protocol):
+    """How an engine's ranks share the calls of its module."""
+
+    sequence_group: SequenceGroup | HybridGroup | None
+    """The ranks that share a sequence; None: each rank has whole ones."""
+    ranks_per_call: int
+    """How many ranks are called with the same samples."""
+    repeats_forwards: bool
+    """Whether a forward that ran out of memory can be run again: no other rank waits for it in the middle."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
+        """Around a call of the module by the user, before its arguments are on the device."""
+        ...
+
+    def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """All tokens of what has this rank's."""
+        ...
+
+    def close(self) -> None:
+        """What was changed of the model for them is as it was."""
+        ...
+
+
+class OwnCalls:
+    """Each rank has its own."""
+
+    sequence_group: SequenceGroup | HybridGroup | None = None
+    ranks_per_call = 1
+    repeats_forwards = True
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Call]:
+        """As it is."""
+        return contextlib.nullcontext(Call(args, kwargs))
+
+    def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """They are all here."""
+        return tensor
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+
+def check_same_batch(
+    ranks: RankGroups, division: Sequence[tuple[int, ...]], tokens: torch.Tensor, what_they_share: str
+) -> None:
+    """Ranks that share calls are called with the same batch, or all ranks raise ValueError. One exchange.
+
+    Args:
+        ranks: of the run.
+        division: the ranks that are called with the same batch, those of each.
+        tokens: of the call, [batch, tokens] or of more dimensions.
+        what_they_share: why ("share sequences"), for the error.
+    """
+    is_summed = tokens.device.type == "cpu" and not tokens.is_floating_point()
+    mine = f"{list(tokens.shape[:2])} with tokens that sum to {int(tokens.sum()) if is_summed else 0}"
+    said = ranks.control.exchange(mine.encode(), "the batch that ranks share")
+    for members in division:
+        batches = {member: said[ranks.members.index(member)].decode(errors="replace") for member in members}
+        if len(set(batches.values())) > 1:
+            shown = "; ".join(f"rank {member} {batch}" for member, batch in batches.items())
+            raise ValueError(
+                f"ranks {list(members)} {what_they_share}, but were called with different batches ({shown}); give all "
+                f"of them the same batch: of a sampler, num_replicas={len(division)} and rank // {len(members)}"
+            )

@@ -1,0 +1,122 @@
+"""Checkpoints of an engine whose matrices ranks share: each rank stores its blocks, and any mesh loads whole tensors.
+
+What is stored goes by the names of blocks (:mod:`patrickstar.checkpoint.blocks`); groups, counts and what is loaded by
+those that the model had before it was divided. So checkpoints move between meshes, and to and from undivided models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.checkpoint.blocks import BlockedParameter, Held, block_name, describe_blocks
+from patrickstar.checkpoint.shards import ADAM_STATES, Kind, TensorRange
+from patrickstar.engine.divided_values import DividedNames, DividedPart
+from patrickstar.engine.engine_shards import EngineSink, has_states, kind_of, named_params
+from patrickstar.engine.session import Session
+from patrickstar.engine.state_parts import Part
+
+
+def stored_params(session: Session) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that ranks with this one's chunks store, and under which names."""
+    names = session.matrices.names
+    if names is None:
+        yield from named_params(session.module)
+        return
+    for part in names.parts:
+        place = part.layer.group.place
+        if (place.row, place.column) in _held(part).places((place.rows, place.columns)):
+            yield block_name(part.name, place.row, place.column), part.param
+
+
+def whole_names(session: Session) -> dict[nn.Parameter, tuple[str, ...]]:
+    """The names in a checkpoint of what each parameter is of: its own, but where it is a block."""
+    names = session.matrices.names
+    if names is None:
+        return {param: (name,) for name, param in named_params(session.module)}
+    return {part.param: part.sources for part in names.parts}
+
+
+def described_blocks(session: Session) -> dict[str, Any] | None:
+    """What the checkpoint's state says of blocks; None where there are none."""
+    names = session.matrices.names
+    if names is None:
+        return None
+    place = names.parts[0].layer.group.place
+    return describe_blocks((place.rows, place.columns), [_described(part) for part in names.parts])
+
+
+def make_sink(session: Session, part: Part) -> EngineSink:
+    """Takes what a checkpoint has for this rank."""
+    names = session.matrices.names
+    return EngineSink(session, part) if names is None else DividedSink(session, part, names)
+
+
+def block_sink(session: Session, part: Part, described: Any) -> EngineSink | None:
+    """Takes this rank's blocks as they are stored, where ``described`` ones are those of this mesh; else None."""
+    names = session.matrices.names
+    if names is None or described != described_blocks(session):
+        return None
+    params = {}
+    for one in names.parts:
+        place = one.layer.group.place
+        row, column = (0 if _held(one) is Held.COLUMNS else place.row), (0 if _held(one) is Held.ROWS else place.column)
+        params[block_name(one.name, row, column)] = one.param
+    return EngineSink(session, part, params)
+
+
+class DividedSink(EngineSink):
+    """Takes whole tensors, a parameter's one after the other, of which this rank keeps its blocks."""
+
+    def __init__(self, session: Session, part: Part, names: DividedNames):
+        super().__init__(session, part)
+        self._parts = {name: part for part in names.parts for name in part.sources}
+        self._names = names
+        self._taken: dict[str, torch.Tensor] = {}  # of the parameter that comes
+
+    def _all(self) -> Iterator[TensorRange]:
+        for part in self._names.parts:
+            param = part.param
+            kinds: list[tuple[Kind, torch.dtype]] = [(kind_of(param), param.dtype)]
+            if self._with_states and has_states(param):
+                kinds += [(kind, torch.float32) for kind in ADAM_STATES]
+            for kind, dtype in kinds:
+                for name, shape in part.shapes.items():
+                    size = torch.Size(shape).numel()
+                    yield TensorRange(name=name, kind=kind, shape=shape, dtype=dtype, begin=0, end=size)
+        yield from (item for item in super()._all() if item.kind == "buffer")
+
+    def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
+        """Puts a parameter's block where the engine holds it when the last of what it is of has come."""
+        part = self._parts.get(wanted.name)
+        if part is None:
+            super().write(wanted, values)
+            return
+        with _C.HostAllocations():
+            self._taken[wanted.name] = values.view(wanted.shape).clone()
+            if wanted.name != part.sources[-1]:
+                return
+            taken, self._taken = self._taken, {}
+            block = part.block(lambda name: taken[name])
+        self.write_param(part.param, wanted.kind, block)
+
+
+def _held(part: DividedPart) -> Held:
+    return Held(part.placement.split.value)
+
+
+def _described(part: DividedPart) -> BlockedParameter:
+    placement, source = part.placement, part.source
+    return BlockedParameter(
+        name=part.name,
+        held=_held(part),
+        parts=placement.parts,
+        is_turned=placement.transposed,
+        rows=part.layer.whole_rows.get(part.key) if placement.padded_to is not None else None,
+        sources=part.shapes,
+        has_turned_sources=source.is_transposed,
+    )

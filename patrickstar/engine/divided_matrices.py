@@ -1,0 +1,250 @@
+"""Matrices that several ranks share: an engine's part of it (`tensor_parallel` in the configuration).
+
+    matrices = make_matrices(config, mesh)
+    replaced = matrices.divide(module)             # before its parameters go into chunks
+    ...
+    total = matrices.total(squares)                # of gradients, over blocks
+
+A model of Hugging Face is divided in place (:func:`patrickstar.tensor2d.parallelize`): its parameters are this rank's
+blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks. Each rank is called with whole
+batches, and computes the samples of its row.
+
+[Note: panels out of chunks] A product sends panels of its weight's view of the chunk, which the module's hook has
+acquired, wherever the chunk was before. So ranks of a mesh may keep other chunks on their devices, and replay other
+plans: what they must do alike are the products, which the model does.
+
+[Note: what a division undoes] Nothing. When the engine is closed the module keeps this rank's blocks in layers that
+have nobody to talk to; what is wanted of it is saved, exported or read by ``state_dict`` before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from patrickstar.config import Config
+from patrickstar.engine.calls import Call, Calls, OwnCalls, check_same_batch
+from patrickstar.engine.divided_values import DividedNames, divide_attached_values
+from patrickstar.module.first_rank_values import digest
+from patrickstar.module.preprocess import SortedParams
+from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.ranks.messages import reading
+from patrickstar.sequence.hugging_face import find_model
+from patrickstar.tensor2d import MeshGroup, Split, divide_activation, divide_batch, parallelize
+from patrickstar.tensor2d.hugging_face import PLANS
+
+_SQUARES = struct.Struct("<d")
+_NO_BATCH = ("cache_position", "inputs_embeds")
+"""Arguments whose first dimension are no samples, and such that are divided otherwise too."""
+
+
+class Matrices(Protocol):
+    """Which part of each matrix this rank has."""
+
+    names: DividedNames | None
+    """Of the parameters that the module had before; None: it has them."""
+
+    def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Replaces the module's matrices by this rank's blocks. Speaks to no other rank.
+
+        Returns:
+            The parameters that the module had, and those that have their values now.
+
+        Raises:
+            ValueError: the model cannot be divided; it may be divided in part then.
+        """
+        ...
+
+    def check_same_values(self) -> None:
+        """All ranks had the same model before they divided it, or raise DisagreementError."""
+        ...
+
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """Of the whole parameters of which ``params`` of the module have this rank's part."""
+        ...
+
+    def left_out(self, params: SortedParams) -> list[int]:
+        """Ids of parameters whose gradients another rank counts in the norm."""
+        ...
+
+    def total(self, squares: float) -> float:
+        """The sum over all blocks, in one order and with the same bits on all ranks, of what the ranks of each have."""
+        ...
+
+    def calls(self, meet: Callable[[], object]) -> Calls:
+        """How ranks share calls of the divided module; ``meet``: [Note: ranks that meet]."""
+        ...
+
+
+class WholeMatrices:
+    """Each rank has whole ones."""
+
+    names: DividedNames | None = None
+
+    def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Nothing is replaced."""
+        return {}
+
+    def check_same_values(self) -> None:
+        """They are the first rank's in any case."""
+
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """Their own."""
+        return sum(param.numel() for param in params)
+
+    def left_out(self, params: SortedParams) -> list[int]:
+        """None."""
+        return []
+
+    def total(self, squares: float) -> float:
+        """It is that."""
+        return squares
+
+    def calls(self, meet: Callable[[], object]) -> Calls:
+        """Each rank has its own."""
+        return OwnCalls()
+
+
+class DividedMatrices:
+    """See the module's docstring. All ranks of the mesh make one at the same point.
+
+    Args:
+        mesh: of the run.
+    """
+
+    def __init__(self, mesh: MeshRanks):
+        self._mesh = mesh
+        self.group = MeshGroup.of_ranks(mesh)
+        self.names: DividedNames | None = None
+        self._digests = ""
+
+    def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
+        model = find_model(module) or module
+        _check_plan(model)
+        divided = set(model.parameters())
+        others = [name for name, param in module.named_parameters() if param not in divided]
+        if others:
+            raise ValueError(
+                f"{type(module).__name__} has parameters beside those of its {type(model).__name__}, whose matrices "
+                f"were to be divided ({others[0]}); put them into one model of Hugging Face, or leave tensor_parallel "
+                "out"
+            )
+        before = dict(module.named_parameters(remove_duplicate=False))
+        self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
+        parallelize(model, self.group)
+        self.names = DividedNames.of(module, model, before, self.group)
+        divide_attached_values(module, self.names)
+        replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
+        for old in replaced:
+            if not old.is_meta:
+                old.data = old.new_empty(0)
+        return replaced
+
+    def check_same_values(self) -> None:
+        """See :class:`Matrices`; values on the meta device are those of the same files."""
+        self._mesh.everybody.check_agreement("the model's values before it is divided", self._digests)
+
+    def num_elements(self, params: Iterable[nn.Parameter]) -> int:
+        """See :class:`Matrices`."""
+        parts = {} if self.names is None else self.names.of_params
+        return sum(math.prod(shape) for param in params for shape in parts[param].shapes.values())
+
+    def left_out(self, params: SortedParams) -> list[int]:
+        """Those that all rows have, but in the first of them."""
+        if self.group.place.row == 0 or self.names is None:
+            return []
+        parts = self.names.of_params
+        return [i for i, spec in enumerate(params.chunked) if parts[spec.param].placement.split is Split.COLUMNS]
+
+    def total(self, squares: float) -> float:
+        """See :class:`Matrices`. One exchange."""
+        what = "the gradients' norm over the mesh"
+        said = self._mesh.everybody.control.exchange(_SQUARES.pack(squares), what)
+        blocks = self._mesh.mesh.sharing(0, Axis.ROWS, Axis.COLUMNS)  # of the first ranks that have them
+        with reading(what):
+            return sum(_SQUARES.unpack(said[rank])[0] for rank in blocks)
+
+    def calls(self, meet: Callable[[], object]) -> Calls:
+        """Batches whose samples rows divide."""
+        self.group.meet_before_messages(meet)
+        return RowCalls(self._mesh, self.group)
+
+
+class RowCalls(OwnCalls):
+    """Calls with whole batches, the same on all ranks of a mesh, of which each row computes its samples [b/r, ...].
+
+    The loss is that of the whole batch. Where autograd is on, other outputs are this rank's blocks; where it is off,
+    logits are those of the whole batch.
+    """
+
+    repeats_forwards = False
+
+    def __init__(self, mesh: MeshRanks, group: MeshGroup):
+        self._ranks = mesh.everybody
+        self._sharing = [
+            tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.ROWS, Axis.COLUMNS)
+        ]
+        self._group = group
+        self.ranks_per_call = group.place.size
+        self._is_inside = False
+
+    @contextlib.contextmanager
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
+        """This row's part of it; a call within a call is part of that one."""
+        tokens = None if self._is_inside else _tokens_of(args, kwargs)
+        if tokens is None:
+            yield Call(args, kwargs)
+            return
+        check_same_batch(self._ranks, self._sharing, tokens, "share matrices")
+        self._is_inside = True
+        try:
+            mine = [self._part("", value, len(tokens)) for value in args]
+            named = {name: self._part(name, value, len(tokens)) for name, value in kwargs.items()}
+            yield Call(tuple(mine), named, self._whole_logits)
+        finally:
+            self._is_inside = False
+
+    def _part(self, name: str, value: Any, batch: int) -> Any:
+        if isinstance(value, torch.Tensor) and name == "inputs_embeds":
+            return divide_activation(value, self._group.place)
+        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch
+        return divide_batch(value, self._group.place) if is_batch and name not in _NO_BATCH else value
+
+    def _whole_logits(self, output: Any) -> Any:
+        rows = self._group.along_rows
+        logits = getattr(output, "logits", None)
+        if not torch.is_grad_enabled() and rows.size > 1 and isinstance(logits, torch.Tensor):
+            output.logits = torch.cat(rows.gather(logits))
+        return output
+
+
+def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
+    """What the configuration asks for. All ranks call it at the same point."""
+    return DividedMatrices(mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
+
+
+def _check_plan(model: nn.Module) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in PLANS:
+        raise ValueError(
+            f"{type(model).__name__} (model type {kind!r}) cannot be divided over a mesh; models of the types "
+            f"{', '.join(sorted(PLANS))} can: leave tensor_parallel out"
+        )
+
+
+def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What says how many samples a call has."""
+    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]
+    return next((value for value in named if isinstance(value, torch.Tensor) and value.dim() > 0), None)
+
+
+def _digest(param: nn.Parameter) -> str:
+    data = param.detach()
+    return f"{list(data.shape)} " + ("without values" if data.is_meta else digest(data.contiguous().view(-1)))

@@ -1,0 +1,239 @@
+"""What an engine holds as shards of tensors: a source when a checkpoint is saved, a sink when one is loaded.
+
+A rank alone holds whole tensors, row-major; of several ranks each holds ranges of what is in chunks, in memory order.
+What all of them have alike (buffers, parameters that stay with PyTorch) the first one gives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.checkpoint.memory import Scratch, tensor_of
+from patrickstar.checkpoint.rng import rng_states
+from patrickstar.checkpoint.shards import ADAM_STATES, Kind, TensorRange, TensorShard, is_row_major
+from patrickstar.engine.session import Session
+from patrickstar.engine.state_parts import Frozen, Part
+from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.module.compiled.dynamo import without_wrappers
+
+_ARRAYS: dict[str, _C.ArrayKind] = {
+    "master": _C.ArrayKind.MASTER,
+    "frozen": _C.ArrayKind.MASTER,
+    "exp_avg": _C.ArrayKind.MOMENTUM,
+    "exp_avg_sq": _C.ArrayKind.VARIANCE,
+}
+
+
+class EngineSource:
+    """What an engine holds on this rank."""
+
+    def __init__(self, session: Session, params: Iterable[tuple[str, nn.Parameter]], frozen: Frozen = Frozen.SAVED):
+        """``params``: those that this rank stores, all of each or its shard, and under which names."""
+        self._session = session
+        self._params = list(params)
+        self._frozen = frozen
+        self._rank = session.ranks.control.rank
+        self._sharded = session.chunk_ranks.size > 1
+        self._scratch = Scratch()
+
+    def shards(self) -> Iterator[TensorShard]:
+        """Parameters, states of those that were ever updated, persistent buffers, random number generators."""
+        yield from self.values()
+        for name, param in self._params:
+            if step_count(self._session, param) > 0:
+                for kind in ADAM_STATES:
+                    read = functools.partial(self._read_moment, param, kind)
+                    yield from self._held(name, kind, param, torch.float32, read)
+        for name, state in rng_states(self._session.device).items():
+            yield _shard(f"rank{self._rank}.{name}", "rng", state.shape, state.dtype, lambda state=state: state)
+
+    def values(self) -> Iterator[TensorShard]:
+        """Of them, parameters and buffers."""
+        for name, param in self._params:
+            if self._frozen is Frozen.LEFT_OUT and not param.requires_grad:
+                continue
+            kind = kind_of(param)
+            dtype = torch.float32 if kind == "master" else param.dtype
+            yield from self._held(name, kind, param, dtype, functools.partial(self._read_value, param, dtype))
+        for name, buffer in persistent_buffers(self._session.module) if self._rank == 0 else ():
+            yield _shard(name, "buffer", buffer.shape, buffer.dtype, functools.partial(_flat, buffer, buffer.dtype))
+
+    def _held(
+        self, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype, read_whole: Callable[[], torch.Tensor]
+    ) -> Iterator[TensorShard]:
+        if not self._sharded:
+            yield _shard(name, kind, param.shape, dtype, read_whole)
+        elif isinstance(param, ChunkedParameter):
+            held = _own_range(self._session, name, kind, param, dtype)
+            if held.numel > 0:
+                read = functools.partial(self._read_own, param._patrickstar, kind, held.numel, dtype)
+                yield TensorShard(**vars(held), read=read)
+        elif self._session.chunk_ranks.rank == 0:
+            yield _shard(name, kind, param.shape, dtype, read_whole)
+
+    def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        values = tensor_of(self._scratch.take(numel * torch.float32.itemsize), torch.float32)
+        self._session.runtime.read_own_values(handle.id, _ARRAYS[kind], values.data_ptr())
+        return _flat(values, dtype)
+
+    def _read_value(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(param, ChunkedParameter):
+            return _flat(param.detach().as_subclass(torch.Tensor), dtype)
+        return self._read_array(param._patrickstar, _C.ArrayKind.MASTER, dtype)
+
+    def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
+        if isinstance(param, ChunkedParameter):
+            return self._read_array(param._patrickstar, _ARRAYS[kind], torch.float32)
+        return _flat(self._session.managed.state_of(param)[kind], torch.float32)
+
+    def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
+        memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
+        if not is_row_major(tuple(handle.shape), memory_order):
+            return _flat(self._session.observer.read_values(handle, kind), dtype)
+        values = tensor_of(self._scratch.take(handle.shape.numel() * torch.float32.itemsize), torch.float32)
+        self._session.runtime.read_values(handle.id, kind, values.data_ptr())
+        return _flat(values, dtype)
+
+
+class EngineSink:
+    """Takes what an engine on one rank holds."""
+
+    def __init__(
+        self, session: Session, part: Part = Part.EVERYTHING, params: Mapping[str, nn.Parameter] | None = None
+    ):
+        """``params``: by the names that they have in the checkpoint; None: those of the module."""
+        self._session = session
+        self._with_states = part is Part.EVERYTHING
+        self.left_out: set[tuple[str, str]] = set()
+        """Keys of tensors that are not wanted."""
+        self._sharded = session.chunk_ranks.size > 1
+        self._params = dict(named_params(session.module)) if params is None else dict(params)
+        self._buffers = dict(persistent_buffers(session.module))
+        self._managed_states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+
+    def wanted(self) -> Iterator[TensorRange]:
+        """All parameters, the states of trainable ones, and buffers, but for :attr:`left_out`."""
+        yield from (item for item in self._all() if item.key not in self.left_out)
+
+    def _all(self) -> Iterator[TensorRange]:
+        for name, param in self._params.items():
+            yield self._range(name, kind_of(param), param, param.dtype)
+            if self._with_states and has_states(param):
+                for kind in ADAM_STATES:
+                    yield self._range(name, kind, param, torch.float32)
+        for name, buffer in self._buffers.items():
+            yield _range(name, "buffer", buffer.shape, buffer.dtype)
+
+    def _range(self, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype) -> TensorRange:
+        if self._sharded and isinstance(param, ChunkedParameter):
+            return _own_range(self._session, name, kind, param, dtype)
+        return _range(name, kind, param.shape, dtype)
+
+    def write(self, wanted: TensorRange, values: torch.Tensor) -> None:
+        """Puts the elements of one wanted range where the engine holds them; see ``ShardSink.write``."""
+        if wanted.order is not None:
+            self._write_own(wanted, values)
+            return
+        values = values.view(wanted.shape)
+        if wanted.name in self._buffers:
+            with torch.no_grad():
+                self._buffers[wanted.name].copy_(values)
+            return
+        self.write_param(self._params[wanted.name], wanted.kind, values)
+
+    def write_param(self, param: nn.Parameter, kind: Kind, values: torch.Tensor) -> None:
+        """Takes a tensor of a parameter's shape; of several ranks each keeps its shard."""
+        if isinstance(param, ChunkedParameter):
+            self._session.observer.write_values(param._patrickstar, _ARRAYS[kind], values)
+        elif kind in ADAM_STATES:
+            self._managed_states.setdefault(param, {})[kind] = values.clone()
+        else:
+            with torch.no_grad():
+                param.data.copy_(values)
+
+    def _write_own(self, wanted: TensorRange, values: torch.Tensor) -> None:
+        values = values.to(torch.float32).contiguous()
+        handle = self._params[wanted.name]._patrickstar
+        # The core takes the whole parameter's address and reads this rank's part of it.
+        address = values.data_ptr() - wanted.begin * torch.float32.itemsize
+        self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
+
+    def set_step_counts(self, counts: Mapping[nn.Parameter, int]) -> None:
+        """After all values: how often each parameter was updated. One that never was has no states. Where states are
+        not wanted, counts are not either.
+        """
+        if not self._with_states:
+            return
+        for param in self._params.values():
+            count = counts.get(param, 0)
+            if not has_states(param) or count == step_count(self._session, param) == 0:
+                continue
+            if isinstance(param, ChunkedParameter) and count > 0:
+                self._session.runtime.set_step_count(param._patrickstar.id, count)
+            else:
+                states = {"step": torch.tensor(float(count)), **self._managed_states.pop(param, {})}
+                self._session.states.set_optimizer_state(param, states if count > 0 else {})
+
+
+def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dtype: torch.dtype) -> TensorRange:
+    """The part of a parameter in a chunk that this rank holds, in memory order."""
+    handle = param._patrickstar
+    begin, numel, _ = session.layout.shard_of(handle.id)
+    order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
+    shape = tuple(handle.shape)
+    return TensorRange(name=name, kind=kind, shape=shape, dtype=dtype, begin=begin, end=begin + numel, order=order)
+
+
+def step_count(session: Session, param: nn.Parameter) -> int:
+    """How often a parameter was updated."""
+    if isinstance(param, ChunkedParameter):
+        return session.runtime.step_count(param._patrickstar.id) if param._patrickstar.trainable else 0
+    return int(session.managed.state_of(param).get("step", 0))
+
+
+def named_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by their names in a checkpoint: those in a module of which nothing is compiled."""
+    for name, param in module.named_parameters():
+        yield without_wrappers(name), param
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are part of a ``state_dict``, by name."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield without_wrappers(f"{prefix}.{name}".lstrip(".")), buffer
+
+
+def kind_of(param: nn.Parameter) -> Kind:
+    """Of its value in a checkpoint."""
+    if not isinstance(param, ChunkedParameter):
+        return "managed"
+    return "master" if param._patrickstar.trainable else "frozen"
+
+
+def has_states(param: nn.Parameter) -> bool:
+    """Whether it has Adam states once it was updated."""
+    if isinstance(param, ChunkedParameter):
+        return param._patrickstar.trainable
+    return param.requires_grad
+
+
+def _range(name: str, kind: Kind, shape: torch.Size, dtype: torch.dtype) -> TensorRange:
+    return TensorRange(name=name, kind=kind, shape=tuple(shape), dtype=dtype, begin=0, end=shape.numel())
+
+
+def _shard(name: str, kind: Kind, shape: torch.Size, dtype: torch.dtype, read: Any) -> TensorShard:
+    return TensorShard(name=name, kind=kind, shape=tuple(shape), dtype=dtype, begin=0, end=shape.numel(), read=read)
+
+
+def _flat(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU, row-major, in one dimension."""
+    with _C.HostAllocations(), torch.no_grad():
+        return values.detach().to("cpu", dtype).contiguous().view(-1)

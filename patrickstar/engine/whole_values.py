@@ -1,0 +1,106 @@
+"""Whole values of an engine whose matrices ranks share, by the names of the model before it was divided.
+
+Values go through the mesh a parameter at a time: ranks that share chunks give their shards of a block, all ranks get
+the blocks of all, and make of them what the model had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.checkpoint.shards import Kind, TensorShard
+from patrickstar.engine.divided_values import DividedNames, DividedPart
+from patrickstar.engine.engine_shards import kind_of, persistent_buffers
+from patrickstar.engine.session import Session
+
+
+def names_of(session: Session) -> DividedNames:
+    """Those of the model before it was divided.
+
+    Raises:
+        StateError: it was not.
+    """
+    if session.matrices.names is None:
+        raise _C.StateError("this engine's matrices are not divided")
+    return session.matrices.names
+
+
+def whole_state(session: Session, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
+    """What ``state_dict`` of the undivided module would give: parameters in float32 on the CPU, then buffers."""
+    names = names_of(session)
+    wholes = {
+        name: whole
+        for part in names.parts
+        for name, whole in names.wholes_of(part, session.states.value, session.device).items()
+    }
+    params = ((prefix + name, whole) for name, whole in names.named(wholes))
+    buffers = ((prefix + name, buffer.detach()) for name, buffer in persistent_buffers(session.module))
+    return OrderedDict((*params, *buffers))
+
+
+def whole_shards(session: Session) -> list[TensorShard]:
+    """Whole parameters, and buffers. All ranks read the parameters together, in this order."""
+    names = names_of(session)
+    wholes: dict[str, torch.Tensor] = {}
+
+    def read(part: DividedPart, name: str) -> torch.Tensor:
+        if name not in wholes:
+            wholes.clear()
+            wholes.update(names.wholes_of(part, session.states.value, session.device))
+        return wholes[name].view(-1)
+
+    shards = [
+        _shard(name, kind_of(part.param), shape, torch.float32, functools.partial(read, part, name))
+        for part in names.parts
+        for name, shape in part.shapes.items()
+    ]
+    for name, buffer in persistent_buffers(session.module):
+        flat = buffer.detach().cpu().contiguous().view(-1)
+        shards.append(_shard(name, "buffer", tuple(buffer.shape), buffer.dtype, functools.partial(torch.clone, flat)))
+    return shards
+
+
+def _shard(
+    name: str, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+) -> TensorShard:
+    size = torch.Size(shape).numel()
+    return TensorShard(name=name, kind=kind, shape=shape, dtype=dtype, begin=0, end=size, read=read)
+
+
+def load_whole_state(session: Session, values: Mapping[str, Any], strict: bool) -> Any:
+    """Takes this rank's blocks of what :func:`whole_state` gives. Speaks to no other rank.
+
+    Raises:
+        RuntimeError: keys or shapes do not match, as ``nn.Module.load_state_dict`` raises it; nothing was loaded then.
+    """
+    names, buffers = names_of(session), dict(persistent_buffers(session.module))
+    shapes = {name: shape for part in names.parts for name, shape in part.shapes.items()}
+    further = {known: name for name, known in names.tied.items() if name in values}
+    key_of = {name: name if name in values else further.get(name, "") for name in shapes}
+    missing = [name for name in (*shapes, *buffers) if not key_of.get(name, name if name in values else "")]
+    unexpected = [name for name in values if name not in shapes and name not in names.tied and name not in buffers]
+    wrong = [
+        f"size mismatch for {name}: {list(values[key].shape)} in the state_dict, {list(shapes[name])} in the model"
+        for name, key in key_of.items()
+        if key and tuple(values[key].shape) != shapes[name]
+    ]
+    said = [f"missing keys: {', '.join(missing)}"] if missing and strict else []
+    said += [f"unexpected keys: {', '.join(unexpected)}"] if unexpected and strict else []
+    if said or wrong:
+        raise RuntimeError(f"the state_dict does not fit {type(session.module).__name__}: {'; '.join(said + wrong)}")
+    with torch.no_grad(), _C.HostAllocations():
+        for part in names.parts:
+            if all(key_of[name] for name in part.sources):
+                block = part.block(lambda name: values[key_of[name]].detach().to("cpu", torch.float32))
+                session.states.set_value(part.param, block)
+        for name, buffer in buffers.items():
+            if name in values:
+                buffer.copy_(values[name])
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,255 @@
+"""What ranks run whose matrices are divided. Functions of a module's top level, so that their processes can import
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patrickstar import RankFailure, StateError
+from patrickstar.checkpoint.blocks import ComposedTensor
+from patrickstar.runtime import initialize_engine
+from tests.ranks.divided import Model, batch, rows_of
+from tests.training import ADAM, make_config
+
+SAMPLES = 4  # of a step, on all ranks together
+CLIP = 0.5  # acts in every step
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRun:
+    """One training run."""
+
+    model: Model
+    rows: int = 1
+    columns: int = 1
+    kind: str = "plain"
+    steps: int = 10
+    precision: str = "fp32"
+    clip: float = CLIP
+    checkpointing: bool | None = None
+    """use_reentrant, or None: none."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        options = {"gradient_clipping": self.clip, "default_chunk_size": 8192, **self.options}
+        config = make_config(self.precision, **options)
+        return {**config, **self.options, "tensor_parallel": {"rows": self.rows, "columns": self.columns}}
+
+    def batches(self) -> list[dict[str, Any]]:
+        """Of the whole run."""
+        generator = torch.Generator().manual_seed(1)
+        return [batch(generator, self.kind, SAMPLES) for _ in range(self.steps)]
+
+    def own_batches(self) -> list[dict[str, Any]]:
+        """Those of this rank: ranks of a mesh have the same."""
+        share = self.rows * self.columns
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        found = self.batches()
+        return [{key: rows_of(value, rank // share, world // share) for key, value in one.items()} for one in found]
+
+
+def train(run: MeshRun) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(run.model.build, 0, run.config())
+    with engine:
+        engine.train()
+        if run.checkpointing is not None:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": run.checkpointing})
+        losses, norms, scales = [], [], []
+        for inputs in run.own_batches():
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(engine.report()["grad_norm"])
+            scales.append(engine.report()["loss_scale"])
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(input_ids=run.batches()[0]["input_ids"]).logits
+        return {
+            "losses": losses,
+            "norms": norms,
+            "scales": scales,
+            "logits": logits,
+            "state": engine.state_dict(),
+            "report": engine.report(),
+            "num_elements": sum(p.numel() for p in engine.module.parameters()),
+        }
+
+
+def train_all(runs: list[MeshRun]) -> list[dict[str, Any]]:
+    """One after the other."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("gloo")
+    results = [train(run) for run in runs]
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return results
+
+
+def train_plainly(run: MeshRun) -> dict[str, Any]:
+    """With PyTorch alone, whole batches in one process."""
+    torch.manual_seed(0)
+    model = run.model.build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for inputs in run.batches():
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or float("inf"))))
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=run.batches()[0]["input_ids"]).logits
+    return {"losses": losses, "norms": norms, "logits": logits, "state": model.state_dict()}
+
+
+def go_wrong(which: list[str]) -> list[str]:
+    """What errors say, of ``which`` mistakes."""
+    from tests.models import t5
+
+    rank = int(os.environ["RANK"])
+
+    def message(build: Any, rows: int, columns: int, call: Any = None) -> str:
+        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns}}
+        torch.manual_seed(0)
+        try:
+            engine, _ = initialize_engine(build, 0, config)
+            with engine:
+                call(engine)
+        except (ValueError, RankFailure, StateError) as error:  # the other rank's may have come first
+            return str(error)
+        raise AssertionError("nothing went wrong")
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model("llama").build()
+            self.head = nn.Linear(2, 2)
+
+    def with_values_of_its_own() -> nn.Module:
+        model = llama()
+        with torch.no_grad():
+            next(model.parameters()).add_(rank)
+        return model
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return llama()
+
+    tokens = torch.randint(1, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    llama = Model("llama").build
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 36}
+    mistakes = {
+        "too many columns": lambda: message(llama, 1, 3),
+        "too many ranks": lambda: message(llama, 2, 2),
+        "heads": lambda: message(Model("llama", heads).build, 1, 2),
+        "features": lambda: message(Model("llama", {"intermediate_size": 33}).build, 1, 2),
+        "no plan": lambda: message(t5, 1, 2),
+        "parameters beside": lambda: message(Wrapped, 1, 2),
+        "other values": lambda: message(with_values_of_its_own, 1, 2),
+        "other batches": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens + rank)),
+        "samples": lambda: message(llama, 2, 1, lambda engine: engine(input_ids=tokens)),
+        "no values": lambda: message(on_meta, 1, 2),
+    }
+    return [mistakes[name]() for name in which]
+
+
+def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, Any]:
+    """Four steps on a mesh, saved in the middle; what is there is gone on from."""
+    from patrickstar.checkpoint import latest_tag
+
+    run, made_whole, state = MeshRun(Model(model), rows, columns, steps=4), False, {}
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(run.model.build, 0, run.config())
+    with engine:
+        resumes = latest_tag(folder) is not None
+        if resumes:
+            with torch.no_grad():
+                engine.load_state_dict({name: torch.ones_like(value) for name, value in engine.state_dict().items()})
+            made = note_calls(ComposedTensor, "compose")
+            engine.load_checkpoint(folder)
+            made_whole, state = bool(made), engine.state_dict()
+        losses = []
+        for step, inputs in list(enumerate(run.own_batches()))[2 if resumes else 0 :]:
+            if step == 2 and not resumes:
+                engine.save_checkpoint(folder, client_state={"words": "kept"})
+                engine.export_weights(f"{folder}/exported")
+                state = engine.state_dict()
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        end = engine.state_dict()
+        return {"losses": losses[-2:], "state": end, "half_way": state, "made_whole": made_whole}
+
+
+def note_calls(owner: type, name: str) -> list[str]:
+    """From now on calls of ``owner``'s method are noted in the list."""
+    called, method = [], getattr(owner, name)
+
+    def noting(*args: Any) -> Any:
+        called.append(name)
+        return method(*args)
+
+    setattr(owner, name, noting)
+    return called
+
+
+def from_files(folder: str, rows: int, columns: int) -> dict[str, Any]:
+    """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
+    from patrickstar import from_pretrained
+
+    run = MeshRun(Model("llama"), rows, columns, steps=1)
+    engine, optimizer = initialize_engine(lambda: from_pretrained(folder), 0, run.config())
+    with engine:
+        (inputs,) = run.own_batches()
+        prompt = inputs["input_ids"][:2, :4]
+        tokens = engine.generate(prompt, max_new_tokens=6, do_sample=False)
+        engine.train()
+        loss = engine(**inputs).loss
+        engine.backward(loss)
+        optimizer.step()
+        return {"loss": loss.item(), "tokens": tokens, "state": engine.state_dict()}
+
+
+def by_deepspeeds_names() -> dict[str, Any]:
+    """By ``patrickstar.initialize``: ranks of a mesh get the same samples, and 1 x 2 goes by DeepSpeed's name."""
+    import patrickstar
+
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": 0,
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    data = [{"input_ids": torch.arange(i, i + 24) % 50, "labels": torch.arange(i, i + 24) % 50} for i in range(4)]
+    engine, _, loader, _ = patrickstar.initialize(model=Model("llama").build(), config=config, training_data=data)
+    losses = []
+    for inputs in loader:
+        loss = engine(**inputs).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with pytest.raises(StateError, match="write whole ones with engine.export_weights"):
+        engine.save_16bit_model(".")
+    with (
+        pytest.raises(StateError, match="leave modifier_rank out"),
+        patrickstar.zero.GatheredParameters(next(engine.parameters()), modifier_rank=0),
+    ):
+        pass
+    found = {"losses": losses, "num_elements": sum(p.numel() for p in engine.parameters())}
+    engine.close()
+    return found

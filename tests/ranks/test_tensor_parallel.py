@@ -1,0 +1,240 @@
+"""Ranks that share matrices: what plain PyTorch trains in one process, whatever the mesh and the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.bits import assert_same_bits
+from tests.distributed import run_ranks
+from tests.ranks.divided import Model
+from tests.ranks.on_mesh import (
+    MeshRun,
+    by_deepspeeds_names,
+    checkpointed,
+    from_files,
+    go_wrong,
+    train_all,
+    train_plainly,
+)
+from tests.ranks.test_training import relative_error
+
+GPT2, LLAMA, QWEN2 = Model("gpt2"), Model("llama"), Model("qwen2")
+SCALE = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "hysteresis": 1}
+RUNS = [
+    MeshRun(GPT2),
+    MeshRun(LLAMA),
+    MeshRun(QWEN2, kind="left"),
+    MeshRun(LLAMA, kind="no labels for some", checkpointing=False),
+    MeshRun(GPT2, clip=0.0, checkpointing=True),
+]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return [train_plainly(run) for run in RUNS]
+
+
+def on_mesh(num_ranks, rows, columns, runs):
+    """[run][rank]"""
+    runs = [dataclasses.replace(run, rows=rows, columns=columns) for run in runs]
+    by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
+    return [[results[index] for results in by_rank] for index in range(len(runs))]
+
+
+def assert_alike(found):
+    """What follows from all gradients is the same on all ranks, bit for bit, and so are whole values."""
+    for rank in found:
+        assert rank["norms"] == found[0]["norms"]
+        assert_same_bits(rank["state"], found[0]["state"])
+
+
+def assert_close(found, expected):
+    """Relative by L2 norms."""
+    for name, tolerance in (("losses", 1e-6), ("norms", 1e-6), ("logits", 5e-6)):
+        one, other = (torch.as_tensor(run[name], dtype=torch.float64) for run in (found, expected))
+        assert one.shape == other.shape
+        assert ((one - other).norm() / other.norm()).item() <= tolerance, name
+    assert list(found["state"]) == list(expected["state"])
+    assert relative_error(found["state"], expected["state"]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_runs"),
+    [
+        ((1, 2), 3),
+        ((2, 1), 2),
+        *(pytest.param(mesh, len(RUNS), marks=pytest.mark.slow) for mesh in ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))),
+    ],
+    ids=str,
+)
+def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
+    """Clipping acts or is off, with padding, tokens without labels, and recomputation."""
+    rows, columns = mesh
+    runs = [run for run in RUNS[:num_runs] if columns < 4 or run.model is GPT2]  # of the others, keys have two heads
+    for run, found in zip(runs, on_mesh(rows * columns, rows, columns, runs), strict=True):
+        assert_alike(found)
+        for rank in found:
+            assert rank["losses"] == found[0]["losses"]
+        expected = plain[RUNS.index(run)]
+        assert_close(found[0], expected)
+        assert min(expected["norms"]) > run.clip
+        num_elements = sum(param.numel() for param in run.model.build().parameters())
+        assert found[0]["num_elements"] < 1.4 * num_elements / (rows * columns)  # rows share biases and norms
+        assert found[0]["report"]["num_parameters"] == num_elements
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+def test_beside_data_parallelism(mesh):
+    """Two meshes of two ranks, with half of each batch each, train what two ranks with whole matrices train."""
+    runs = RUNS[:2]
+    for found, expected in zip(on_mesh(4, *mesh, runs), on_mesh(2, 1, 1, runs), strict=True):
+        assert_alike(found)
+        for rank in range(4):
+            assert_close({**expected[rank // 2], **found[rank]}, expected[rank // 2])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "precision", "budget"),
+    [
+        (2, (1, 2), "fp32", "315KB"),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                (2, (1, 2), "bf16", "195KB"),
+                (4, (2, 2), "fp32", "175KB"),
+                (4, (2, 2), "bf16", "115KB"),
+                (4, (1, 2), "fp32", "250KB"),
+                (4, (2, 1), "bf16", "135KB"),
+            )
+        ),
+    ],
+)
+def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
+    """Panels come out of chunks wherever these lie: on demand, by plan, with states on the host."""
+    scarce = {"device_memory": budget, "default_chunk_size": 1024}
+    roomy = MeshRun(LLAMA, precision=precision)
+    plenty, small = on_mesh(num_ranks, *mesh, [roomy, dataclasses.replace(roomy, options=scarce)])
+    assert small[0]["report"]["num_evictions"] > 0
+    assert small[0]["report"]["num_replayed_moments"] > 0
+    for one, other in zip(plenty, small, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["norms"] == other["norms"]
+        assert_same_bits(other["state"], one["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+def test_loss_scale_and_skipped_steps_are_the_same_on_all_ranks(mesh):
+    """float16 overflows at a scale of 2 ** 20 until that has fallen, on a mesh as in one process."""
+    run = MeshRun(GPT2, precision="fp16", options={"fp16": SCALE})
+    expected, (found,) = train_all([run])[0], on_mesh(2, *mesh, [run])
+    skipped = [math.isnan(norm) for norm in expected["norms"]]
+    assert 0 < sum(skipped) < len(skipped)
+    for rank in found:
+        assert rank["scales"] == expected["scales"]
+        assert [math.isnan(norm) for norm in rank["norms"]] == skipped
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+        assert_same_bits(rank["state"], found[0]["state"])
+
+
+REFUSED = {
+    "too many columns": "a mesh of data 1 x columns 3 has 3 ranks, but the run has 2; take data 1 x columns 2, or",
+    "heads": "attention: heads: 3 cannot be cut into 2 columns of a mesh of 1 x 2; take 4, or a mesh of 2 x 1",
+    "no plan": "T5ForConditionalGeneration (model type 't5') cannot be divided over a mesh; models of the types bert,",
+}
+REFUSED_TOO = {
+    "too many ranks": "a mesh of data 1 x rows 2 x columns 2 has 4 ranks, but the run has 2",
+    "features": "features: 33 cannot be cut into 2 columns of a mesh of 1 x 2; take 32, or a mesh of 2 x 1",
+    "parameters beside": "Wrapped has parameters beside those of its LlamaForCausalLM",
+    "other values": "ranks disagree on the model's values before it is divided",
+    "other batches": "ranks [0, 1] share matrices, but were called with different batches",
+    "samples": "dimension 0 of [3, 24]: 3 cannot be cut into 2 rows of a mesh of 2 x 1; take 4",
+    "no values": "is on the meta device without values",
+}
+
+
+@pytest.mark.parametrize("refused", [REFUSED, pytest.param(REFUSED_TOO, marks=pytest.mark.slow)], ids=["", "more"])
+def test_what_cannot_be_divided_is_refused(refused):
+    for messages in run_ranks(2, go_wrong, list(refused)):
+        for message, part in zip(messages, refused.values(), strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("model", "meshes"),
+    [
+        ("gpt2", ((1, 2), (1, 1), (1, 2))),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ("llama", ((2, 2), (1, 2), (2, 2), (1, 1))),
+                ("qwen2", ((1, 1), (1, 2), (2, 1))),
+                ("gpt2", ((2, 2), (4, 1), (2, 1))),
+            )
+        ),
+    ],
+)
+def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
+    """What the first saved is gone on from on the others; weights are Hugging Face's, whole."""
+    import transformers
+
+    from patrickstar.checkpoint.reader import Checkpoint
+    from patrickstar.checkpoint.stored_source import merge
+
+    folder = str(tmp_path)
+    saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_same_bits(dict(exported.state_dict()), dict(saved[0]["half_way"]))
+    for rows, columns in meshes[1:]:
+        for found in run_ranks(rows * columns, checkpointed, folder, model, rows, columns):
+            assert_same_bits(found["half_way"], saved[0]["half_way"])
+            assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
+            assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
+            assert found["made_whole"] == (meshes[0] not in ((1, 1), (rows, columns)))
+            if (rows, columns) == meshes[0]:
+                assert_same_bits(found["state"], saved[0]["state"])
+    with Checkpoint.find(folder) as checkpoint:
+        checkpoint.verify()
+        with Checkpoint(merge(checkpoint, tmp_path / "merged")) as merged:
+            for name, value in saved[0]["half_way"].items():
+                stored = merged.tensor(name, "master")
+                if stored is not None:  # another name of a tied parameter
+                    assert stored.shape == value.shape and "@" not in str(list(merged.manifest.tensors))
+
+
+@pytest.mark.slow
+def test_checkpoints_of_shards_of_blocks(tmp_path):
+    """Two meshes of 1 x 2, whose ranks store their shards of a block, and 2 x 1 the other way round."""
+    folder = str(tmp_path)
+    saved = run_ranks(4, checkpointed, folder, "gpt2", 1, 2)
+    for num_ranks, mesh in ((4, (1, 2)), (4, (2, 1)), (2, (1, 2)), (1, (1, 1))):
+        for rank, found in enumerate(run_ranks(num_ranks, checkpointed, folder, "gpt2", *mesh)):
+            assert_same_bits(found["half_way"], saved[0]["half_way"])
+            if num_ranks == 4:
+                assert found["losses"] == pytest.approx(saved[rank]["losses"], rel=1e-6)
+                assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
+
+
+def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
+    """Each rank reads whole tensors one by one; the model trains and generates as Hugging Face's does."""
+    torch.manual_seed(0)
+    model = LLAMA.build()
+    model.save_pretrained(tmp_path)
+    (inputs,) = MeshRun(LLAMA, steps=1).batches()
+    expected = model.eval().generate(inputs["input_ids"][:2, :4], max_new_tokens=6, do_sample=False)
+    loss = model.train()(**inputs).loss.item()
+    for mesh in ((1, 2), (2, 1)):
+        for found in run_ranks(2, from_files, str(tmp_path), *mesh):
+            assert torch.equal(found["tokens"], expected)
+            assert found["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_deepspeeds_name_of_columns():
+    first, second = run_ranks(2, by_deepspeeds_names)
+    assert first == second and len(first["losses"]) == 2
+    assert first["num_elements"] == sum(p.numel() for p in LLAMA.build().parameters()) // 2 + 32
