@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.attention import Attention2D, Heads2D
+from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
 from patrickstar.tensor2d.cost import LayerShape
-from patrickstar.tensor2d.feed_forward import GatedMLP2D
+from patrickstar.tensor2d.feed_forward import GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.losses import CrossEntropy2D
@@ -27,12 +27,12 @@ class HuggingFaceAttention2D(nn.Module):
     """Called as attention of Hugging Face's models is.
 
     Args:
-        inner: :class:`Attention2D` or :class:`Heads2D`.
+        inner: with a layer behind the heads, or without one.
         layer_idx: of this layer in caches.
         dropout: share of outputs that are dropped in training.
     """
 
-    def __init__(self, inner: Attention2D | Heads2D, layer_idx: int | None, dropout: float = 0.0):
+    def __init__(self, inner: Attention | Heads, layer_idx: int | None, dropout: float = 0.0):
         super().__init__()
         self.inner = inner
         self.layer_idx = layer_idx
@@ -74,14 +74,17 @@ class GPT2Attention2D:
         _check_attention(module, spot)
         if module.is_cross_attention:
             raise spot.refused(module, "it attends to another sequence")
-        width = module.embed_dim
-        with torch.device("meta"):
-            inner = Attention2D(
-                width, module.num_heads, spot.group, scale=module.scaling, dropout=module.attn_dropout.p
-            )
-        inner.attend.qkv = joint_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, [width] * 3)
-        inner.out = linear_of([module.c_proj], [f"{spot.name}.c_proj"], spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx, module.resid_dropout.p)
+        width, heads = module.embed_dim, module.num_heads
+        parts = qkv_parts(heads, heads, width // heads)
+        attend = Heads(
+            joint_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, parts),
+            *heads_here(heads, heads, spot.group.place, "columns"),
+            width // heads,
+            scale=module.scaling,
+            dropout=module.attn_dropout.p,
+        )
+        out = linear_of([module.c_proj], [f"{spot.name}.c_proj"], spot)
+        return HuggingFaceAttention2D(Attention(attend, out), module.layer_idx, module.resid_dropout.p)
 
 
 class LlamaAttention2D:
@@ -92,20 +95,17 @@ class LlamaAttention2D:
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
         config = module.config
-        with torch.device("meta"):
-            inner = Attention2D(
-                config.hidden_size,
-                config.num_attention_heads,
-                spot.group,
-                key_heads=config.num_key_value_heads,
-                head_dim=module.head_dim,
-                scale=module.scaling,
-                dropout=module.attention_dropout,
-            )
+        here = heads_here(config.num_attention_heads, config.num_key_value_heads, spot.group.place, "columns")
         projections = [module.q_proj, module.k_proj, module.v_proj]
-        inner.attend.qkv = linear_of(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot)
-        inner.out = linear_of([module.o_proj], [f"{spot.name}.o_proj"], spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx)
+        attend = Heads(
+            linear_of(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot),
+            *here,
+            module.head_dim,
+            scale=module.scaling,
+            dropout=module.attention_dropout,
+        )
+        out = linear_of([module.o_proj], [f"{spot.name}.o_proj"], spot)
+        return HuggingFaceAttention2D(Attention(attend, out), module.layer_idx)
 
 
 class BertSelfAttention2D:
@@ -113,33 +113,27 @@ class BertSelfAttention2D:
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
-        width = module.all_head_size
-        with torch.device("meta"):
-            inner = Heads2D(
-                width,
-                module.num_attention_heads,
-                spot.group,
-                is_causal=module.is_causal,
-                scale=module.scaling,
-                dropout=module.dropout.p,
-            )
+        heads = module.num_attention_heads
         names = [f"{spot.name}.{part}" for part in ("query", "key", "value")]
-        inner.qkv = linear_of([module.query, module.key, module.value], names, spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx)
+        attend = Heads(
+            linear_of([module.query, module.key, module.value], names, spot),
+            *heads_here(heads, heads, spot.group.place, "columns"),
+            module.all_head_size // heads,
+            is_causal=module.is_causal,
+            scale=module.scaling,
+            dropout=module.dropout.p,
+        )
+        return HuggingFaceAttention2D(attend, module.layer_idx)
 
 
 class LlamaMLP2D:
     """The MLP of Llama and of models like it: ``gate_proj``, ``up_proj``, ``down_proj``."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
-        with torch.device("meta"):
-            made = GatedMLP2D(
-                module.gate_proj.in_features, module.gate_proj.out_features, spot.group, activation=module.act_fn
-            )
         names = [f"{spot.name}.{part}_proj" for part in ("gate", "up")]
-        made.gate_up = linear_of([module.gate_proj, module.up_proj], names, spot)
-        made.down = linear_of([module.down_proj], [f"{spot.name}.down_proj"], spot)
-        return made
+        gate_up = linear_of([module.gate_proj, module.up_proj], names, spot)
+        down = linear_of([module.down_proj], [f"{spot.name}.down_proj"], spot)
+        return GatedFeedForward(gate_up, down, module.act_fn)
 
 
 class CausalLoss:
