@@ -22,7 +22,7 @@ from patrickstar.tensor2d.one_dimension import MLP1D, Attention1D, GatedMLP1D, L
 
 VOCABULARY = 50  # is no multiple of 3
 LENGTH = 5
-BATCH = 4
+BATCH = 6
 GPT2 = transformers.GPT2Config(
     vocab_size=VOCABULARY, n_positions=8, n_embd=24, n_layer=2, n_head=6, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
 )
