@@ -241,6 +241,7 @@ class LMHead1D(Layer2D):
         device: object = None,
     ):
         super().__init__(group)
+        self.vocabulary = vocabulary
         table = Embedding2D(vocabulary, features, group, dtype=dtype, device=device) if tied is None else tied
         self.weight = table.weight
         self.placements, self.whole_rows = dict(table.placements), dict(table.whole_rows)
