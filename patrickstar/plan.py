@@ -13,9 +13,13 @@ the same for many GPUs, each of which has a batch and budgets of its own;
     patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
         --sequence-parallel 2 --longest
 
-the longest sequences that one GPU, and two that share them, can train. In programs: ``engine.plan()`` gives the plan
-of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan`` makes a new engine start with it,
-and :func:`predict` plays it on a machine of given rates.
+the longest sequences that one GPU, and two that share them, can train;
+
+    patrickstar plan --model 21b --checkpointing --gpus-per-node 4 --tensor-parallel 2x2
+
+the same with matrices that four GPUs share (``--tensor-parallel auto`` takes the way that sends least). In programs:
+``engine.plan()`` gives the plan of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan``
+makes a new engine start with it, and :func:`predict` plays it on a machine of given rates.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Sequence
 
@@ -50,12 +55,15 @@ from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
+from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
+from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
 from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
+from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
@@ -86,6 +94,14 @@ def _parser(prog: str) -> CommandParser:
     work.add_argument(
         "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
     )
+    work.add_argument(
+        "--tensor-parallel", metavar="MESH",
+        help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs",
+    )  # fmt: skip
+    work.add_argument(
+        "--tensor-mode", choices=["auto", *(mode.value for mode in Mode)], default="auto",
+        help="of --tensor-parallel: in blocks, in one dimension with sequences sharded, or what receives less",
+    )  # fmt: skip
     work.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
         help="a loss without logits, activations.loss (default: the model's own)",
@@ -172,17 +188,19 @@ def _question(args: argparse.Namespace) -> Question:
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
+    batch, length = args.batch_size or (1 if args.longest else _BATCH), args.seq_len or _LENGTH
     return Question(
         workload=Workload(
             model=args.model,
-            batch=args.batch_size or (1 if args.longest else _BATCH),
-            length=args.seq_len or _LENGTH,
+            batch=batch,
+            length=length,
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank,
             precision=args.precision,
             loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
             tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
+            mesh=_mesh(args, cluster, batch, length),
         ),
         machine=machine,
         setting=Setting(
@@ -197,6 +215,39 @@ def _question(args: argparse.Namespace) -> Question:
         chunk_numel=_chunk_numel(args.chunk_numel),
         clipping=args.clip,
     )
+
+
+def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -> MatrixMesh | None:
+    text, mode = args.tensor_parallel, None if args.tensor_mode == "auto" else Mode(args.tensor_mode)
+    if text is None:
+        if mode is not None:
+            raise ValueError(f"--tensor-mode is {mode.value}, but nothing is divided; give --tensor-parallel too")
+        return None
+    beside = {
+        "--sequence-parallel": args.sequence_parallel > 1,
+        "--lora-rank": args.lora_rank > 0,
+        "--fused-loss": args.fused_loss,
+        "--tile-tokens": args.tile_tokens > 0,
+        "--longest": args.longest,
+    }
+    others = [flag for flag, is_given in beside.items() if is_given]
+    if others:
+        raise ValueError(f"--tensor-parallel is not planned together with {', '.join(others)}; leave out one of them")
+    asked = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if asked is not None:
+        rows, columns = int(asked.group(1)), int(asked.group(2))
+        if mode is Mode.ONE and rows > 1:
+            raise ValueError(
+                f"--tensor-parallel is {text}, but one dimension has no rows; give {rows * columns}, or leave out "
+                "--tensor-mode 1d"
+            )
+        return MatrixMesh(mode=mode or Mode.TWO, rows=rows, columns=columns)
+    if text != "auto" and not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"--tensor-parallel is {text!r}; give ROWSxCOLUMNS such as 2x2, a number of GPUs, or auto")
+    ranks = cluster.num_ranks if text == "auto" else int(text)
+    if ranks == 1:
+        return None
+    return cheapest_mesh(model_config(args.model, length), batch, length, ranks, mode)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

@@ -28,6 +28,7 @@ def answer_lines(answer: Answer) -> list[str]:
         *_position_lines(answer),
         *_cluster_lines(answer),
         *_attention_lines(answer),
+        *_mesh_lines(answer),
         f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
         f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
@@ -103,6 +104,19 @@ def _attention_lines(answer: Answer) -> list[str]:
     ]
 
 
+def _mesh_lines(answer: Answer) -> list[str]:
+    mesh, exchanged = answer.question.workload.mesh, answer.exchanged
+    if mesh is None or exchanged is None:
+        return []
+    lines = [
+        f"{mesh.size} GPUs share matrices, divided {mesh.described()}: in forward and backward each receives "
+        f"{show_size(exchanged.received_bytes)}, for which its link is busy "
+        f"{show_seconds(exchanged.link_seconds)}; it waits {show_seconds(exchanged.exposed_seconds)} of the step for "
+        "what products do not hide"
+    ]
+    return [*lines, *([f"so divided since {mesh.reason}"] if mesh.reason else [])]
+
+
 def _stash_lines(case: Case) -> list[str]:
     if not case.stashed_bytes:
         return []
@@ -129,12 +143,17 @@ def _cluster_lines(answer: Answer) -> list[str]:
     if cluster.num_ranks == 1:
         return []
     link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
-    return [
-        f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures but tokens/s are one GPU's",
-        f"between GPUs {show_size(step.gathered_bytes)} gathered at {cluster.gather_gbps(machine):.0f} GB/s, "
-        f"{show_size(step.scattered_bytes)} scattered at {cluster.scatter_gbps(machine):.0f} GB/s, "
-        f"{cluster.latency_seconds * 1e6:.0f} us for each",
+    lines = [
+        f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures but tokens/s are one GPU's"
     ]
+    group = answer.question.chunk_cluster.chunk_group
+    if group.num_ranks > 1:
+        lines.append(
+            f"between GPUs {show_size(step.gathered_bytes)} gathered at {group.gather_gbps(machine):.0f} GB/s, "
+            f"{show_size(step.scattered_bytes)} scattered at {group.scatter_gbps(machine):.0f} GB/s, "
+            f"{group.latency_seconds * 1e6:.0f} us for each"
+        )
+    return lines
 
 
 def refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
@@ -198,6 +217,21 @@ def _attention_as_dict(choice: Choice | None) -> dict[str, Any] | None:
     }
 
 
+def _mesh_as_dict(answer: Answer) -> dict[str, Any] | None:
+    mesh, exchanged = answer.question.workload.mesh, answer.exchanged
+    if mesh is None or exchanged is None:
+        return None
+    return {
+        "mode": mesh.mode.value,
+        "rows": mesh.rows,
+        "columns": mesh.columns,
+        "reason": mesh.reason,
+        "received_bytes": exchanged.received_bytes,
+        "link_seconds": exchanged.link_seconds,
+        "exposed_seconds": exchanged.exposed_seconds,
+    }
+
+
 def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
     """In JSON's types, as ``--json`` prints it."""
     if isinstance(found, DoesNotFitError):
@@ -215,6 +249,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "seq_len": question.workload.length,
         "sequence_parallel": question.workload.sequence_ranks,
         "attention": _attention_as_dict(found.attention),
+        "tensor_parallel": _mesh_as_dict(found),
         "fused_loss": question.workload.loss is LossComputation.FUSED,
         "tile_tokens": question.workload.tile_tokens,
         "gradient_accumulation": question.setting.accumulation,

@@ -29,6 +29,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
+from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.leaving import Device, KeptEvent, KeptTensors, Span, leave
 from patrickstar.planning.machines import Gpu
 from patrickstar.sequence.tiling import equal_tiles_once
@@ -174,6 +175,7 @@ class _CostMode(TorchDispatchMode):
         self._ignored: set[int] = set()
         self._count = 1
         self.flops = 0.0
+        self.seconds = 0.0
         self.num_operations = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
@@ -209,7 +211,7 @@ class _CostMode(TorchDispatchMode):
             span = use.spans[-1]
             span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
-                use.seconds += self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                self._spend(self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs))
         return out
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
@@ -222,9 +224,11 @@ class _CostMode(TorchDispatchMode):
         count = flop_registry.get(packet)
         if count is None or not inputs:
             return seconds
+        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
         flops = float(count(*args, **kwargs, out_val=out))
         self.flops += self._count * flops
-        return max(seconds, flops / self._gpu.matmul_flops(inputs[0].dtype))
+        narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
+        return max(seconds, flops / self._gpu.matmul_flops(narrowest))
 
     def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
         query, key = args[kernel.query], args[kernel.query + 1]
@@ -237,7 +241,11 @@ class _CostMode(TorchDispatchMode):
         """Adds what no operation shows."""
         self.flops += flops
         self.num_operations += 1
+        self._spend(seconds)
+
+    def _spend(self, seconds: float) -> None:
         if self._recorder.uses:
+            self.seconds += seconds
             self._recorder.uses[-1].seconds += seconds
 
     def _watch(self, tensor: torch.Tensor, num_bytes: int) -> None:
@@ -291,7 +299,7 @@ def trace_uses(
     inputs: Mapping[str, Any],
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
-    division: PlannedDivision | None = None,
+    division: PlannedDivision | PlannedMatrices | None = None,
 ) -> StepUses:
     """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
     hooks learn). ``module`` is of no use afterwards.
@@ -303,7 +311,7 @@ def trace_uses(
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: what operations cost.
         loss: takes the loss out of the module's output.
-        division: of the sequences among ranks; None: this one has them.
+        division: of sequences or matrices among ranks; None: this one has them.
     """
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
@@ -324,7 +332,7 @@ def trace_uses(
             costs.ignore(spec.param)
         recorder.clear()
         if division is not None:
-            division.charge = costs.charge
+            division.trace(costs)
         kept = KeptTensors(costs.meet, costs.is_ignored)
         with _FusedAttention(), costs, equal_tiles_once(costs.count):
             with kept.keeping():

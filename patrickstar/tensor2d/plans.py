@@ -124,7 +124,7 @@ def replace_loss(model: Any, vocabulary: int, group: MeshGroup) -> None:
     """Has a causal language model compute its loss from logits whose vocabulary is over the columns of ``group``, and
     any other refuse labels.
     """
-    if hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
+    if hasattr(type(model), "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
         model.loss_function = CausalLoss(vocabulary, group)
     else:
         model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
