@@ -5,7 +5,8 @@ against free ones), ``overhead`` (a step with everything resident against plain 
 bytes moved against the device budget and Belady's bound), ``hooks`` (what they cost the host per module call),
 ``overlap`` (a quarter of the device memory behind a simulated link against all of it), ``train`` (one GPT training run:
 time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twelve models, GPUs and hosts, followed),
-``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism).
+``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism),
+``optimus`` (tensor parallelism in one dimension and in two on 4 to 64 GPUs, simulated).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 
 from patrickstar.command.flags import CommandParser
 
-CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train", "advice", "sequence")
+CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train", "advice", "sequence", "optimus")
 
 
 def main() -> None:
