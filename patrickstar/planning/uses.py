@@ -43,6 +43,7 @@ _FREE = {
     _aten.new_empty,
     _aten.new_empty_strided,
     _aten._unsafe_view,
+    _aten.promote_types,
 }
 
 
