@@ -40,23 +40,24 @@ TOKENS = BATCH * LENGTH
 LINEARS = {"gpt2": layer_shape(GPT2).linears(), "llama": layer_shape(LLAMA).linears()}
 
 
-def build(name, dtype, group):
+def build(name, dtype, group, device="cpu"):
     theirs = reference(name, dtype)
     make, config = MODELS[name]
-    ours = make(config, group).to(dtype)
+    ours = make(config, group).to(device, dtype)
     load_whole(ours, by_our_names(name, theirs))
     return ours, theirs
 
 
-def compare_once(name, group):
+def compare_once(name, group, device="cpu"):
     """Gaps of logits, loss and gradients in float64, and the bytes that came here, forward and backward."""
-    ours, theirs = build(name, torch.float64, group)
+    ours, theirs = build(name, torch.float64, group, device)
     ids, labels = batch()
     expected_logits, expected = plain_loss(theirs, ids, labels)
     expected.backward()
+    mine, targets = (divide_batch(part, group.place).to(device) for part in (ids, labels))
     before = group.received_bytes
-    logits = ours(divide_batch(ids, group.place))
-    loss = make_loss(group)(logits, divide_batch(labels, group.place))
+    logits = ours(mine)
+    loss = make_loss(group)(logits, targets)
     forward = group.received_bytes - before
     loss.backward()
     backward = group.received_bytes - before - forward
