@@ -153,16 +153,14 @@ class Cluster:
         return min(within, between * from_ranks / from_nodes)
 
     def line_rates(self, machine: Machine, size: int, stride: int) -> LineRates:
-        """Of ``size`` ranks of which each is ``stride`` ranks after the one before, while all others do the same. A
-        panel enters each node once, over the adapters of those that are there; summands come as they are, straight to
-        the rank that adds them up.
+        """Of ``size`` ranks of which each is ``stride`` ranks after the one before, while all others do the same. What
+        goes to all enters each node once, over the adapters of those that are there, and one sum leaves each node.
         """
         here = min(max(self.gpus_per_node // stride, 1), size)
         panels, sums = machine.nvlink_gather_gbps, machine.nvlink_scatter_gbps
         network_hops = 0
         if here < size and self.link.gbps is not None:
-            panels = min(panels, here * self.link.gbps)
-            sums = min(sums, self.link.gbps * (size - 1) / (size - here))
+            panels, sums = (min(gbps, here * self.link.gbps) for gbps in (panels, sums))
             network_hops = -(-size // here) - 1
         return LineRates(panels, sums, _latency(size - 1 - network_hops, network_hops))
 
