@@ -119,7 +119,7 @@ def test_chunks_are_shared_by_those_that_have_the_same(capsys):
     assert one["gathered_bytes"] == 0 < two["gathered_bytes"]
     assert one["tokens_per_second"] * one["step_seconds"] == pytest.approx(BATCH * LENGTH)
     assert two["tokens_per_second"] * two["step_seconds"] == pytest.approx(2 * BATCH * LENGTH)
-    assert one["config"]["tensor_parallel"] == {"rows": 2, "columns": 2, "mode": "2d"}
+    assert one["config"]["tensor_parallel"] == {"rows": 2, "columns": 2}
     alone = as_json(capsys, *GPT[:-2])
     assert one["model_tflops"] * one["step_seconds"] * 4 == pytest.approx(alone["model_tflops"] * alone["step_seconds"])
     assert alone["tensor_parallel"] is None and one["num_parameters"] == alone["num_parameters"]
