@@ -18,8 +18,9 @@ def test_steps_are_those_that_are_planned(monkeypatch, capsys):
     ways = row["ways"]
     assert (ways["square"]["rows"], ways["square"]["columns"], ways["1D"]["columns"]) == (2, 2, 4)
     assert ways["fewest"]["received_bytes"] <= ways["square"]["received_bytes"]
-    assert row["square_speedup"] == ways["1D"]["step_seconds"] / ways["square"]["step_seconds"]
+    assert ways["square"]["speedup"] == ways["1D"]["step_seconds"] / ways["square"]["step_seconds"]
     for way in ways.values():
+        assert way["speedup_over_best"] < way["speedup"]
         assert 0 < way["exposed_seconds"] < way["step_seconds"]
     table = optimus.format_table(result)
     assert table.startswith("SIMULATED, nothing ran") and " 2 x 2 " in table
