@@ -8,6 +8,7 @@ import pytest
 from benchmark import optimus, run
 
 
+@pytest.mark.slow
 def test_steps_are_those_that_are_planned(monkeypatch, capsys):
     small = "--gpus 4 --layers 2 --hidden-per-side 256 --batch-per-side 4 --seq-len 128 --gpus-per-node 2 --links ib400"
     monkeypatch.setattr(sys, "argv", ["run", "optimus", "--json", *small.split()])
