@@ -6,7 +6,9 @@ bytes moved against the device budget and Belady's bound), ``hooks`` (what they 
 ``overlap`` (a quarter of the device memory behind a simulated link against all of it), ``train`` (one GPT training run:
 time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twelve models, GPUs and hosts, followed),
 ``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism), ``long``
-(steps of one long sequence, with attention kept for backward and computed again).
+(steps of one long sequence, with attention kept for backward and computed again), ``tensor2d`` (blocks of a GPT whose
+matrices GPUs share: in two dimensions, in one, and by PyTorch's DTensor), ``optimus`` (the same in one dimension and in
+two on 4 to 64 GPUs, simulated).
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ import json
 
 from patrickstar.command.flags import CommandParser
 
-CASES = ("adam", "affinity", "overhead", "hooks", "budget", "overlap", "train", "advice", "sequence", "long")
+CASES = (
+    "adam",
+    "affinity",
+    "overhead",
+    "hooks",
+    "budget",
+    "overlap",
+    "train",
+    "advice",
+    "sequence",
+    "long",
+    "tensor2d",
+    "optimus",
+)
 
 
 def main() -> None:

@@ -16,29 +16,19 @@ Without a GPU ranks talk over gloo, and what needs one fails.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmark.common import provenance
+from benchmark.rank_jobs import run_ranks
 from benchmark.sequence_worker import ALONE, TOGETHER, Job
-from benchmark.systems.worker_group import rank_environment
 
-_ROOT = Path(__file__).resolve().parent.parent
-_GRACE_SECONDS = 5.0  # after the first rank that fails, for the others to say why they do
 _WIDEST_GAP = 0.01
-_LOG_TAIL_CHARACTERS = 4000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +105,8 @@ def _run_system(system: str, device_type: str, args: argparse.Namespace) -> tupl
             iterations=args.iterations,
             results=str(Path(folder, "results")),
         )
-        reason = _run_ranks(job, args.timeout)
-        results = Path(job.results)
-        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return [_row(job, json.loads(line)) for line in lines], reason
+        found, reason = run_ranks("benchmark.sequence_worker", job, args.timeout)
+    return [_row(job, one) for one in found], reason
 
 
 def _row(job: Job, found: dict[str, Any]) -> dict[str, Any]:
@@ -129,58 +117,6 @@ def _row(job: Job, found: dict[str, Any]) -> dict[str, Any]:
         "median_seconds": statistics.median(found["seconds"]),
         "median_forward_seconds": statistics.median(found["forward_seconds"]),
     }
-
-
-def _run_ranks(job: Job, timeout_seconds: float) -> str | None:
-    """Starts them and waits; none is left. What went wrong, or None."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", "benchmark.sequence_worker", json.dumps(dataclasses.asdict(job))]
-    processes: list[subprocess.Popen] = []
-    output = Path(f"{job.results}.output")
-    try:
-        with output.open("wb") as log:
-            for rank in range(job.ranks):
-                environment = rank_environment(rank, job.ranks, store.port)
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        cwd=_ROOT,
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
-        is_done = _wait(processes, timeout_seconds)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if all(process.returncode == 0 for process in processes):
-        return None
-    print(output.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:], file=sys.stderr, flush=True)
-    for rank, process in enumerate(processes):
-        raised = Path(f"{job.results}.{rank}")
-        if raised.exists():
-            return f"rank {rank}: {raised.read_text(encoding='utf-8').splitlines()[0]}"
-        if is_done and process.returncode not in (0, -signal.SIGKILL):
-            return f"rank {rank} ended with {process.returncode}"
-    return f"did not end within {timeout_seconds:g} s"
-
-
-def _wait(processes: list[subprocess.Popen], timeout_seconds: float) -> bool:
-    """Until all have ended, or some time after one has failed; False when the time is over before."""
-    deadline, has_failed = time.monotonic() + timeout_seconds, False
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
-            return True
-        if any(codes) and not has_failed:
-            deadline, has_failed = min(deadline, time.monotonic() + _GRACE_SECONDS), True
-        time.sleep(0.05)
-    return has_failed
 
 
 def format_table(result: dict[str, Any]) -> str:

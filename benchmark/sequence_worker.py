@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # PyTorch's context parallelism replaces a function of it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmark.rank_jobs import add_result, work
 from patrickstar.sequence import Mode, SequenceGroup, attention, positions_of_rank
 
 
@@ -38,7 +36,7 @@ class Job:
     warmup: int
     iterations: int
     results: str
-    """The file for lines of results; that of what rank i raised has ``.i`` behind its name."""
+    """As of :class:`~benchmark.rank_jobs.RankJob`."""
 
 
 @dataclasses.dataclass
@@ -228,23 +226,10 @@ def run(job: Job) -> None:
     for length in job.lengths:
         found = measure(Problem(job, length, device), opener)
         if rank == 0:
-            with Path(job.results).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+            add_result(job, found)
     if job.ranks > 1:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    job = Job(**json.loads(sys.argv[1]))
-    try:
-        run(job)
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}".strip()
-        Path(f"{job.results}.{os.environ['RANK']}").write_text(text, encoding="utf-8")
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # without waiting for ranks that wait for this one
-
-
 if __name__ == "__main__":
-    main()
+    work(run, Job)

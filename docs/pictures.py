@@ -20,6 +20,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from crossing import draw_crossing
 from docutils import nodes
 from docutils.parsers.rst import directives
 from matplotlib.axes import Axes
@@ -381,6 +382,7 @@ def draw_sequence_memory() -> Callable[[Figure], None]:
 
 
 PICTURES = {"chunks": draw_chunks, "overlap": draw_overlap, "states": draw_states, "ranks": draw_ranks}
+PICTURES |= {"crossing": draw_crossing}
 PICTURES |= {"ring": draw_ring, "zigzag": draw_zigzag, "sequence_memory": draw_sequence_memory}
 
 

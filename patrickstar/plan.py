@@ -13,9 +13,13 @@ the same for many GPUs, each of which has a batch and budgets of its own;
     patrickstar plan --model llama-3.1-8b --checkpointing --fused-loss --tile-tokens 4096 --gpus-per-node 2 \\
         --sequence-parallel 2 --longest
 
-the longest sequences that one GPU, and two that share them, can train. In programs: ``engine.plan()`` gives the plan
-of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan`` makes a new engine start with it,
-and :func:`predict` plays it on a machine of given rates.
+the longest sequences that one GPU, and two that share them, can train;
+
+    patrickstar plan --model 21b --checkpointing --gpus-per-node 4 --tensor-parallel 2x2
+
+the same with matrices that four GPUs share (``--tensor-parallel auto`` takes the way that sends least). In programs:
+``engine.plan()`` gives the plan of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan``
+makes a new engine start with it, and :func:`predict` plays it on a machine of given rates.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from patrickstar.command.flags import (
     CommandParser,
@@ -37,19 +41,29 @@ from patrickstar.command.flags import (
     positive,
     run_reporting,
 )
+from patrickstar.command.plan_report import (
+    advice_lines,
+    answer_as_dict,
+    answer_lines,
+    comparison_lines,
+    length_as_dict,
+    length_lines,
+    refusal_lines,
+)
 from patrickstar.config import ActivationOffload, LossComputation, Speculation
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
 from patrickstar.planning.cluster import LINKS, Cluster, parse_link
+from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
 from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
+from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
-from patrickstar.planning.prediction import Case, DoesNotFitError, Prediction, Setting, predict, predict_case
+from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
 from patrickstar.planning.step_plan import Plan
-from patrickstar.sequence.choice import Choice, show_seconds
-from patrickstar.sizes import enough_size, show_size
+from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
@@ -80,6 +94,14 @@ def _parser(prog: str) -> CommandParser:
     work.add_argument(
         "--sequence-parallel", type=at_least_1, default=1, metavar="N", help="GPUs that share each sequence"
     )
+    work.add_argument(
+        "--tensor-parallel", metavar="MESH",
+        help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs",
+    )  # fmt: skip
+    work.add_argument(
+        "--tensor-mode", choices=["auto", *(mode.value for mode in Mode)], default="auto",
+        help="of --tensor-parallel: in blocks, in one dimension with sequences sharded, or what receives less",
+    )  # fmt: skip
     work.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=False,
         help="a loss without logits, activations.loss (default: the model's own)",
@@ -166,17 +188,19 @@ def _question(args: argparse.Namespace) -> Question:
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
+    batch, length = args.batch_size or (1 if args.longest else _BATCH), args.seq_len or _LENGTH
     return Question(
         workload=Workload(
             model=args.model,
-            batch=args.batch_size or (1 if args.longest else _BATCH),
-            length=args.seq_len or _LENGTH,
+            batch=batch,
+            length=length,
             checkpointing=args.checkpointing,
             lora_rank=args.lora_rank,
             precision=args.precision,
             loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
             tile_tokens=args.tile_tokens,
             sequence_ranks=args.sequence_parallel,
+            mesh=_mesh(args, cluster, batch, length),
         ),
         machine=machine,
         setting=Setting(
@@ -191,6 +215,39 @@ def _question(args: argparse.Namespace) -> Question:
         chunk_numel=_chunk_numel(args.chunk_numel),
         clipping=args.clip,
     )
+
+
+def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -> MatrixMesh | None:
+    text, mode = args.tensor_parallel, None if args.tensor_mode == "auto" else Mode(args.tensor_mode)
+    if text is None:
+        if mode is not None:
+            raise ValueError(f"--tensor-mode is {mode.value}, but nothing is divided; give --tensor-parallel too")
+        return None
+    beside = {
+        "--sequence-parallel": args.sequence_parallel > 1,
+        "--lora-rank": args.lora_rank > 0,
+        "--fused-loss": args.fused_loss,
+        "--tile-tokens": args.tile_tokens > 0,
+        "--longest": args.longest,
+    }
+    others = [flag for flag, is_given in beside.items() if is_given]
+    if others:
+        raise ValueError(f"--tensor-parallel is not planned together with {', '.join(others)}; leave out one of them")
+    asked = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if asked is not None:
+        rows, columns = int(asked.group(1)), int(asked.group(2))
+        if mode is Mode.ONE and rows > 1:
+            raise ValueError(
+                f"--tensor-parallel is {text}, but one dimension has no rows; give {rows * columns}, or leave out "
+                "--tensor-mode 1d"
+            )
+        return MatrixMesh(mode=mode or Mode.TWO, rows=rows, columns=columns)
+    if text != "auto" and not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"--tensor-parallel is {text!r}; give ROWSxCOLUMNS such as 2x2, a number of GPUs, or auto")
+    ranks = cluster.num_ranks if text == "auto" else int(text)
+    if ranks == 1:
+        return None
+    return cheapest_mesh(model_config(args.model, length), batch, length, ranks, mode)
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -231,9 +288,6 @@ def _others(args: argparse.Namespace, question: Question) -> list[Question]:
     return [dataclasses.replace(question, cluster=cluster) for cluster in clusters]
 
 
-# From answers to what is printed
-
-
 def _tell(args: argparse.Namespace) -> int:
     question = _question(args)
     planner = Planner()
@@ -250,15 +304,15 @@ def _tell(args: argparse.Namespace) -> int:
     if args.save and isinstance(found, Answer):
         found.chosen.plan.save(args.save)
     if args.json:
-        said = _as_dict(found) | {"advice": [item.as_dict() for item in advice]}
+        said = answer_as_dict(found) | {"advice": [item.as_dict() for item in advice]}
         if lengths:
-            said["longest"] = [{"sequence_parallel": size} | _length_as_dict(one) for size, one in lengths]
-        print(json.dumps(said | ({"also": [_as_dict(other) for other in also]} if also else {})))
+            said["longest"] = [{"sequence_parallel": size} | length_as_dict(one) for size, one in lengths]
+        print(json.dumps(said | ({"also": [answer_as_dict(other) for other in also]} if also else {})))
     else:
-        lines = _length_lines(lengths)
-        lines += _lines(found) if isinstance(found, Answer) else _refusal_lines(question, found)
-        lines += _advice_lines(advice, found) if args.advice else []
-        lines += _comparison([found, *also], [question, *others]) if also else []
+        lines = length_lines(lengths)
+        lines += answer_lines(found) if isinstance(found, Answer) else refusal_lines(question, found)
+        lines += advice_lines(advice, found) if args.advice else []
+        lines += comparison_lines([found, *also], [question, *others]) if also else []
         if isinstance(found, Answer):
             lines += ["configuration (the learning rate is yours):", json.dumps(found.config(), indent=2)]
         print("\n".join(lines))
@@ -282,243 +336,6 @@ def _ask(planner: Planner, question: Question) -> Answer | DoesNotFitError:
         return planner.answer(question)
     except DoesNotFitError as refusal:
         return refusal
-
-
-def _lines(answer: Answer) -> list[str]:
-    question, case, step = answer.question, answer.chosen, answer.chosen.step
-    setting, num_chunks = question.setting, len(case.plan.chunks)
-    stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
-    early = f"{case.num_speculated_chunks} are updated during backward"
-    if case.num_parameters_first:
-        early += f", of {case.num_parameters_first} of them the parameters, and the states behind the step"
-    lines = [
-        f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
-        f"({question.machine.source})",
-        _work(question),
-        *_position_lines(answer),
-        *_cluster_lines(answer),
-        *_attention_lines(answer),
-        f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
-        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
-        f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
-        *_stash_lines(case),
-        f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
-        f"host_memory {enough_size(case.least_host_bytes)} "
-        f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
-        f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
-        f"{early}",
-    ]
-    if case.setting.host_bytes < setting.host_bytes:
-        lines.append(
-            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with more "
-            "of it an engine leaves to the host what is sooner done on the GPU, or makes whole updates where the next "
-            "forward needs parameters first"
-        )
-    if case.setting.margin_use_ratio < setting.margin_use_ratio:
-        lines.append(
-            f"margin_use_ratio {case.setting.margin_use_ratio:g} is best: with more an engine updates on the GPU, "
-            "between two steps, what the host updates beside it"
-        )
-    lines.append("chunk size   at most held for nothing   least device_memory   up per step   step")
-    lines += [
-        f"{c.chunk_numel / 2**20:7.1f} Mi   {show_size(c.waste_bytes):>19}       {show_size(c.least_device_bytes):>19}"
-        f"   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
-        + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
-        for c in answer.cases
-    ]
-    lines += [
-        f"step {step.seconds:.3f} s, {answer.tokens_per_second:,.0f} tokens/s, "
-        f"{answer.model_flops / step.seconds / 1e12:.0f} model TFLOPS; {show_size(step.uploaded_bytes)} up, "
-        f"{show_size(step.downloaded_bytes)} down",
-        step.roofline_line(),
-        f"the GPU waits for: {stalls}",
-    ]
-    if question.clipping > 0:
-        lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
-    return lines
-
-
-def _length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:
-    """A line per number of GPUs that share a sequence."""
-    lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations       step    tokens/s"]
-    for size, one in found:
-        if isinstance(one, DoesNotFitError):
-            lines.append(f"{size:17}   none: {one}")
-            continue
-        length, step = one.question.workload.length, one.chosen.step
-        lines.append(
-            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:>8.3f} s "
-            f"{one.tokens_per_second:9,.0f}"
-        )
-    return lines if found else []
-
-
-def _position_lines(answer: Answer) -> list[str]:
-    length, there = answer.question.workload.length, answer.num_positions
-    if there is None or length <= there:
-        return []
-    return [
-        f"{length} tokens are more than the {there} positions of the model's configuration: memory and time are "
-        "these, what it learns depends on how its positions are scaled"
-    ]
-
-
-def _attention_lines(answer: Answer) -> list[str]:
-    choice, size = answer.attention, answer.question.workload.sequence_ranks
-    if choice is None:
-        return []
-    return [
-        f"{size} GPUs share each sequence, mode {choice.mode.value}: attention by {choice.reason}, of which GPUs wait "
-        f"{show_seconds(choice.exposed_seconds)} for each other"
-    ]
-
-
-def _stash_lines(case: Case) -> list[str]:
-    if not case.stashed_bytes:
-        return []
-    return [f"activations that leave the device: {show_size(case.stashed_bytes)}, on the host until their backward"]
-
-
-def _trained(answer: Answer) -> str:
-    return "" if answer.num_trained == answer.num_params else f", {answer.num_trained / 1e6:.1f} M of them trained,"
-
-
-def _work(question: Question) -> str:
-    work, accumulation = question.workload, question.setting.accumulation
-    parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
-    parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
-    parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
-    parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
-    parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
-    parts.append("activations are computed again" if work.checkpointing else "activations are kept")
-    return ", ".join(parts)
-
-
-def _cluster_lines(answer: Answer) -> list[str]:
-    cluster, machine, step = answer.question.cluster, answer.question.machine, answer.chosen.step
-    if cluster.num_ranks == 1:
-        return []
-    link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
-    return [
-        f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures but tokens/s are one GPU's",
-        f"between GPUs {show_size(step.gathered_bytes)} gathered at {cluster.gather_gbps(machine):.0f} GB/s, "
-        f"{show_size(step.scattered_bytes)} scattered at {cluster.scatter_gbps(machine):.0f} GB/s, "
-        f"{cluster.latency_seconds * 1e6:.0f} us for each",
-    ]
-
-
-def _refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
-    return [f"does not fit: {refusal}", _work(question), _budgets(question)]
-
-
-def _budgets(question: Question) -> str:
-    device, host = question.setting.device_bytes, question.setting.host_bytes
-    return (
-        f"budgets: {show_size(device)} of the {question.machine.name}'s {show_size(question.machine.gpu_bytes)}, "
-        f"{show_size(host)} of host memory (--device-memory, --host-memory; by default what an engine would take of "
-        "that GPU and of this machine)"
-    )
-
-
-def _advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> list[str]:
-    fits = isinstance(found, Answer)
-    if not advice:
-        return ["nothing that was tried makes it faster by 1 %"] if fits else ["nothing that was tried makes it fit"]
-    head = "what would help, each planned again:" if fits else "what would fit, each planned:"
-    return [head, *(f"  {item}" for item in advice)]
-
-
-def _comparison(answers: Sequence[Answer | DoesNotFitError], questions: Sequence[Question]) -> list[str]:
-    """A line per number of GPUs."""
-    lines = ["GPUs   nodes   step      model TFLOPS per GPU   what bounds it"]
-    for found, question in zip(answers, questions, strict=True):
-        head = f"{question.cluster.num_ranks:4}   {question.cluster.nodes:5}   "
-        if isinstance(found, DoesNotFitError):
-            lines.append(f"{head}does not fit: {found}")
-            continue
-        step = found.chosen.step
-        tflops = found.model_flops / step.seconds / 1e12
-        lines.append(f"{head}{step.seconds:.3f} s   {tflops:20.0f}   {step.bound.replace('_', ' ')}")
-    return lines
-
-
-def _length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
-    if isinstance(found, DoesNotFitError):
-        return {"fits": False, "why": str(found)}
-    return {
-        "fits": True,
-        "seq_len": found.question.workload.length,
-        "tide_peak_bytes": found.chosen.plan.tide_peak_bytes,
-        "step_seconds": found.chosen.step.seconds,
-        "tokens_per_second": found.tokens_per_second,
-    }
-
-
-def _attention_as_dict(choice: Choice | None) -> dict[str, Any] | None:
-    if choice is None:
-        return None
-    return {
-        "mode": choice.mode.value,
-        "reason": choice.reason,
-        "layer_seconds": choice.seconds,
-        "exposed_layer_seconds": choice.exposed_seconds,
-    }
-
-
-def _as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
-    """In JSON's types, as ``--json`` prints it."""
-    if isinstance(found, DoesNotFitError):
-        least = {"least_device_bytes": found.least_device_bytes, "least_host_bytes": found.least_host_bytes}
-        return {"fits": False, "why": str(found), **least}
-    question, case, step = found.question, found.chosen, found.chosen.step
-    return {
-        "num_parameters": found.num_params,
-        "num_trained_parameters": found.num_trained,
-        "machine": question.machine.name,
-        "nodes": question.cluster.nodes,
-        "gpus_per_node": question.cluster.gpus_per_node,
-        "link": question.cluster.link.name,
-        "batch_size": question.workload.batch,
-        "seq_len": question.workload.length,
-        "sequence_parallel": question.workload.sequence_ranks,
-        "attention": _attention_as_dict(found.attention),
-        "fused_loss": question.workload.loss is LossComputation.FUSED,
-        "tile_tokens": question.workload.tile_tokens,
-        "gradient_accumulation": question.setting.accumulation,
-        "fits": True,
-        "device_budget_bytes": question.setting.device_bytes,
-        "host_budget_bytes": question.setting.host_bytes,
-        "chosen_host_budget_bytes": case.setting.host_bytes,
-        "chosen_margin_use_ratio": case.setting.margin_use_ratio,
-        "least_device_bytes": case.least_device_bytes,
-        "least_host_bytes": case.least_host_bytes,
-        "chunk_numel": case.chunk_numel,
-        "num_chunks": len(case.plan.chunks),
-        "num_device_state_chunks": case.num_device_state_chunks,
-        "num_speculated_chunks": case.num_speculated_chunks,
-        "num_parameters_first": case.num_parameters_first,
-        "tide_peak_bytes": case.plan.tide_peak_bytes,
-        "stashed_bytes": case.stashed_bytes,
-        "device_peak_bytes": step.peak_bytes,
-        "host_bytes": case.host_bytes,
-        "host_peak_bytes": case.host_peak_bytes,
-        "step_seconds": step.seconds,
-        "clipped_step_seconds": case.clipped_step.seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "model_tflops": found.model_flops / step.seconds / 1e12,
-        "uploaded_bytes": step.uploaded_bytes,
-        "downloaded_bytes": step.downloaded_bytes,
-        "gathered_bytes": step.gathered_bytes,
-        "scattered_bytes": step.scattered_bytes,
-        "roofline_seconds": step.roofline,
-        "stall_seconds": step.stall_seconds,
-        "bound": step.bound,
-        "config": found.config(),
-        "chunk_sizes": [
-            {"chunk_numel": c.chunk_numel, "waste_bytes": c.waste_bytes, "step_seconds": c.step.seconds}
-            for c in found.cases
-        ],
-    }
 
 
 if __name__ == "__main__":

@@ -200,7 +200,9 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
 
 
 def _shared_sequences(question: Question) -> Iterator[Proposal]:
-    """Among more of the GPUs that there are."""
+    """Among more of the GPUs that there are, where they share nothing else."""
+    if question.workload.mesh is not None:
+        return
     for size in _MORE_GPUS:
         if size > question.workload.sequence_ranks and question.cluster.num_ranks % size == 0:
             text = f"{size} GPUs share each sequence, so that each has 1/{size} of its activations"
@@ -225,13 +227,17 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
     """The largest batch, or where one sequence is too much the greatest length."""
     work = question.workload
 
-    def batch_of(count: int) -> Proposal:
+    def batch_of(units: int) -> Proposal:
+        count = units * work.batch_unit
         text, flags = f"{_sequences(count)}, the largest batch that fits", ("--batch-size", str(count))
         return _other_work("batch", text, flags, question, batch=count)
 
-    found = _largest(planner, batch_of, work.batch, refusal) if work.batch > 1 else None
+    units = work.batch // work.batch_unit
+    found = _largest(planner, batch_of, units, refusal) if units > 1 else None
     if found is not None:
         return [found]
+    if work.mesh is not None:  # which may not divide any length
+        return []
     unit = _LENGTH_UNIT if work.length > _LENGTH_UNIT else 1
     batch = ("--batch-size", "1") if work.batch > 1 else ()
 
@@ -316,10 +322,10 @@ def _next_change(question: Question, refusal: DoesNotFitError) -> Proposal | Non
         return _checkpointing(question)
     if question.setting.device_bytes < refusal.least_device_bytes <= _most_device_bytes(question):
         return _more_device_memory(question, size_in_words(refusal.least_device_bytes))
-    if work.batch > 1:
-        count = work.batch // 2
+    if work.batch > work.batch_unit:
+        count = work.batch // work.batch_unit // 2 * work.batch_unit or work.batch_unit
         return _other_work("batch", _sequences(count), ("--batch-size", str(count)), question, batch=count)
-    if work.length > _LENGTH_UNIT:
+    if work.length > _LENGTH_UNIT and work.mesh is None:
         length = work.length // 2
         return _other_work("length", f"{length} tokens each", ("--seq-len", str(length)), question, length=length)
     return None

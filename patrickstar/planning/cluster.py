@@ -72,6 +72,22 @@ class HostTraffic:
     adam_gbps: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class LineRates:
+    """Between ranks that differ in one axis of a mesh."""
+
+    panels_gbps: float
+    """At which what goes from one to all comes to each, 1e9 bytes per second."""
+    sums_gbps: float
+    """At which summands come to the ranks that add them up."""
+    latency_seconds: float
+    """Of each exchange, on top of the time of its bytes."""
+
+
+def _latency(nvlink_hops: int, network_hops: int) -> float:
+    return _COLLECTIVE_SECONDS + nvlink_hops * _NVLINK_HOP_SECONDS + network_hops * _NETWORK_HOP_SECONDS
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """So many nodes of so many GPUs, each GPU a rank."""
@@ -80,6 +96,8 @@ class Cluster:
     gpus_per_node: int = 1
     link: Link = LINKS["nvlink"]
     """Between nodes. Within a node it is NVLink."""
+    matrix_ranks: int = 1
+    """GPUs, neighbours, that share matrices. Those that have the same of these share chunks."""
 
     @property
     def num_ranks(self) -> int:
@@ -95,7 +113,24 @@ class Cluster:
         per_node = min(num_gpus, self.gpus_per_node)
         if num_gpus < 1 or num_gpus % per_node:
             raise ValueError(f"{num_gpus} GPUs are not whole nodes of {self.gpus_per_node} GPUs")
+        if num_gpus % self.matrix_ranks:
+            raise ValueError(f"{num_gpus} GPUs are not whole meshes of {self.matrix_ranks} GPUs that share matrices")
         return dataclasses.replace(self, nodes=num_gpus // per_node, gpus_per_node=per_node)
+
+    @property
+    def chunk_ranks(self) -> int:
+        """Number of GPUs that share each chunk."""
+        return self.num_ranks // self.matrix_ranks
+
+    @property
+    def chunk_group(self) -> Cluster:
+        """Those that share chunks, as a cluster of their own."""
+        if self.matrix_ranks == 1:
+            return self
+        here = max(self.gpus_per_node // self.matrix_ranks, 1)
+        return dataclasses.replace(
+            self, nodes=self.chunk_ranks // here, gpus_per_node=min(here, self.chunk_ranks), matrix_ranks=1
+        )
 
     def gather_gbps(self, machine: Machine) -> float:
         """Bus bandwidth of gathers; 0 with one rank, where there are none."""
@@ -117,6 +152,18 @@ class Cluster:
         from_nodes = (self.nodes - 1) / self.nodes
         return min(within, between * from_ranks / from_nodes)
 
+    def line_rates(self, machine: Machine, size: int, stride: int) -> LineRates:
+        """Of ``size`` ranks of which each is ``stride`` ranks after the one before, while all others do the same. What
+        goes to all enters each node once, over the adapters of those that are there, and one sum leaves each node.
+        """
+        here = min(max(self.gpus_per_node // stride, 1), size)
+        panels, sums = machine.nvlink_gather_gbps, machine.nvlink_scatter_gbps
+        network_hops = 0
+        if here < size and self.link.gbps is not None:
+            panels, sums = (min(gbps, here * self.link.gbps) for gbps in (panels, sums))
+            network_hops = -(-size // here) - 1
+        return LineRates(panels, sums, _latency(size - 1 - network_hops, network_hops))
+
     def pass_on_gbps(self, machine: Machine, size: int) -> float:
         """What a rank sends to the next one, or to each of a sequence, while ``size`` neighbours do the same: within a
         node as much of NVLink as on an H200's.
@@ -130,8 +177,7 @@ class Cluster:
         if self.num_ranks == 1:
             return 0.0
         network_hops = 0 if self.link.gbps is None else self.nodes - 1
-        nvlink_hops = self.num_ranks - 1 - network_hops
-        return _COLLECTIVE_SECONDS + nvlink_hops * _NVLINK_HOP_SECONDS + network_hops * _NETWORK_HOP_SECONDS
+        return _latency(self.num_ranks - 1 - network_hops, network_hops)
 
     def slowdown(self, machine: Machine) -> float:
         """Of the GPU's kernels, by what the others do meanwhile; 1 with one rank."""
@@ -147,9 +193,10 @@ class Cluster:
         they were measured so.
         """
         rates = machine.rates()
-        rates.gather_gbps = self.gather_gbps(machine)
-        rates.scatter_gbps = self.scatter_gbps(machine)
-        rates.collective_latency_seconds = self.latency_seconds
+        group = self.chunk_group
+        rates.gather_gbps = group.gather_gbps(machine)
+        rates.scatter_gbps = group.scatter_gbps(machine)
+        rates.collective_latency_seconds = group.latency_seconds
         if self.gpus_per_node == 1:
             return rates
         wanted = {

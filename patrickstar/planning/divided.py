@@ -54,6 +54,10 @@ class PlannedDivision:
         self.charge: Callable[[float, float], None] = _nowhere
         """Takes the seconds and operations of one layer's forward or backward."""
 
+    def trace(self, costs: Any) -> None:
+        """A step begins, whose attention is charged to ``costs``."""
+        self.charge = costs.charge
+
     def inputs(self, batch: int, model: nn.Module) -> dict[str, Any]:
         """Arguments of the model's forward on one rank, on the meta device."""
         tokens = torch.empty(batch, self.local_length, dtype=torch.long, device="meta")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.planning.divided import PlannedDivision
+from patrickstar.planning.divided_matrices import PlannedMatrices, SharedMatrices
 from patrickstar.planning.known_models import KNOWN_MODELS, OTHER_NAMES
 from patrickstar.sequence.choice import Links
 
@@ -46,7 +47,7 @@ class PlannedModel:
     """Hidden size, for the same."""
 
     num_params: int
-    """Elements in all parameters."""
+    """Elements in all parameters, of all ranks that share matrices together."""
     num_trained: int
     """Of these, elements of those that are trained."""
     num_positions: int | None
@@ -55,6 +56,8 @@ class PlannedModel:
     """Of a sequence, where positions are rows of a table; None: there is no such limit."""
     division: PlannedDivision | None = None
     """Of the sequences among ranks; None: each rank has its own."""
+    matrices: PlannedMatrices | None = None
+    """Divided among ranks; None: each rank has whole ones."""
 
     def model_flops(self, batch: int, length: int) -> float:
         """Operations of forward and backward: 6 per parameter and token, 4 where it is frozen, and 6 per layer, hidden
@@ -110,6 +113,7 @@ def build_model(
     lora_rank: int = 0,
     prepare: Callable[[nn.Module], Any] | None = None,
     shared: SharedSequences | None = None,
+    matrices: SharedMatrices | None = None,
 ) -> PlannedModel:
     """The model that ``--model`` names.
 
@@ -122,26 +126,13 @@ def build_model(
         lora_rank: of the adapters that are trained while everything else is frozen; 0: all is trained.
         prepare: what is done to the model before it is trained, such as ``fuse_loss``.
         shared: whose sequences they are; None: one rank has them.
+        matrices: over which ranks its matrices are divided; None: one rank has them.
 
     Raises:
         ValueError: there is no such model, or it cannot be built, called with tokens or divided.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"--model needs transformers: pip install transformers ({error})") from error
-    config = _gpt_config(name, length) or _known_config(transformers, name)
-    if config is None:
-        path = Path(name)
-        if not path.exists():
-            raise ValueError(
-                f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, a name"
-                f"{_similar(name)}, or the path of a Hugging Face config.json or of its folder"
-            )
-        try:
-            config = transformers.AutoConfig.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
+    transformers = _transformers()
+    config = model_config(name, length)
     config.use_cache = False
     num_positions = getattr(config, "max_position_embeddings", None)
     is_made_for_length = num_positions == length and _gpt_shape(name) is not None
@@ -158,20 +149,57 @@ def build_model(
     if prepare is not None:
         prepare(module)
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
-    division = None
+    inputs, division, divided = {"input_ids": tokens, "labels": tokens}, None, None
+    num_params = sum(param.numel() for param in module.parameters())
+    num_trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
     if shared is not None and shared.size > 1:
         division = PlannedDivision(module, batch, length, shared.size, shared.links)
+        inputs = division.inputs(batch, module)
+    if matrices is not None:
+        divided = PlannedMatrices(module, batch, length, matrices)
+        inputs = divided.inputs()
     return PlannedModel(
         module=module,
-        inputs={"input_ids": tokens, "labels": tokens} if division is None else division.inputs(batch, module),
+        inputs=inputs,
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        num_params=sum(param.numel() for param in module.parameters()),
-        num_trained=sum(param.numel() for param in module.parameters() if param.requires_grad),
+        num_params=num_params,
+        num_trained=num_trained,
         num_positions=None if is_made_for_length else num_positions,
         most_tokens=most_tokens,
         division=division,
+        matrices=divided,
     )
+
+
+def model_config(name: str, length: int) -> Any:
+    """The configuration, as of transformers, of the model that ``--model`` names, for so many tokens.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    transformers = _transformers()
+    config = _gpt_config(name, length) or _known_config(transformers, name)
+    if config is not None:
+        return config
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(
+            f"--model is {name!r}; give gpt:HIDDENxLAYERS (gpt:2304x64), one of {', '.join(_SIZES)}, a name"
+            f"{_similar(name)}, or the path of a Hugging Face config.json or of its folder"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"--model needs transformers: pip install transformers ({error})") from error
+    return transformers
 
 
 def _from_config(auto_class: Any, config: Any) -> nn.Module:

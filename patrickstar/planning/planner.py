@@ -15,6 +15,7 @@ from patrickstar.machine.engine_options import bf16_master
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.divided_matrices import MatrixMesh, PlannedMatrices, SharedMatrices
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.models import PlannedModel, SharedSequences, build_model
 from patrickstar.planning.prediction import Case, DoesNotFitError, Predictor, Setting
@@ -22,6 +23,7 @@ from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice, Links
 from patrickstar.sequence.fused_loss import fuse_loss
 from patrickstar.sizes import enough_size, parse_size
+from patrickstar.tensor2d.cost import Mode
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
@@ -49,6 +51,18 @@ class Workload:
     """Of each tile in which MLPs and norms are computed (``activations.tile_tokens``); 0: all tokens at once."""
     sequence_ranks: int = 1
     """GPUs that share each sequence (``sequence_parallel.size``), neighbours."""
+    mesh: MatrixMesh | None = None
+    """GPUs that share matrices (``tensor_parallel``), neighbours; None: each has whole ones."""
+
+    @property
+    def batch_unit(self) -> int:
+        """What batches are multiples of."""
+        return 1 if self.mesh is None else self.mesh.rows
+
+    @property
+    def sharing_ranks(self) -> int:
+        """GPUs that compute the same batch together."""
+        return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
 
     def change(self, module: nn.Module) -> None:
         """Makes of ``module`` what an engine makes of it (``patrickstar/engine/activations.py``).
@@ -86,11 +100,29 @@ class Question:
     """The largest global norm of gradients; 0: they are not clipped."""
 
     @property
+    def chunk_cluster(self) -> Cluster:
+        """The cluster, in which only ranks with the same of each matrix share chunks."""
+        mesh = self.workload.mesh
+        return self.cluster if mesh is None else dataclasses.replace(self.cluster, matrix_ranks=mesh.size)
+
+    @property
     def tokens(self) -> int:
         """Of one step, on all GPUs."""
         workload = self.workload
-        groups = self.cluster.num_ranks // workload.sequence_ranks
+        groups = self.cluster.num_ranks // workload.sharing_ranks
         return workload.batch * workload.length * self.setting.accumulation * groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """Between ranks that share matrices, for one forward and its backward."""
+
+    received_bytes: int
+    """By each rank."""
+    link_seconds: float
+    """For which a rank's link is busy."""
+    exposed_seconds: float
+    """Of these, what products did not hide, and latencies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +144,8 @@ class Answer:
     """Of the model's configuration; None: it says none."""
     attention: Choice | None = None
     """How attention over sequences that ranks share is computed, for one layer; None: each has its own."""
+    exchanged: Exchanged | None = None
+    """What ranks that share matrices send each other; None: each has whole ones."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -133,6 +167,11 @@ class Answer:
         if self.attention is not None:
             size, mode = question.workload.sequence_ranks, self.attention.mode.value
             config["sequence_parallel"] = {"size": size, "mode": mode}
+        mesh = question.workload.mesh
+        if mesh is not None:
+            config["tensor_parallel"] = {"rows": mesh.rows, "columns": mesh.columns}
+            if mesh.mode is Mode.ONE:
+                config["tensor_parallel"]["mode"] = mesh.mode.value
         activations = question.workload.activations()
         if setting.offload is not ActivationOffload.AUTO:
             activations["offload"] = setting.offload.value
@@ -157,6 +196,7 @@ class _Trace:
     uses: StepUses
     ample_bytes: int
     scarce_numels: dict[int, int]
+    exchanged: Exchanged | None
 
 
 class Planner:
@@ -198,9 +238,10 @@ class Planner:
             num_trained=trace.model.num_trained,
             chosen=_best(cases),
             cases=cases,
-            model_flops=flops / workload.sequence_ranks,
+            model_flops=flops / workload.sharing_ranks,
             num_positions=trace.model.num_positions,
             attention=None if division is None else division.choice,
+            exchanged=trace.exchanged,
         )
 
     def refusal(self, question: Question) -> DoesNotFitError | None:
@@ -239,13 +280,19 @@ class Planner:
                 f"--sequence-parallel is {size}, but there are {num_ranks} GPUs, which are not groups of {size}; give "
                 f"--gpus-per-node {size}, or another size"
             )
+        mesh = question.workload.mesh
+        if mesh is not None and num_ranks % mesh.size:
+            raise ValueError(
+                f"--tensor-parallel is {mesh.rows}x{mesh.columns}, but there are {num_ranks} GPUs, which are not "
+                f"groups of {mesh.size}; give --gpus-per-node {mesh.size}, or another mesh"
+            )
         return self._trace(question)
 
     def _trace(self, question: Question) -> _Trace:
         workload, gpu = question.workload, question.machine.gpu
         asked = CHUNK_SIZES if question.chunk_numel is None else (question.chunk_numel,)
-        shared = shared_sequences(question)
-        key = (workload, gpu, asked, shared)
+        shared, matrices = shared_sequences(question), shared_matrices(question)
+        key = (workload, gpu, asked, shared, matrices)
         if key not in self._traces:
             model = build_model(
                 workload.model,
@@ -255,17 +302,20 @@ class Planner:
                 lora_rank=workload.lora_rank,
                 prepare=workload.change,
                 shared=shared,
+                matrices=matrices,
             )
             dtype = DTYPES[workload.precision]
             params = plan_params(model.module, dtype, use_cpu_embedding=False)
             # Before the trace, which changes the module.
             scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
+            division = model.matrices if model.division is None else model.division
             self._traces[key] = _Trace(
                 model,
                 params,
-                trace_uses(model.module, params, dtype, model.inputs, gpu, division=model.division),
+                trace_uses(model.module, params, dtype, model.inputs, gpu, division=division),
                 next(iter(scarce.values())).ample_bytes,
                 {size: chosen.numel for size, chosen in scarce.items()},
+                _exchanged(model.matrices),
             )
         return self._traces[key]
 
@@ -275,12 +325,13 @@ class Planner:
         return sorted({asked if ample else scarce for asked, scarce in trace.scarce_numels.items()})
 
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
-        num_ranks = question.cluster.num_ranks
+        cluster = question.chunk_cluster
+        num_ranks = cluster.chunk_ranks
         master = bf16_master(question.setting.speculation, num_ranks)
-        key = (question.workload, question.machine, question.cluster, size, master)
+        key = (question.workload, question.machine, cluster, size, master)
         if key not in self._predictors:
             layout = make_layout(trace.params, size, num_ranks, bf16_master=master)
-            self._predictors[key] = Predictor(trace.uses, layout, question.machine, question.cluster)
+            self._predictors[key] = Predictor(trace.uses, layout, question.machine, cluster)
         return self._predictors[key]
 
 
@@ -296,6 +347,18 @@ def shared_sequences(question: Question) -> SharedSequences | None:
         gbps=question.cluster.pass_on_gbps(question.machine, workload.sequence_ranks),
     )
     return SharedSequences(size=workload.sequence_ranks, links=links)
+
+
+def shared_matrices(question: Question) -> SharedMatrices | None:
+    """The ranks that share matrices, with the rates of the machine; None: each has whole ones."""
+    mesh = question.workload.mesh
+    return None if mesh is None else SharedMatrices.on(mesh, question.machine, question.cluster)
+
+
+def _exchanged(matrices: PlannedMatrices | None) -> Exchanged | None:
+    if matrices is None:
+        return None
+    return Exchanged(sum(matrices.received_bytes.values()), matrices.link_seconds, matrices.exposed_seconds)
 
 
 def check_precision(precision: str, machine: Machine) -> None:

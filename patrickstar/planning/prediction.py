@@ -180,10 +180,10 @@ class Predictor:
     """Predicts what an engine on CUDA does with one layout, with any budgets. It keeps what does not depend on them."""
 
     def __init__(self, uses: StepUses, layout: _C.Layout, machine: Machine, cluster: Cluster = _ONE_GPU):
-        if layout.num_ranks != cluster.num_ranks:
+        if layout.num_ranks != cluster.chunk_ranks:
             raise ValueError(
-                f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks} GPUs; give one rank "
-                "for each GPU"
+                f"the layout is for {layout.num_ranks} ranks, of the cluster {cluster.chunk_ranks} GPUs share each "
+                "chunk; give one rank for each of these"
             )
         self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]

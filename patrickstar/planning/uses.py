@@ -29,6 +29,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
+from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.leaving import LEAST_ATTENTION_TOKENS, Device, KeptEvent, KeptTensors, Span, Tides, leave
 from patrickstar.planning.machines import Gpu
 from patrickstar.sequence.tiling import equal_tiles_once
@@ -42,6 +43,7 @@ _FREE = {
     _aten.new_empty,
     _aten.new_empty_strided,
     _aten._unsafe_view,
+    _aten.promote_types,
 }
 
 
@@ -180,6 +182,7 @@ class _CostMode(TorchDispatchMode):
         self._kept: KeptTensors | None = None
         self._count = 1
         self.flops = 0.0
+        self.seconds = 0.0
         self.num_operations = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
@@ -220,7 +223,7 @@ class _CostMode(TorchDispatchMode):
             span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
                 seconds = self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
-                use.seconds += seconds
+                self._spend(seconds)
                 if func.overloadpacket in _ATTENTION and self._kept is not None:
                     self._note_attention(self._kept, _ATTENTION[func.overloadpacket], args, outputs, seconds)
         return out
@@ -247,9 +250,11 @@ class _CostMode(TorchDispatchMode):
         count = flop_registry.get(packet)
         if count is None or not inputs:
             return seconds
+        args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
         flops = float(count(*args, **kwargs, out_val=out))
         self.flops += self._count * flops
-        return max(seconds, flops / self._gpu.matmul_flops(inputs[0].dtype))
+        narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
+        return max(seconds, flops / self._gpu.matmul_flops(narrowest))
 
     def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
         query, key = args[kernel.query], args[kernel.query + 1]
@@ -262,7 +267,11 @@ class _CostMode(TorchDispatchMode):
         """Adds what no operation shows."""
         self.flops += flops
         self.num_operations += 1
+        self._spend(seconds)
+
+    def _spend(self, seconds: float) -> None:
         if self._recorder.uses:
+            self.seconds += seconds
             self._recorder.uses[-1].seconds += seconds
 
     def _watch(self, tensor: torch.Tensor, num_bytes: int) -> None:
@@ -316,7 +325,7 @@ def trace_uses(
     inputs: Mapping[str, Any],
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
-    division: PlannedDivision | None = None,
+    division: PlannedDivision | PlannedMatrices | None = None,
 ) -> StepUses:
     """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
     hooks learn). ``module`` is of no use afterwards.
@@ -328,7 +337,7 @@ def trace_uses(
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: what operations cost.
         loss: takes the loss out of the module's output.
-        division: of the sequences among ranks; None: this one has them.
+        division: of sequences or matrices among ranks; None: this one has them.
     """
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
@@ -349,7 +358,7 @@ def trace_uses(
             costs.ignore(spec.param)
         recorder.clear()
         if division is not None:
-            division.charge = costs.charge
+            division.trace(costs)
         kept = KeptTensors(costs.meet, costs.is_ignored)
         costs.tell_attention(kept)
         with _FusedAttention(), costs, equal_tiles_once(costs.count):

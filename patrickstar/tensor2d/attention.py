@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.group import MeshGroup
+from patrickstar.tensor2d.group import MeshGroup, Place
 from patrickstar.tensor2d.linear import Linear2D
-from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.panels import Cut, check_divides
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each position, [b/r or 1, s, head_dim] each."""
@@ -18,53 +18,36 @@ Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 """Keys and values [b/r, key heads/c, s, head_dim] into those of all tokens so far."""
 
 
-class Heads2D(nn.Module):
-    """Queries, keys and values of one product, and the attention of this column's heads, without a layer behind it.
+class Heads(nn.Module):
+    """The attention of this rank's heads, whose queries, keys and values one layer gives, by whatever layer.
 
     Args:
-        features: h, of the activations.
-        heads: of all columns, which divide it.
-        group: the mesh.
-        key_heads: of keys and values, which divides ``heads``; columns divide it; None: as many.
-        head_dim: None: h / heads.
-        bias: of queries, keys and values.
+        qkv: [..., h'] -> [..., (heads + 2 key_heads) head_dim]: queries, keys and values of these heads, one behind the
+            other.
+        heads: of this rank, as :func:`heads_here` counts them.
+        key_heads: of keys and values of this rank.
+        head_dim: features of each.
         is_causal: whether a query sees no later keys, where no mask says what it sees.
         scale: of scores; None: 1 / sqrt(head_dim).
         dropout: share of probabilities that are dropped in training. Ranks draw each for themselves: seed them
             differently.
-        dtype: of the parameters.
-        device: of the parameters.
-
-    Raises:
-        ValueError: heads, key heads and columns do not go together.
     """
 
     def __init__(
         self,
-        features: int,
+        qkv: nn.Module,
         heads: int,
-        group: MeshGroup,
+        key_heads: int,
+        head_dim: int,
         *,
-        key_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
         is_causal: bool = True,
         scale: float | None = None,
         dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
-        device: object = None,
     ):
         super().__init__()
-        key_heads = heads if key_heads is None else key_heads
-        if heads % key_heads:
-            raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
-        check_divides("attention: heads", heads, group.place, "columns")
-        check_divides("attention: heads of keys and values", key_heads, group.place, "columns")
-        self.head_dim = features // heads if head_dim is None else head_dim
-        self.heads, self.key_heads = heads // group.place.columns, key_heads // group.place.columns
+        self.heads, self.key_heads, self.head_dim = heads, key_heads, head_dim
         self.is_causal, self.scale, self.dropout = is_causal, scale, dropout
-        parts = [number * self.head_dim for number in (heads, key_heads, key_heads)]
-        self.qkv = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        self.qkv = qkv
 
     def forward(
         self,
@@ -73,11 +56,11 @@ class Heads2D(nn.Module):
         rotary: Rotary | None = None,
         extend: Extend | None = None,
     ) -> torch.Tensor:
-        """[b/r, s, h/c] -> [b/r, s, heads/c * head_dim].
+        """What ``qkv`` takes -> [b', s, heads * head_dim], b' samples and s tokens being those that it gives.
 
         Args:
             hidden: the activations.
-            mask: of ``scaled_dot_product_attention``, [b/r or 1, 1, s, s]; None: causal, or everything.
+            mask: of ``scaled_dot_product_attention``, [b' or 1, 1, s, s]; None: causal, or everything.
             rotary: turns queries and keys.
             extend: gives keys and values of earlier tokens too; a single query sees all of them.
         """
@@ -101,7 +84,68 @@ class Heads2D(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-class Attention2D(nn.Module):
+class Attention(nn.Module):
+    """:class:`Heads` and the layer behind them, by whatever layers."""
+
+    def __init__(self, attend: Heads, out: nn.Module):
+        super().__init__()
+        self.attend, self.out = attend, out
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+        extend: Extend | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`Heads.forward`, in the shape that ``out`` gives."""
+        return self.out(self.attend(hidden, mask, rotary, extend))
+
+
+class Heads2D(Heads):
+    """Heads over columns, samples over rows: [b/r, s, h/c] -> [b/r, s, heads/c * head_dim].
+
+    Args:
+        features: h, of the activations.
+        heads: of all columns, which divide it.
+        group: the mesh.
+        key_heads: of keys and values, which divides ``heads``; columns divide it; None: as many.
+        head_dim: None: h / heads.
+        bias: of queries, keys and values.
+        is_causal: as of :class:`Heads`, like the two after it.
+        scale: of scores.
+        dropout: of probabilities.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Raises:
+        ValueError: heads, key heads and columns do not go together.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        group: MeshGroup,
+        *,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        is_causal: bool = True,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
+        key_heads = heads if key_heads is None else key_heads
+        head_dim = features // heads if head_dim is None else head_dim
+        here = heads_here(heads, key_heads, group.place, "columns")
+        parts = qkv_parts(heads, key_heads, head_dim)
+        qkv = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        super().__init__(qkv, *here, head_dim, is_causal=is_causal, scale=scale, dropout=dropout)
+
+
+class Attention2D(Attention):
     """:class:`Heads2D` and the linear layer behind it: [b/r, s, h/c] -> [b/r, s, h/c]. Arguments are those of
     :class:`Heads2D`, and ``out_bias`` (None: as ``bias``).
     """
@@ -122,8 +166,7 @@ class Attention2D(nn.Module):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__()
-        self.attend = Heads2D(
+        attend = Heads2D(
             features,
             heads,
             group,
@@ -136,19 +179,28 @@ class Attention2D(nn.Module):
             dtype=dtype,
             device=device,
         )
-        width = heads * self.attend.head_dim
         out_bias = bias if out_bias is None else out_bias
-        self.out = Linear2D(width, features, group, bias=out_bias, dtype=dtype, device=device)
+        out = Linear2D(heads * attend.head_dim, features, group, bias=out_bias, dtype=dtype, device=device)
+        super().__init__(attend, out)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        extend: Extend | None = None,
-    ) -> torch.Tensor:
-        """As :meth:`Heads2D.forward`."""
-        return self.out(self.attend(hidden, mask, rotary, extend))
+
+def heads_here(heads: int, key_heads: int, place: Place, by: Cut) -> tuple[int, int]:
+    """How many of all heads, and of those of keys and values, one rank has, ``by`` columns or rows of the mesh.
+
+    Raises:
+        ValueError: they cannot be divided so, or heads of keys do not divide heads.
+    """
+    if heads % key_heads:
+        raise ValueError(f"attention has {heads} heads and {key_heads} of keys, which must divide them")
+    check_divides("attention: heads", heads, place, by)
+    check_divides("attention: heads of keys and values", key_heads, place, by)
+    ranks = getattr(place, by)
+    return heads // ranks, key_heads // ranks
+
+
+def qkv_parts(heads: int, key_heads: int, head_dim: int) -> list[int]:
+    """Features of all queries, keys and values, which a layer's output consists of."""
+    return [number * head_dim for number in (heads, key_heads, key_heads)]
 
 
 def _turn(part: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,7 @@ def choose(
     ranks: int,
     key_heads: int | None = None,
     element_bytes: int = 2,
+    mode: Mode | None = None,
 ) -> Choice:
     """The division that receives least in a training step; of equal ones one dimension, then the one with most columns.
 
@@ -182,6 +183,7 @@ def choose(
         ranks: of the mesh.
         key_heads: of keys and values; None: as many as ``heads``.
         element_bytes: of activations and weights.
+        mode: the only one that is asked about; None: both.
 
     Raises:
         ValueError: nothing divides heads, samples and features among so many ranks.
@@ -197,10 +199,13 @@ def choose(
         if key_heads % columns or heads % columns:
             why_not.append(f"{rows} x {columns} (heads: {heads}, of keys {key_heads})")
             continue
-        if rows == 1 and length % ranks:
-            why_not.append(f"one dimension (tokens of a sample: {length})")
-        elif rows == 1:
-            found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
+        if rows == 1 and mode is not Mode.TWO:
+            if length % ranks:
+                why_not.append(f"one dimension (tokens of a sample: {length})")
+            else:
+                found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
+        if mode is Mode.ONE:
+            continue
         panels = Place(rows, columns).num_panels
         if batch % rows:
             why_not.append(f"{rows} x {columns} (samples: {batch})")

@@ -11,28 +11,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.attention import Attention2D, Heads2D
+from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
 from patrickstar.tensor2d.cost import LayerShape
-from patrickstar.tensor2d.feed_forward import GatedMLP2D
+from patrickstar.tensor2d.feed_forward import GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.losses import CrossEntropy2D
-from patrickstar.tensor2d.styles import Head2D, Slices2D, Spot, Style, Summa2D, joint_linear, linear_of
+from patrickstar.tensor2d.styles import (
+    First,
+    Head2D,
+    Second,
+    Slices2D,
+    Spot,
+    Style,
+    Summa2D,
+    first_linear,
+    second_linear,
+)
 
 _GATED = ("llama", "qwen2")
 _ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
 
 
-class HuggingFaceAttention2D(nn.Module):
+class HuggingFaceAttention(nn.Module):
     """Called as attention of Hugging Face's models is.
 
     Args:
-        inner: :class:`Attention2D` or :class:`Heads2D`.
+        inner: with a layer behind the heads, or without one.
         layer_idx: of this layer in caches.
         dropout: share of outputs that are dropped in training.
     """
 
-    def __init__(self, inner: Attention2D | Heads2D, layer_idx: int | None, dropout: float = 0.0):
+    def __init__(self, inner: Attention | Heads, layer_idx: int | None, dropout: float = 0.0):
         super().__init__()
         self.inner = inner
         self.layer_idx = layer_idx
@@ -67,24 +77,27 @@ class HuggingFaceAttention2D(nn.Module):
         return self.dropout(out), None
 
 
-class GPT2Attention2D:
+class DividedGPT2Attention:
     """The attention of GPT-2."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
         if module.is_cross_attention:
             raise spot.refused(module, "it attends to another sequence")
-        width = module.embed_dim
-        with torch.device("meta"):
-            inner = Attention2D(
-                width, module.num_heads, spot.group, scale=module.scaling, dropout=module.attn_dropout.p
-            )
-        inner.attend.qkv = joint_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, [width] * 3)
-        inner.out = linear_of([module.c_proj], [f"{spot.name}.c_proj"], spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx, module.resid_dropout.p)
+        width, heads = module.embed_dim, module.num_heads
+        parts = qkv_parts(heads, heads, width // heads)
+        attend = Heads(
+            first_linear([module.c_attn], [f"{spot.name}.c_attn"], spot, parts),
+            *heads_here(heads, heads, spot.group.place, spot.pairs.heads_by),
+            width // heads,
+            scale=module.scaling,
+            dropout=module.attn_dropout.p,
+        )
+        out = second_linear(module.c_proj, f"{spot.name}.c_proj", spot)
+        return HuggingFaceAttention(Attention(attend, out), module.layer_idx, module.resid_dropout.p)
 
 
-class LlamaAttention2D:
+class DividedLlamaAttention:
     """The attention of Llama and of models like it: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, rotary positions,
     and nothing between them.
     """
@@ -92,54 +105,45 @@ class LlamaAttention2D:
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
         config = module.config
-        with torch.device("meta"):
-            inner = Attention2D(
-                config.hidden_size,
-                config.num_attention_heads,
-                spot.group,
-                key_heads=config.num_key_value_heads,
-                head_dim=module.head_dim,
-                scale=module.scaling,
-                dropout=module.attention_dropout,
-            )
+        here = heads_here(config.num_attention_heads, config.num_key_value_heads, spot.group.place, spot.pairs.heads_by)
         projections = [module.q_proj, module.k_proj, module.v_proj]
-        inner.attend.qkv = linear_of(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot)
-        inner.out = linear_of([module.o_proj], [f"{spot.name}.o_proj"], spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx)
+        attend = Heads(
+            first_linear(projections, [f"{spot.name}.{part}_proj" for part in "qkv"], spot),
+            *here,
+            module.head_dim,
+            scale=module.scaling,
+            dropout=module.attention_dropout,
+        )
+        out = second_linear(module.o_proj, f"{spot.name}.o_proj", spot)
+        return HuggingFaceAttention(Attention(attend, out), module.layer_idx)
 
 
-class BertSelfAttention2D:
+class DividedBertSelfAttention:
     """The attention of BERT, whose output layer is a module of its own."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
         _check_attention(module, spot)
-        width = module.all_head_size
-        with torch.device("meta"):
-            inner = Heads2D(
-                width,
-                module.num_attention_heads,
-                spot.group,
-                is_causal=module.is_causal,
-                scale=module.scaling,
-                dropout=module.dropout.p,
-            )
+        heads = module.num_attention_heads
         names = [f"{spot.name}.{part}" for part in ("query", "key", "value")]
-        inner.qkv = linear_of([module.query, module.key, module.value], names, spot)
-        return HuggingFaceAttention2D(inner, module.layer_idx)
+        attend = Heads(
+            first_linear([module.query, module.key, module.value], names, spot),
+            *heads_here(heads, heads, spot.group.place, spot.pairs.heads_by),
+            module.all_head_size // heads,
+            is_causal=module.is_causal,
+            scale=module.scaling,
+            dropout=module.dropout.p,
+        )
+        return HuggingFaceAttention(attend, module.layer_idx)
 
 
-class LlamaMLP2D:
+class DividedLlamaMLP:
     """The MLP of Llama and of models like it: ``gate_proj``, ``up_proj``, ``down_proj``."""
 
     def replace(self, module: Any, spot: Spot) -> nn.Module:  # noqa: D102
-        with torch.device("meta"):
-            made = GatedMLP2D(
-                module.gate_proj.in_features, module.gate_proj.out_features, spot.group, activation=module.act_fn
-            )
         names = [f"{spot.name}.{part}_proj" for part in ("gate", "up")]
-        made.gate_up = linear_of([module.gate_proj, module.up_proj], names, spot)
-        made.down = linear_of([module.down_proj], [f"{spot.name}.down_proj"], spot)
-        return made
+        gate_up = first_linear([module.gate_proj, module.up_proj], names, spot)
+        down = second_linear(module.down_proj, f"{spot.name}.down_proj", spot)
+        return GatedFeedForward(gate_up, down, module.act_fn)
 
 
 class CausalLoss:
@@ -203,9 +207,9 @@ def _check_attention(module: Any, spot: Spot) -> None:
 _LLAMA: dict[str, Style] = {
     "embed_tokens": Summa2D(),
     "layers.*.input_layernorm": Summa2D(),
-    "layers.*.self_attn": LlamaAttention2D(),
+    "layers.*.self_attn": DividedLlamaAttention(),
     "layers.*.post_attention_layernorm": Summa2D(),
-    "layers.*.mlp": LlamaMLP2D(),
+    "layers.*.mlp": DividedLlamaMLP(),
     "norm": Summa2D(),
     "lm_head": Head2D(),
 }
@@ -215,10 +219,10 @@ PLANS: dict[str, dict[str, Style]] = {
         "wte": Summa2D(),
         "wpe": Slices2D(),
         "h.*.ln_1": Summa2D(),
-        "h.*.attn": GPT2Attention2D(),
+        "h.*.attn": DividedGPT2Attention(),
         "h.*.ln_2": Summa2D(),
-        "h.*.mlp.c_fc": Summa2D(),
-        "h.*.mlp.c_proj": Summa2D(),
+        "h.*.mlp.c_fc": First(),
+        "h.*.mlp.c_proj": Second(),
         "ln_f": Summa2D(),
         "lm_head": Head2D(),
     },
@@ -227,11 +231,11 @@ PLANS: dict[str, dict[str, Style]] = {
         "embeddings.position_embeddings": Slices2D(),
         "embeddings.token_type_embeddings": Slices2D(),
         "embeddings.LayerNorm": Summa2D(),
-        "encoder.layer.*.attention.self": BertSelfAttention2D(),
-        "encoder.layer.*.attention.output.dense": Summa2D(),
+        "encoder.layer.*.attention.self": DividedBertSelfAttention(),
+        "encoder.layer.*.attention.output.dense": Second(),
         "encoder.layer.*.attention.output.LayerNorm": Summa2D(),
-        "encoder.layer.*.intermediate.dense": Summa2D(),
-        "encoder.layer.*.output.dense": Summa2D(),
+        "encoder.layer.*.intermediate.dense": First(),
+        "encoder.layer.*.output.dense": Second(),
         "encoder.layer.*.output.LayerNorm": Summa2D(),
         "pooler.dense": Summa2D(),
         "cls.predictions.transform.dense": Summa2D(),
@@ -242,3 +246,8 @@ PLANS: dict[str, dict[str, Style]] = {
     "qwen2": _LLAMA,
 }
 """By ``config.model_type``."""
+
+SHARDED = ("gpt2", "llama", "qwen2")
+"""Of these, models whose every module takes each token by itself, but for attention: in one dimension too
+(:mod:`patrickstar.tensor2d.sharded_models`).
+"""

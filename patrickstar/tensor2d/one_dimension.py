@@ -8,33 +8,26 @@ Of a pair of linear layers the first has some features of its output on each ran
 *Reducing Activation Recomputation in Large Transformer Models*, arXiv 2205.05198). There activations are as on a mesh
 of p rows and one column, with tokens in the place of samples: norms, embeddings and their gradients are those of
 :mod:`patrickstar.tensor2d` on such a mesh.
-
-[Note: tokens of one rank at a time] Tokens that are gathered travel rank by rank, one ahead of their product, and sums
-that are scattered leave rank by rank behind it, so that messages hide behind products as panels do. Inputs are kept
-sharded, and gathered again in backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.attention import Extend, Heads2D, Rotary
+from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.embedding import Embedding2D
 from patrickstar.tensor2d.feed_forward import Activation, FeedForward, GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.panels import Panels, PartialSums, check_divides, sum_dtype, travelling
-from patrickstar.tensor2d.products import add_product
+from patrickstar.tensor2d.panels import check_divides
+from patrickstar.tensor2d.sharded_products import TOKENS, column_product, row_product
 from patrickstar.tensor2d.sums import replicated
-
-_TOKENS = 1  # the dimension of activations that is sharded
 
 
 def tall_group(line: Line) -> MeshGroup:
@@ -112,7 +105,7 @@ class ColumnLinear1D(_Linear1D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s/p, in] -> [b, s, out/p]."""
-        out = _ColumnProduct.apply(hidden, self.weight, self.group.along_rows)
+        out = column_product(hidden, self.weight, self.group.along_rows)
         return out if self.bias is None else out + self.bias
 
 
@@ -147,12 +140,12 @@ class RowLinear1D(_Linear1D):
         Raises:
             ValueError: ranks do not divide the tokens.
         """
-        check_divides("RowLinear1D: tokens of a sequence", hidden.shape[_TOKENS], self.group.place, "rows")
-        out = _RowProduct.apply(hidden, self.weight, self.group.along_rows)
+        check_divides("RowLinear1D: tokens of a sequence", hidden.shape[TOKENS], self.group.place, "rows")
+        out = row_product(hidden, self.weight, self.group.along_rows)
         return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
 
 
-class Attention1D(nn.Module):
+class Attention1D(Attention):
     """Attention with heads over ranks: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
     :class:`~patrickstar.tensor2d.Attention2D`; masks and rotary positions are of whole sequences.
     """
@@ -172,37 +165,13 @@ class Attention1D(nn.Module):
         dtype: torch.dtype | None = None,
         device: object = None,
     ):
-        super().__init__()
         key_heads = heads if key_heads is None else key_heads
         head_dim = features // heads if head_dim is None else head_dim
-        for what, number in (("heads", heads), ("heads of keys and values", key_heads)):
-            check_divides(f"attention: {what}", number, group.place, "rows")
-        ranks = group.place.rows
-        with torch.device("meta"):
-            self.attend = Heads2D(
-                features,
-                heads // ranks,
-                MeshGroup.alone(),
-                key_heads=key_heads // ranks,
-                head_dim=head_dim,
-                is_causal=is_causal,
-                scale=scale,
-                dropout=dropout,
-            )
-        parts = [number * head_dim for number in (heads, key_heads, key_heads)]
-        options = {"bias": bias, "dtype": dtype, "device": device}
-        self.attend.qkv = ColumnLinear1D(features, sum(parts), group, parts=parts, **options)  # type: ignore[assignment]
-        self.out = RowLinear1D(heads * head_dim, features, group, **options)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        extend: Extend | None = None,
-    ) -> torch.Tensor:
-        """As :meth:`Heads2D.forward`, of shards of sequences."""
-        return self.out(self.attend(hidden, mask, rotary, extend))
+        here = heads_here(heads, key_heads, group.place, "rows")
+        parts = qkv_parts(heads, key_heads, head_dim)
+        qkv = ColumnLinear1D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        out = RowLinear1D(heads * head_dim, features, group, bias=bias, dtype=dtype, device=device)
+        super().__init__(Heads(qkv, *here, head_dim, is_causal=is_causal, scale=scale, dropout=dropout), out)
 
 
 class MLP1D(FeedForward):
@@ -272,86 +241,11 @@ class LMHead1D(Layer2D):
         device: object = None,
     ):
         super().__init__(group)
+        self.vocabulary = vocabulary
         table = Embedding2D(vocabulary, features, group, dtype=dtype, device=device) if tied is None else tied
         self.weight = table.weight
         self.placements, self.whole_rows = dict(table.placements), dict(table.whole_rows)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s/p, h] -> [b, s, v/p]."""
-        return _ColumnProduct.apply(hidden, self.weight, self.group.along_rows)
-
-
-class _ColumnProduct(torch.autograd.Function):
-    """X Wᵀ of shards [b, s/p, in] of X and [out/p, in]."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.line = line
-        return torch.cat([tokens @ weight.t() for tokens in _gathered(hidden, line)], dim=_TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        hidden, weight = ctx.saved_tensors
-        grad_hidden, grad_weight = None, None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = _scattered_product(grad, weight, ctx.line)
-        if ctx.needs_input_grad[1]:
-            total = _empty_gradient(weight)
-            parts = zip(grad.chunk(ctx.line.size, _TOKENS), _gathered(hidden, ctx.line), strict=True)
-            for index, (part, tokens) in enumerate(parts):
-                add_product(total, part.flatten(0, 1).t(), tokens.flatten(0, 1), beta=min(index, 1))
-            grad_weight = total.to(weight.dtype)
-        return grad_hidden, grad_weight, None
-
-
-class _RowProduct(torch.autograd.Function):
-    """Shards [b, s/p, out] of X W, of [b, s, in/p] and [in/p, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.line = line
-        return _scattered_product(hidden, weight, line)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        hidden, weight = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grads_hidden = []
-        total = _empty_gradient(weight) if needs_weight else None
-        parts = zip(hidden.chunk(ctx.line.size, _TOKENS), _gathered(grad, ctx.line), strict=True)
-        for index, (tokens, part) in enumerate(parts):
-            if needs_hidden:
-                grads_hidden.append(part @ weight.t())
-            if total is not None:
-                add_product(total, tokens.flatten(0, 1).t(), part.flatten(0, 1), beta=min(index, 1))
-        grad_hidden = torch.cat(grads_hidden, _TOKENS) if needs_hidden else None
-        return grad_hidden, None if total is None else total.to(weight.dtype), None
-
-
-def _gathered(shard: torch.Tensor, line: Line) -> Iterator[torch.Tensor]:
-    """Each rank's tokens, in their order, there until the next but one come ([Note: tokens of one rank at a time])."""
-    panels = Panels(shard.contiguous(), _TOKENS, line.size, line)
-    for (tokens,) in travelling(panels, num_panels=line.size):
-        yield tokens
-
-
-def _scattered_product(whole: torch.Tensor, matrix: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens."""
-    shape = (whole.shape[0], whole.shape[_TOKENS] // line.size, matrix.shape[1])
-    sums = PartialSums(whole.new_empty(shape), _TOKENS, line.size, line)
-    for index, tokens in enumerate(whole.chunk(line.size, _TOKENS)):
-        wide = sum_dtype(whole.dtype)
-        if wide == whole.dtype or not sums.keeps(index):
-            sums.add(index, tokens @ matrix)
-        else:
-            total = torch.empty(tokens.shape[0] * tokens.shape[1], matrix.shape[1], dtype=wide, device=whole.device)
-            add_product(total, tokens.flatten(0, 1), matrix, beta=0)
-            sums.add(index, total.view(*tokens.shape[:2], -1))
-    return sums.finish()
-
-
-def _empty_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """In which the products of all tokens are added up, in float32 for 16-bit types, and rounded once."""
-    return torch.empty(weight.shape, dtype=sum_dtype(weight.dtype), device=weight.device)
+        return column_product(hidden, self.weight, self.group.along_rows)

@@ -19,8 +19,7 @@ from torch import nn
 from patrickstar.tensor2d.embedding import Embedding2D
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.hugging_face import PLANS, CausalLoss
-from patrickstar.tensor2d.losses import LMHead2D
-from patrickstar.tensor2d.styles import Spot, Style
+from patrickstar.tensor2d.styles import TWO_DIMENSIONS, Pairs, Spot, Style
 
 _CAUSAL = "ForCausalLM"
 
@@ -42,7 +41,16 @@ def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | 
         ValueError: there is no plan for the model or for one of its modules, which is named, or a size cannot be
             divided. The model may be divided in part then.
     """
-    plan = _plan_for(model) if plan is None else plan
+    plan = plan_for(model) if plan is None else plan
+    heads = replace_modules(model, group, plan, TWO_DIMENSIONS)
+    if heads:
+        replace_loss(model, heads[0].vocabulary, group)
+
+
+def replace_modules(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style], pairs: Pairs) -> list[Any]:
+    """Replaces what ``plan`` names, and gives the heads among what was made. Raises ValueError as
+    :func:`parallelize` does.
+    """
     styles = _styles(model, plan)
     _check_covered(model, styles)
     tables: dict[int, Embedding2D] = {}
@@ -50,20 +58,25 @@ def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | 
     heads = []
     for name, style in styles.items():
         module = model.get_submodule(name)
-        made = style.replace(module, Spot(name, group, tables))
+        made = style.replace(module, Spot(name, group, tables, pairs))
         if isinstance(made, Embedding2D):
             tables[id(module.weight)] = made
-        if isinstance(made, LMHead2D):
+        if isinstance(made, pairs.head):
             heads.append(made)
-        if isinstance(made, (Embedding2D, LMHead2D)):
+        if isinstance(made, (Embedding2D, pairs.head)):
             replaced += [(old, made.get_parameter(key)) for key, old in module.named_parameters(recurse=False)]
         made.train(module.training)
         model.set_submodule(name, made)
     _tie_again(model, {id(old): new for old, new in replaced})
-    _replace_loss(model, group, heads)
+    return heads
 
 
-def _plan_for(model: nn.Module) -> Mapping[str, Style]:
+def plan_for(model: nn.Module) -> Mapping[str, Style]:
+    """The plan for ``model.config.model_type``.
+
+    Raises:
+        ValueError: there is none.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in PLANS:
         raise ValueError(
@@ -107,11 +120,12 @@ def _tie_again(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
                 module._parameters[key] = made[id(parameter)]
 
 
-def _replace_loss(model: Any, group: MeshGroup, heads: list[LMHead2D]) -> None:
-    if not heads:
-        return
-    if hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
-        model.loss_function = CausalLoss(heads[0].vocabulary, group)
+def replace_loss(model: Any, vocabulary: int, group: MeshGroup) -> None:
+    """Has a causal language model compute its loss from logits whose vocabulary is over the columns of ``group``, and
+    any other refuse labels.
+    """
+    if hasattr(type(model), "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
+        model.loss_function = CausalLoss(vocabulary, group)
     else:
         model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
 

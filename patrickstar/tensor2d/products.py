@@ -170,6 +170,6 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int
     """``total = beta * total + a b`` in the type of ``total``, which is not read with ``beta`` 0."""
     if total.dtype == a.dtype:
         return torch.addmm(total, a, b, beta=beta, out=total)
-    if total.device.type == "cuda":  # 16-bit operands, of which no copies are made
+    if total.device.type != "cpu":  # 16-bit operands, of which no copies are made
         return torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     return torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)

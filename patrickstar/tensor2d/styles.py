@@ -15,6 +15,24 @@ from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.linear import Linear2D
 from patrickstar.tensor2d.losses import LMHead2D, whole_logits
 from patrickstar.tensor2d.norms import LayerNorm2D, RMSNorm2D
+from patrickstar.tensor2d.panels import Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """What pairs of linear layers are made of, such as a feed-forward layer's two, and the head.
+
+    Attributes:
+        first: the layer whose output the second takes, and things between them that take each feature by itself.
+        second: the layer behind.
+        head: gives logits.
+        heads_by: which ranks have other heads of attention, between a first and a second layer.
+    """
+
+    first: type[Layer2D]
+    second: type[Layer2D]
+    head: type[Layer2D]
+    heads_by: Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +43,13 @@ class Spot:
         name: of the module in the model.
         group: the mesh.
         tables: embeddings that were replaced before, by the id of their parameter.
+        pairs: what linear layers become.
     """
 
     name: str
     group: MeshGroup
     tables: Mapping[int, Embedding2D]
+    pairs: Pairs
 
     def refused(self, module: nn.Module, why: str) -> ValueError:
         """An error about ``module``."""
@@ -52,10 +72,8 @@ class Summa2D:
     """Linear layers, norms and embeddings of PyTorch and of Hugging Face (``Conv1D``, ``…RMSNorm``), by their class."""
 
     def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
-        if isinstance(module, nn.Linear):
-            return linear_of([module], [spot.name], spot)
-        if _is_conv1d(module):
-            return linear_of([module], [spot.name], spot)
+        if isinstance(module, nn.Linear) or _is_conv1d(module):
+            return _linear([module], [spot.name], spot, Linear2D)
         if isinstance(module, nn.Embedding):
             return _embedding(module, spot, Embedding2D)
         if isinstance(module, nn.LayerNorm):
@@ -63,6 +81,20 @@ class Summa2D:
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             return _norm(module, spot, module.variance_epsilon)  # type: ignore[arg-type]
         raise spot.refused(module, "Summa2D divides linear layers, norms and embeddings; give another style")
+
+
+class First:
+    """The first linear layer of a pair."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        return first_linear([module], [spot.name], spot)
+
+
+class Second:
+    """The second linear layer of a pair."""
+
+    def replace(self, module: nn.Module, spot: Spot) -> nn.Module:  # noqa: D102
+        return second_linear(module, spot.name, spot)
 
 
 class Slices2D:
@@ -82,14 +114,15 @@ class Head2D:
             raise spot.refused(module, "Head2D divides linear layers")
         tied = spot.tables.get(id(module.weight))
         weight, has_bias = module.weight, module.bias is not None
-        made = Head(
+        options = {"bias": True} if has_bias else {}
+        made = spot.pairs.head(
             module.in_features,
             module.out_features,
             spot.group,
-            bias=has_bias,
             tied=tied,
             dtype=weight.dtype,
             device=weight.device,
+            **options,
         )
         if tied is None:
             made.take("weight", {f"{spot.name}.weight": weight})
@@ -108,30 +141,49 @@ class Head(LMHead2D):
         return logits if torch.is_grad_enabled() else whole_logits(logits, self.vocabulary, self.group)
 
 
-def linear_of(modules: list[nn.Module], names: list[str], spot: Spot) -> Linear2D:
-    """One layer of several of the same input, or of one; of ``Conv1D`` too, whose output may have parts already.
+TWO_DIMENSIONS = Pairs(Linear2D, Linear2D, Head, "columns")
+
+
+def first_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int] | None = None) -> Layer2D:
+    """The first layer of a pair, of several layers of the same input, or of one.
+
+    Args:
+        modules: linear layers.
+        names: of them in the model.
+        spot: where they are.
+        parts: what the output consists of, of which each rank gets some; None: the output of each module.
 
     Raises:
         ValueError: some have a bias and others do not.
     """
-    return joint_linear(modules, names, spot, [_features(module)[1] for module in modules])
+    return _linear(modules, names, spot, spot.pairs.first, parts)
 
 
-def joint_linear(modules: list[nn.Module], names: list[str], spot: Spot, parts: list[int]) -> Linear2D:
-    """As :func:`linear_of`, of whose output each column gets some of each of ``parts``."""
+def second_linear(module: nn.Module, name: str, spot: Spot) -> Layer2D:
+    """The second layer of a pair."""
+    return _linear([module], [name], spot, spot.pairs.second)
+
+
+def _linear(
+    modules: list[nn.Module], names: list[str], spot: Spot, kind: type[Layer2D], parts: list[int] | None = None
+) -> Layer2D:
+    for module in modules:
+        if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+            raise spot.refused(module, "it is no linear layer")
+    parts = [_features(module)[1] for module in modules] if parts is None else parts
     biases = {f"{name}.bias": module.bias for name, module in zip(names, modules, strict=True)}
     has_bias = {bias is not None for bias in biases.values()}
     if len(has_bias) > 1:
         raise spot.refused(modules[0], f"some of {', '.join(names)} have a bias, and some have none")
     first = modules[0].weight
-    made = Linear2D(
+    made = kind(
         _features(modules[0])[0],
         sum(parts),
         spot.group,
         bias=has_bias == {True},
-        parts=parts if len(parts) > 1 else (),
-        dtype=first.dtype,  # type: ignore[arg-type]
+        dtype=first.dtype,
         device=first.device,
+        **({"parts": parts} if len(parts) > 1 else {}),
     )
     weights = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
     made.take("weight", weights, is_transposed=_is_conv1d(modules[0]))  # type: ignore[arg-type]

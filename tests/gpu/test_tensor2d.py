@@ -1,4 +1,6 @@
-"""Products over a mesh of GPUs, over NCCL and through the host where ranks share one, against one process."""
+"""Products, models and their training over a mesh of GPUs, over NCCL and through the host where ranks share one GPU,
+against one process.
+"""
 
 import os
 
@@ -6,11 +8,13 @@ import pytest
 import torch
 
 from patrickstar.ranks.mesh import Mesh, MeshRanks
-from patrickstar.tensor2d import MeshGroup
+from patrickstar.tensor2d import MeshGroup, clip_grad_norm, divide_batch
 from tests.distributed import run_ranks
 from tests.gpu.test_exchanges import on_gpus, open_on, run  # noqa: F401
 from tests.gpu.test_ranks import NUM_RANKS, see_gpus
+from tests.tensor2d.models import MODELS, batch, make_loss, plain_loss
 from tests.tensor2d.on_meshes import open_mesh
+from tests.tensor2d.test_models import build, compare_once
 from tests.tensor2d.test_products import LIMITS, errors_of_products
 
 pytestmark = pytest.mark.gpu
@@ -19,29 +23,69 @@ pytestmark = pytest.mark.gpu
 def over_own_groups(device_index, axis):
     with open_on(device_index) as ranks:
         group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(**{axis: len(ranks.members)})))
-        return errors_of_products(group, ranks.context.device)
+        device = ranks.context.device
+        return errors_of_products(group, device), {name: compare_once(name, group, device)[0] for name in MODELS}
 
 
 def over_torch(rows, columns):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    return errors_of_products(open_mesh(rows, columns, "nccl"), device)
+    group = open_mesh(rows, columns, "nccl")
+    return errors_of_products(group, device), {name: compare_once(name, group, device)[0] for name in MODELS}
 
 
-def wrong(errors):
-    return {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]}
+def train(group, device):
+    """Losses of one process and of the mesh, in bfloat16 whose sums over ranks are float32."""
+    ours, theirs = build("llama", torch.bfloat16, group, device)
+    theirs = theirs.to(device)
+    ids, labels = (part.to(device) for part in batch())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (theirs, ours)]
+    losses = []
+    for _ in range(10):
+        expected = plain_loss(theirs, ids, labels)[1]
+        found = make_loss(group)(ours(divide_batch(ids, group.place)), divide_batch(labels, group.place))
+        for value in (expected, found):
+            value.backward()
+        clip_grad_norm(ours, 0.5, group)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((expected.item(), found.item()))
+    return losses
+
+
+def train_over_own_groups(device_index, axis):
+    with open_on(device_index) as ranks:
+        group = MeshGroup.of_ranks(MeshRanks(ranks, Mesh(**{axis: len(ranks.members)})))
+        return train(group, ranks.context.device)
+
+
+def check(errors, by_model):
+    assert {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]} == {}
+    for name, gaps in by_model.items():
+        assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}, name
 
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
-def test_products_over_the_lines_of_an_engine(on_gpus, axis):  # noqa: F811
-    for errors in run(on_gpus, over_own_groups, axis):
-        assert wrong(errors) == {}
+def test_products_and_models_over_the_lines_of_an_engine(on_gpus, axis):  # noqa: F811
+    for found in run(on_gpus, over_own_groups, axis):
+        check(*found)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [mesh for mesh in ((1, 2), (2, 1), (2, 2), (1, 4)) if mesh[0] * mesh[1] <= NUM_RANKS],
-)
-def test_products_over_torch(rows, columns):
-    for errors in run_ranks(rows * columns, over_torch, rows, columns, timeout_seconds=300, environment=see_gpus):
-        assert wrong(errors) == {}
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_training_in_bfloat16_as_one_process(on_gpus, axis):  # noqa: F811
+    of_all = run(on_gpus, train_over_own_groups, axis)
+    print(of_all[0])
+    assert len({tuple(found for _, found in losses) for losses in of_all}) == 1
+    assert all(found == pytest.approx(expected, rel=0.03) for expected, found in of_all[0])
+    assert of_all[0][-1][1] < of_all[0][0][1] - 0.1
+
+
+MESHES = [mesh for mesh in ((1, 2), (2, 1), (2, 2), (1, 4)) if mesh[0] * mesh[1] <= NUM_RANKS] or [(1, 1)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_products_and_models_over_torch(rows, columns):
+    for found in run_ranks(rows * columns, over_torch, rows, columns, timeout_seconds=300, environment=see_gpus):
+        check(*found)

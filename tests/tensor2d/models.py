@@ -22,7 +22,7 @@ from patrickstar.tensor2d.one_dimension import MLP1D, Attention1D, GatedMLP1D, L
 
 VOCABULARY = 50  # is no multiple of 3
 LENGTH = 5
-BATCH = 4
+BATCH = 6
 GPT2 = transformers.GPT2Config(
     vocab_size=VOCABULARY, n_positions=8, n_embd=24, n_layer=2, n_head=6, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
 )
@@ -72,7 +72,7 @@ class GPT2Like(nn.Module):
 
     def forward(self, ids, first=0, length=LENGTH):
         """`ids` of all tokens, or of some from `first` on."""
-        hidden = self.tokens(ids) + self.positions(first + torch.arange(ids.shape[1]))
+        hidden = self.tokens(ids) + self.positions(first + torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
@@ -104,7 +104,7 @@ class LlamaLike(nn.Module):
 
     def forward(self, ids, first=0, length=LENGTH):
         hidden = self.tokens(ids)
-        rotary = self.rotary(hidden, torch.arange(length)[None])
+        rotary = self.rotary(hidden, torch.arange(length, device=ids.device)[None])
         for block in self.blocks:
             hidden = block(hidden, rotary)
         return self.head(self.norm(hidden))

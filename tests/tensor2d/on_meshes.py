@@ -35,8 +35,8 @@ def whole_activation(block, group):
 
 def gap(found, expected):
     """The largest difference, in units of the largest value (at least 0.01)."""
-    expected = expected.double()
-    return ((found.double() - expected).abs().max() / expected.abs().max().clamp(min=0.01)).item()
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=0.01)).item()
 
 
 def draw(*shape, seed=0, dtype=torch.float64):

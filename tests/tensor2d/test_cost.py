@@ -53,6 +53,12 @@ def test_choices_say_why():
     assert "16384 tokens are 16 times the hidden size" in many.reason and "one dimension 240 MiB" in many.reason
     assert choose(GPT, batch=2, length=8192, heads=16, ranks=4).rows == 2  # as many rows as samples
     assert "4 x 1 (samples: 2)" in choose(GPT, batch=2, length=8192, heads=16, ranks=4).reason
+    only = {mode: choose(GPT, batch=16, length=1024, heads=16, ranks=4, mode=mode) for mode in Mode}
+    assert {mode: (found.mode, found.rows, found.columns) for mode, found in only.items()} == {
+        Mode.ONE: (Mode.ONE, 1, 4),
+        Mode.TWO: (Mode.TWO, 4, 1),
+    }
+    assert "one dimension" not in only[Mode.TWO].reason and " x " not in only[Mode.ONE].reason
     heads = choose(GPT, batch=4, length=1024, heads=6, ranks=4)
     assert (heads.rows, heads.columns) == (2, 2) and "1 x 4 (heads: 6, of keys 6)" in heads.reason
     with pytest.raises(ValueError, match="cannot be divided among 4 ranks: .*heads: 3.*samples: 5"):

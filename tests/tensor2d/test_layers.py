@@ -78,7 +78,7 @@ def linears_each_way(group):
     torch.manual_seed(1)
     for parameter in plain.parameters():
         parameter.data.copy_(draw(*parameter.shape, seed=4))
-    whole, weight = draw(4, 3, 12).requires_grad_(), draw(4, 3, 24, seed=2)
+    whole, weight = draw(6, 3, 12).requires_grad_(), draw(6, 3, 24, seed=2)
     expected = plain(whole)
     expected.backward(weight)
     for sent in Sent:
@@ -89,7 +89,7 @@ def linears_each_way(group):
         out = layer(block)
         out.backward(divide_activation(weight, group.place))
         since = group.received_bytes - before
-        counted = cost.linear(12, 12, 24, group.place.rows, group.place.columns, sent).total
+        counted = cost.linear(18, 12, 24, group.place.rows, group.place.columns, sent).total
         found[sent, "bytes"] = since["panels"] + since["partial sums"] - 8 * counted
         found[sent, "out"] = gap(whole_activation(out, group), expected)
         found[sent, "input"] = gap(whole_activation(block.grad, group), whole.grad)
@@ -100,14 +100,14 @@ def linears_each_way(group):
 
 def norms_far_from_zero(group):
     """In float32 where the mean is 1000 times the deviation, relative to PyTorch's in float64."""
-    whole = (draw(4, 3, 24) + 1000).float()
+    whole = (draw(6, 3, 24) + 1000).float()
     layer = LayerNorm2D(24, group)
     out = whole_activation(layer(divide_activation(whole, group.place)), group)
     return gap(out, nn.functional.layer_norm(whole.double(), (24,)))
 
 
 def norms_in_16_bits(group):
-    whole = draw(4, 3, 24, dtype=torch.bfloat16)
+    whole = draw(6, 3, 24, dtype=torch.bfloat16)
     out = RMSNorm2D(24, group, dtype=torch.bfloat16)(divide_activation(whole, group.place))
     expected = nn.functional.rms_norm(whole.double(), (24,), eps=1e-6)
     error = gap(whole_activation(out, group), expected)
@@ -125,7 +125,7 @@ def norms_in_16_bits(group):
 
 
 def losses_in_16_bits(group):
-    logits, labels = draw(4, 3, 12, dtype=torch.bfloat16), torch.arange(12).view(4, 3) % 11
+    logits, labels = draw(6, 3, 12, dtype=torch.bfloat16), torch.arange(18).view(6, 3) % 11
     block = divide_activation(logits, group.place).requires_grad_()
     loss = CrossEntropy2D(11, group)(block, divide_batch(labels, group.place), num_targets=24)
     loss.backward()
@@ -138,18 +138,18 @@ def losses_in_16_bits(group):
 
 def rows_without_gradient(group):
     table = Embedding2D(11, 6, group, padding_idx=7, dtype=torch.float64)
-    tokens = torch.tensor([[7, 1], [7, 10], [1, 1], [0, 3]])
+    tokens = torch.tensor([[7, 1], [7, 10], [1, 1], [0, 3], [2, 2], [4, 7]])
     table(divide_batch(tokens, group.place)).sum().backward()
     return whole_values(table, lambda parameter: parameter.grad)["weight"][:, 0].tolist()
 
 
 def initial_values(group):
     """Of ranks with other seeds: whether what rows share is the same, and what is behind the vocabulary (of 5 tokens,
-    6 rows where there are two panels) is 0.
+    6 rows where there are two, three or six panels) is 0.
     """
     torch.manual_seed(group.everybody.rank)
-    model = nn.ModuleList([SmallEmbedding2D(5, 4, group), Embedding2D(5, 4, group), Linear2D(4, 8, group)])
-    model.append(LMHead2D(4, 5, group, bias=True))
+    model = nn.ModuleList([SmallEmbedding2D(5, 6, group), Embedding2D(5, 6, group), Linear2D(6, 12, group)])
+    model.append(LMHead2D(6, 5, group, bias=True))
     initialise_normal(model, 0.02)
     match_replicas(model)
     parts = group.along_rows.gather(model[0].weight.detach())
@@ -166,7 +166,7 @@ def initial_values(group):
 
 def saved_bytes(group):
     """What autograd keeps of an attention and an MLP, without parameters."""
-    model = nn.Sequential(LayerNorm2D(24, group), Attention2D(24, 4, group), MLP2D(24, 96, group))
+    model = nn.Sequential(LayerNorm2D(24, group), Attention2D(24, 6, group), MLP2D(24, 96, group))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -178,7 +178,7 @@ def saved_bytes(group):
 
     gc.collect()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model(divide_activation(draw(4, 32, 24, dtype=torch.float32), group.place))
+        out = model(divide_activation(draw(6, 32, 24, dtype=torch.float32), group.place))
     del out
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -189,7 +189,10 @@ def all_layers(rows, columns):
     return [check(group) for check in (*checks, initial_values, saved_bytes)]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (2, 3), (3, 3)))],
+)
 def test_layers(rows, columns):
     alone = saved_bytes(MeshGroup.alone())
     for linears, far, rms, loss, embedding, initial, saved in on_mesh(rows, columns, all_layers):
@@ -197,7 +200,7 @@ def test_layers(rows, columns):
         assert far <= 2e-4  # of inputs whose own rounding is 6e-5 of their deviation
         assert rms[0] == torch.bfloat16 and rms[1] <= 2**-8
         assert loss[0] == torch.float32 and loss[1] <= 1e-6 and loss[2] <= 2**-8 and loss[3] == 0
-        assert embedding == [1.0, 3.0, 0.0, 1.0, 0, 0, 0, 0, 0, 0, 1.0]
+        assert embedding == [1.0, 3.0, 2.0, 1.0, 1.0, 0, 0, 0, 0, 0, 1.0]
         assert initial[0] and 0.005 < initial[1] < 0.05 and len(set(initial[2])) == rows * columns
         assert saved <= 1.02 * alone / (rows * columns), f"{saved} of {alone}"
 

@@ -5,12 +5,16 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from torch import nn
 
 from patrickstar.tensor2d import CrossEntropy2D, cost, load_whole, whole_logits, whole_values
+from patrickstar.tensor2d.layer import source_values
 from patrickstar.tensor2d.lines import Line, TorchLine
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, RowLinear1D, tall_group, wide_group
+from patrickstar.tensor2d.sharded_models import parallelize_1d
 from tests.distributed import run_ranks
-from tests.tensor2d.models import BATCH, MODELS, ONE, VOCABULARY, batch, by_our_names, plain_loss, reference
+from tests.tensor2d.models import BATCH, GPT2, MODELS, ONE, VOCABULARY, batch, by_our_names, plain_loss, reference
 from tests.tensor2d.on_meshes import draw, gap
 
 LENGTH = 6
@@ -51,6 +55,22 @@ def compare(name, line):
     return gaps, [part["panels"] + part["partial sums"] for part in received]
 
 
+def compare_in_place(name, line):
+    """Gaps of loss and gradients of Hugging Face's model, divided in place and called with whole sequences."""
+    theirs, ours = reference(name, torch.float64), reference(name, torch.float64)
+    parallelize_1d(ours, line)
+    tokens = batch(LENGTH)[0]
+    loss = ours(tokens, labels=tokens).loss
+    # Their own loss is rounded to float32.
+    expected = nn.functional.cross_entropy(theirs(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    for value in (expected, loss):
+        value.backward()
+    found = source_values(ours, lambda parameter: parameter.grad)
+    parameters = dict(theirs.named_parameters(remove_duplicate=False))
+    assert {id(parameters[key]) for key in found} == {id(parameter) for parameter in theirs.parameters()}
+    return {"loss": gap(loss, expected)} | {key: gap(grad, parameters[key].grad) for key, grad in found.items()}
+
+
 def in_16_bits(line):
     """A pair of layers in bfloat16 against the whole of it in float64."""
     group = tall_group(line)
@@ -76,13 +96,15 @@ def in_16_bits(line):
 
 def check():
     line = open_line()
-    return {name: compare(name, line) for name in MODELS}, in_16_bits(line)
+    in_place = {name: compare_in_place(name, line) for name in MODELS}
+    return {name: compare(name, line) for name in MODELS}, in_place, in_16_bits(line)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_models_in_one_dimension_as_hugging_face_computes_them(ranks):
-    for by_model, rounded in [check()] if ranks == 1 else run_ranks(ranks, check):
+    for by_model, in_place, rounded in [check()] if ranks == 1 else run_ranks(ranks, check):
         assert max(rounded) <= 2**-7
+        assert {key: value for gaps in in_place.values() for key, value in gaps.items() if not value <= 1e-10} == {}
         for name, (gaps, received) in by_model.items():
             assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}, name
             assert gaps["loss"] <= 1e-12 and gaps["logits"] <= 1e-12
@@ -98,3 +120,20 @@ def test_meshes_with_columns_are_refused():
         group = wide_group(Line())
         group.place = group.place.__class__(1, 2)
         ColumnLinear1D(4, 4, group)
+
+
+def test_what_has_no_plan_in_one_dimension_is_refused():
+    bert = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(hidden_size=24, num_hidden_layers=1))
+    with pytest.raises(
+        ValueError, match=r"BertForMaskedLM .* no plan in one dimension; there are plans for gpt2, llam"
+    ):
+        parallelize_1d(bert, Line())
+    model = transformers.AutoModelForCausalLM.from_config(GPT2)
+    line = Line()
+    parallelize_1d(model, line)
+    tokens = batch(LENGTH)[0]
+    with pytest.raises(ValueError, match="takes its tokens of whole sequences; call it with input_ids and labels"):
+        model(tokens, attention_mask=torch.ones_like(tokens))
+    line.size = 4
+    with pytest.raises(ValueError, match="sequences of 6 tokens cannot be divided among 4 ranks; give 8"):
+        model(tokens)

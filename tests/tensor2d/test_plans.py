@@ -99,7 +99,9 @@ def on_each_rank(rows, columns):
     return {name: compare(name, group) for name in CONFIGS}, generate(group)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 3), (3, 3)))]
+)
 def test_models_are_divided_in_place(rows, columns):
     for by_model, continues in on_mesh(rows, columns, on_each_rank):
         for name, gaps in by_model.items():

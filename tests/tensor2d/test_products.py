@@ -19,7 +19,12 @@ from patrickstar.tensor2d.panels import check_divides
 from patrickstar.tensor2d.turning import turned, turned_elements
 from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activation
 
-MESHES = [(1, 1), (1, 2), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (1, 3), (2, 3)))]
+MESHES = [
+    (1, 1),
+    (1, 2),
+    (2, 2),
+    *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (1, 3), (2, 3), (3, 3))),
+]
 M, K, N = 12, 24, 36  # whole; any two of them differ by a factor that would show
 
 PRODUCTS = {

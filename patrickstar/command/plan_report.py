@@ -1,0 +1,296 @@
+"""What ``patrickstar plan`` prints: answers in lines for people, and in JSON's types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from patrickstar.config import LossComputation
+from patrickstar.planning.advice import Advice
+from patrickstar.planning.planner import Answer, Question
+from patrickstar.planning.prediction import Case, DoesNotFitError
+from patrickstar.sequence.choice import Choice, show_seconds
+from patrickstar.sizes import enough_size, show_size
+from patrickstar.tensor2d.cost import Mode
+
+
+def answer_lines(answer: Answer) -> list[str]:
+    """All about a plan, but advice and the configuration."""
+    question, case, step = answer.question, answer.chosen, answer.chosen.step
+    setting, num_chunks = question.setting, len(case.plan.chunks)
+    stalls = ", ".join(f"{name.replace('_', ' ')} {s * 1e3:.0f} ms" for name, s in step.stall_seconds.items())
+    early = f"{case.num_speculated_chunks} are updated during backward"
+    if case.num_parameters_first:
+        early += f", of {case.num_parameters_first} of them the parameters, and the states behind the step"
+    lines = [
+        f"{answer.num_params / 1e9:.2f} B parameters{_trained(answer)} on {question.machine.name} "
+        f"({question.machine.source})",
+        _work(question),
+        *_position_lines(answer),
+        *_cluster_lines(answer),
+        *_attention_lines(answer),
+        *_mesh_lines(answer),
+        f"fits: device {show_size(step.peak_bytes)} of {show_size(setting.device_bytes)} (activations "
+        f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
+        f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
+        *_stash_lines(case),
+        f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
+        f"host_memory {enough_size(case.least_host_bytes)} "
+        f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
+        f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
+        f"{early}",
+    ]
+    if case.setting.host_bytes < setting.host_bytes:
+        lines.append(
+            f"host_memory {enough_size(case.setting.host_bytes)} of {show_size(setting.host_bytes)} is best: with more "
+            "of it an engine leaves to the host what is sooner done on the GPU, or makes whole updates where the next "
+            "forward needs parameters first"
+        )
+    if case.setting.margin_use_ratio < setting.margin_use_ratio:
+        lines.append(
+            f"margin_use_ratio {case.setting.margin_use_ratio:g} is best: with more an engine updates on the GPU, "
+            "between two steps, what the host updates beside it"
+        )
+    lines.append("chunk size   at most held for nothing   least device_memory   up per step   step")
+    lines += [
+        f"{c.chunk_numel / 2**20:7.1f} Mi   {show_size(c.waste_bytes):>19}       {show_size(c.least_device_bytes):>19}"
+        f"   {show_size(c.step.uploaded_bytes):>11}   {c.step.seconds:.3f} s"
+        + ("   <- this plan" if c.chunk_numel == case.chunk_numel else "")
+        for c in answer.cases
+    ]
+    lines += [
+        f"step {step.seconds:.3f} s, {answer.tokens_per_second:,.0f} tokens/s, "
+        f"{answer.model_flops / step.seconds / 1e12:.0f} model TFLOPS; {show_size(step.uploaded_bytes)} up, "
+        f"{show_size(step.downloaded_bytes)} down",
+        step.roofline_line(),
+        f"the GPU waits for: {stalls}",
+    ]
+    if question.clipping > 0:
+        lines.append(f"steps in which clipping acts: {case.clipped_step.seconds:.3f} s")
+    return lines
+
+
+def length_lines(found: Sequence[tuple[int, Answer | DoesNotFitError]]) -> list[str]:
+    """A line per number of GPUs that share a sequence."""
+    lines = ["longest sequences that fit:", "GPUs per sequence      tokens   activations       step    tokens/s"]
+    for size, one in found:
+        if isinstance(one, DoesNotFitError):
+            lines.append(f"{size:17}   none: {one}")
+            continue
+        length, step = one.question.workload.length, one.chosen.step
+        lines.append(
+            f"{size:17}   {length:9,}   {show_size(one.chosen.plan.tide_peak_bytes):>11}   {step.seconds:>8.3f} s "
+            f"{one.tokens_per_second:9,.0f}"
+        )
+    return lines if found else []
+
+
+def _position_lines(answer: Answer) -> list[str]:
+    length, there = answer.question.workload.length, answer.num_positions
+    if there is None or length <= there:
+        return []
+    return [
+        f"{length} tokens are more than the {there} positions of the model's configuration: memory and time are "
+        "these, what it learns depends on how its positions are scaled"
+    ]
+
+
+def _attention_lines(answer: Answer) -> list[str]:
+    choice, size = answer.attention, answer.question.workload.sequence_ranks
+    if choice is None:
+        return []
+    return [
+        f"{size} GPUs share each sequence, mode {choice.mode.value}: attention by {choice.reason}, of which GPUs wait "
+        f"{show_seconds(choice.exposed_seconds)} for each other"
+    ]
+
+
+def _mesh_lines(answer: Answer) -> list[str]:
+    mesh, exchanged = answer.question.workload.mesh, answer.exchanged
+    if mesh is None or exchanged is None:
+        return []
+    lines = [
+        f"{mesh.size} GPUs share matrices, divided {mesh.described()}: in forward and backward each receives "
+        f"{show_size(exchanged.received_bytes)}, for which its link is busy "
+        f"{show_seconds(exchanged.link_seconds)}; it waits {show_seconds(exchanged.exposed_seconds)} of the step for "
+        "what products do not hide"
+    ]
+    lines += [f"so divided since {mesh.reason}"] if mesh.reason else []
+    if mesh.mode is Mode.ONE:
+        lines.append(
+            "no engine divides in one dimension, and the configuration's mode is refused: "
+            "patrickstar.tensor2d.sharded_models divides models so, without one"
+        )
+    return lines
+
+
+def _stash_lines(case: Case) -> list[str]:
+    if not case.stashed_bytes:
+        return []
+    return [f"activations that leave the device: {show_size(case.stashed_bytes)}, on the host until their backward"]
+
+
+def _trained(answer: Answer) -> str:
+    return "" if answer.num_trained == answer.num_params else f", {answer.num_trained / 1e6:.1f} M of them trained,"
+
+
+def _work(question: Question) -> str:
+    work, accumulation = question.workload, question.setting.accumulation
+    parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
+    parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
+    parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
+    parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
+    parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
+    parts.append("activations are computed again" if work.checkpointing else "activations are kept")
+    return ", ".join(parts)
+
+
+def _cluster_lines(answer: Answer) -> list[str]:
+    cluster, machine, step = answer.question.cluster, answer.question.machine, answer.chosen.step
+    if cluster.num_ranks == 1:
+        return []
+    link = f", {cluster.link.name} between nodes" if cluster.nodes > 1 else ""
+    lines = [
+        f"on {cluster.num_ranks} GPUs, {cluster.gpus_per_node} per node{link}; all figures but tokens/s are one GPU's"
+    ]
+    group = answer.question.chunk_cluster.chunk_group
+    if group.num_ranks > 1:
+        lines.append(
+            f"between GPUs {show_size(step.gathered_bytes)} gathered at {group.gather_gbps(machine):.0f} GB/s, "
+            f"{show_size(step.scattered_bytes)} scattered at {group.scatter_gbps(machine):.0f} GB/s, "
+            f"{group.latency_seconds * 1e6:.0f} us for each"
+        )
+    return lines
+
+
+def refusal_lines(question: Question, refusal: DoesNotFitError) -> list[str]:
+    """Why a model does not fit."""
+    return [f"does not fit: {refusal}", _work(question), _budgets(question)]
+
+
+def _budgets(question: Question) -> str:
+    device, host = question.setting.device_bytes, question.setting.host_bytes
+    return (
+        f"budgets: {show_size(device)} of the {question.machine.name}'s {show_size(question.machine.gpu_bytes)}, "
+        f"{show_size(host)} of host memory (--device-memory, --host-memory; by default what an engine would take of "
+        "that GPU and of this machine)"
+    )
+
+
+def advice_lines(advice: Sequence[Advice], found: Answer | DoesNotFitError) -> list[str]:
+    """What would help, or would fit."""
+    fits = isinstance(found, Answer)
+    if not advice:
+        return ["nothing that was tried makes it faster by 1 %"] if fits else ["nothing that was tried makes it fit"]
+    head = "what would help, each planned again:" if fits else "what would fit, each planned:"
+    return [head, *(f"  {item}" for item in advice)]
+
+
+def comparison_lines(answers: Sequence[Answer | DoesNotFitError], questions: Sequence[Question]) -> list[str]:
+    """A line per number of GPUs."""
+    lines = ["GPUs   nodes   step      model TFLOPS per GPU   what bounds it"]
+    for found, question in zip(answers, questions, strict=True):
+        head = f"{question.cluster.num_ranks:4}   {question.cluster.nodes:5}   "
+        if isinstance(found, DoesNotFitError):
+            lines.append(f"{head}does not fit: {found}")
+            continue
+        step = found.chosen.step
+        tflops = found.model_flops / step.seconds / 1e12
+        lines.append(f"{head}{step.seconds:.3f} s   {tflops:20.0f}   {step.bound.replace('_', ' ')}")
+    return lines
+
+
+def length_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
+    """Of a longest sequence."""
+    if isinstance(found, DoesNotFitError):
+        return {"fits": False, "why": str(found)}
+    return {
+        "fits": True,
+        "seq_len": found.question.workload.length,
+        "tide_peak_bytes": found.chosen.plan.tide_peak_bytes,
+        "step_seconds": found.chosen.step.seconds,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+def _attention_as_dict(choice: Choice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    return {
+        "mode": choice.mode.value,
+        "reason": choice.reason,
+        "layer_seconds": choice.seconds,
+        "exposed_layer_seconds": choice.exposed_seconds,
+    }
+
+
+def _mesh_as_dict(answer: Answer) -> dict[str, Any] | None:
+    mesh, exchanged = answer.question.workload.mesh, answer.exchanged
+    if mesh is None or exchanged is None:
+        return None
+    return {
+        "mode": mesh.mode.value,
+        "rows": mesh.rows,
+        "columns": mesh.columns,
+        "reason": mesh.reason,
+        "received_bytes": exchanged.received_bytes,
+        "link_seconds": exchanged.link_seconds,
+        "exposed_seconds": exchanged.exposed_seconds,
+    }
+
+
+def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
+    """In JSON's types, as ``--json`` prints it."""
+    if isinstance(found, DoesNotFitError):
+        least = {"least_device_bytes": found.least_device_bytes, "least_host_bytes": found.least_host_bytes}
+        return {"fits": False, "why": str(found), **least}
+    question, case, step = found.question, found.chosen, found.chosen.step
+    return {
+        "num_parameters": found.num_params,
+        "num_trained_parameters": found.num_trained,
+        "machine": question.machine.name,
+        "nodes": question.cluster.nodes,
+        "gpus_per_node": question.cluster.gpus_per_node,
+        "link": question.cluster.link.name,
+        "batch_size": question.workload.batch,
+        "seq_len": question.workload.length,
+        "sequence_parallel": question.workload.sequence_ranks,
+        "attention": _attention_as_dict(found.attention),
+        "tensor_parallel": _mesh_as_dict(found),
+        "fused_loss": question.workload.loss is LossComputation.FUSED,
+        "tile_tokens": question.workload.tile_tokens,
+        "gradient_accumulation": question.setting.accumulation,
+        "fits": True,
+        "device_budget_bytes": question.setting.device_bytes,
+        "host_budget_bytes": question.setting.host_bytes,
+        "chosen_host_budget_bytes": case.setting.host_bytes,
+        "chosen_margin_use_ratio": case.setting.margin_use_ratio,
+        "least_device_bytes": case.least_device_bytes,
+        "least_host_bytes": case.least_host_bytes,
+        "chunk_numel": case.chunk_numel,
+        "num_chunks": len(case.plan.chunks),
+        "num_device_state_chunks": case.num_device_state_chunks,
+        "num_speculated_chunks": case.num_speculated_chunks,
+        "num_parameters_first": case.num_parameters_first,
+        "tide_peak_bytes": case.plan.tide_peak_bytes,
+        "stashed_bytes": case.stashed_bytes,
+        "device_peak_bytes": step.peak_bytes,
+        "host_bytes": case.host_bytes,
+        "host_peak_bytes": case.host_peak_bytes,
+        "step_seconds": step.seconds,
+        "clipped_step_seconds": case.clipped_step.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "model_tflops": found.model_flops / step.seconds / 1e12,
+        "uploaded_bytes": step.uploaded_bytes,
+        "downloaded_bytes": step.downloaded_bytes,
+        "gathered_bytes": step.gathered_bytes,
+        "scattered_bytes": step.scattered_bytes,
+        "roofline_seconds": step.roofline,
+        "stall_seconds": step.stall_seconds,
+        "bound": step.bound,
+        "config": found.config(),
+        "chunk_sizes": [
+            {"chunk_numel": c.chunk_numel, "waste_bytes": c.waste_bytes, "step_seconds": c.step.seconds}
+            for c in found.cases
+        ],
+    }
