@@ -125,9 +125,13 @@ def _mesh_lines(answer: Answer) -> list[str]:
 
 
 def _stash_lines(case: Case) -> list[str]:
-    if not case.stashed_bytes:
-        return []
-    return [f"activations that leave the device: {show_size(case.stashed_bytes)}, on the host until their backward"]
+    lines = []
+    if case.stashed_bytes:
+        stashed = show_size(case.stashed_bytes)
+        lines.append(f"activations that leave the device: {stashed}, on the host until their backward")
+    if case.kept_attention:
+        lines.append(f"attention of checkpointed layers: {case.kept_attention} calls are kept for backward")
+    return lines
 
 
 def _trained(answer: Answer) -> str:
@@ -274,6 +278,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "num_parameters_first": case.num_parameters_first,
         "tide_peak_bytes": case.plan.tide_peak_bytes,
         "stashed_bytes": case.stashed_bytes,
+        "kept_attention": case.kept_attention,
         "device_peak_bytes": step.peak_bytes,
         "host_bytes": case.host_bytes,
         "host_peak_bytes": case.host_peak_bytes,

@@ -11,7 +11,8 @@ back begins when what was kept a little later is used. Its bits are those that w
 
 [Note: working activations] The share is also for what forward and backward have beside: one layer's operations, the
 loss. How much that is at most, the first step shows: between two tensors that are kept or used, the highest tide of
-what was alive, less what was kept. Later steps keep no more on the device than it had of activations then, since
+what was alive, less what was kept. What autograd saves may take the share beside it, as in the first step; what is
+kept beyond (:meth:`ActivationStash.keep`) may not take more of the device than it had of activations then, since
 chunks have the rest. In the first step the share is compared with the tide itself, which on CUDA counts memory that
 PyTorch holds for later allocations, so that nearly everything leaves once the share was exceeded.
 """
@@ -81,7 +82,7 @@ class ActivationStash:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
         """One that backward will ask for, from now on in the stash; the tensor itself where it may not leave."""
-        return self._hold(tensor) if self._may_leave(tensor) else tensor
+        return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
 
     def has_room_beside_inputs(self, num_bytes: int) -> bool:
         """Whether device and host can keep so many bytes, and all that autograd is still to save in this forward: as
@@ -89,7 +90,8 @@ class ActivationStash:
         """
         if self.working.num_bytes is None:
             return False
-        on_device = max(-self._excess_bytes(), 0)
+        working = self.working
+        on_device = max(min(working.highest_tide, self._share) - working.num_bytes - working.held_bytes, 0)
         needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
         return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
 
@@ -104,9 +106,9 @@ class ActivationStash:
             self._inputs.note(tensor.nbytes)
         return kept
 
-    def _hold(self, tensor: torch.Tensor) -> Stashed:
+    def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Stashed:
         self.working.measure()
-        kept = Stashed(self, tensor, self._num_kept)
+        kept = Stashed(self, tensor, self._num_kept, beyond)
         self._num_kept += 1
         self._make_room()
         self._on_device.append(weakref.ref(kept))
@@ -142,7 +144,8 @@ class ActivationStash:
         leaving = sum(kept.num_bytes for kept in self._leaving)
         if self.working.num_bytes is None:
             return self.runtime.excess_of_activations() - leaving
-        return self.working.held_bytes - leaving + self.working.num_bytes - min(self.working.highest_tide, self._share)
+        needed = self.working.held_bytes - leaving + self.working.num_bytes
+        return max(needed - self._share, min(needed - self.working.highest_tide, self.working.beyond_bytes))
 
     def _let_go(self) -> None:
         while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
@@ -189,6 +192,7 @@ class WorkingBytes:
 
     Attributes:
         held_bytes: of what is kept, on the device.
+        beyond_bytes: of these, what autograd did not save by itself.
         num_bytes: the most that was alive beside it; None until a step was seen.
         highest_tide: the most that was alive with it.
     """
@@ -197,10 +201,16 @@ class WorkingBytes:
         self._runtime = runtime
         self._least_held = share // 32  # with less nothing will have to leave, so nobody asks for peaks
         self.held_bytes = 0
+        self.beyond_bytes = 0
         self.num_bytes: int | None = None
         self.highest_tide = 0
         self._highest = -1
         self._held_before = 0
+
+    def hold(self, num_bytes: int, beyond: int) -> None:
+        """So much more is on the device, or less."""
+        self.held_bytes += num_bytes
+        self.beyond_bytes += beyond
 
     def begin_forward(self) -> None:
         """What the step before has shown counts from now on."""
@@ -254,7 +264,7 @@ class Place(enum.Enum):
 class Stashed:
     """A tensor that is kept between forward and backward."""
 
-    def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int):
+    def __init__(self, stash: ActivationStash, tensor: torch.Tensor, number: int, beyond: int):
         self._stash = stash
         self._runtime = stash.runtime
         self._working = stash.working
@@ -266,7 +276,8 @@ class Stashed:
         self._version = tensor._version
         self._was_changed = False
         self.ticket = -1  # of one that left
-        self._working.held_bytes += self.num_bytes
+        self._beyond = beyond
+        self._working.hold(self.num_bytes, beyond)
 
     @property
     def is_unchanged(self) -> bool:
@@ -287,7 +298,7 @@ class Stashed:
         self._runtime.finish_stashing(self.ticket)
         self._was_changed = not self.is_unchanged
         self.place, self._tensor = Place.AWAY, None
-        self._working.held_bytes -= self.num_bytes
+        self._working.hold(-self.num_bytes, -self._beyond)
 
     def fetch(self) -> None:
         """Starts the copy back."""
@@ -315,4 +326,4 @@ class Stashed:
         if self.place is not Place.ON_DEVICE:
             self._runtime.drop_activation(self.ticket)
         if self.place in (Place.ON_DEVICE, Place.LEAVING):
-            self._working.held_bytes -= self.num_bytes
+            self._working.hold(-self.num_bytes, -self._beyond)

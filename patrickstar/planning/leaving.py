@@ -260,13 +260,16 @@ class _Played:
         if self._first_step is None:
             return False
         needed = num_bytes + self._num_inputs * self._input_bytes
-        return needed <= max(-self._excess_bytes(), 0) + self._room_bytes
+        most = min(self._first_step.highest_bytes, self._share)
+        on_device = most - self._first_step.working_bytes - self._held_bytes
+        return needed <= max(on_device, 0) + self._room_bytes
 
     def _excess_bytes(self) -> int:
         if self._first_step is None:
             return self.highest - self._share
-        most = min(self._first_step.highest_bytes, self._share)
-        return self._held_bytes + self._first_step.working_bytes - most
+        beyond = sum(held.get(number, 0) for held in (self._on_device, self._leaving) for number in self._kept_offers)
+        needed = self._held_bytes + self._first_step.working_bytes
+        return max(needed - self._share, min(needed - self._first_step.highest_bytes, beyond))
 
     def _come_back(self, number: int) -> None:
         self.absent_bytes -= self._away.pop(number, 0)

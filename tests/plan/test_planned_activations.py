@@ -155,3 +155,6 @@ def test_the_command(capsys, tmp_path):
     assert main([*asked, *scarce]) == 0
     out = capsys.readouterr().out
     assert "activations that leave the device: " in out and "MLPs and norms in tiles of 4096 tokens" in out
+    assert tiled["kept_attention"] == 0 and "attention of checkpointed layers" not in out
+    assert main([*asked, "--seq-len", "40000"]) == 0
+    assert f"attention of checkpointed layers: {LAYERS} calls are kept for backward" in capsys.readouterr().out
