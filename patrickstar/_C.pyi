@@ -416,9 +416,11 @@ def simulate(
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     num_ranks: int = 1,
+    activations: Sequence[Sequence[int]] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
-    bytes.
+    bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
+    moment needs; empty: none.
     """
 
 def choose_plan(
@@ -434,6 +436,7 @@ def choose_plan(
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
     num_ranks: int = 1,
+    activations: Sequence[Sequence[int]] = [],
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get.
 

@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "bind/bind.h"
 #include "plan/plan_choice.h"
 #include "plan/simulator.h"
@@ -32,17 +34,27 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
+// By moment: bytes that leave, that come back, and of these that are needed.
+using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
+
+std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments) {
+  std::vector<ActivationCopies> result;
+  for (const auto& [leaving, coming, needed] : moments) result.push_back({leaving, coming, needed});
+  return result;
+}
+
 void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks) {
+         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations) {
         const Timeline timeline = parse_timeline(moments);
         const PlanProblem problem{&timeline,        parse_costs(costs), limit_bytes,
                                   least_tide_bytes, fixed_bytes,        prefetch_bytes};
-        const PlanChoice choice =
-            choose_plan(problem, rates, {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks});
+        const PlanChoice choice = choose_plan(
+            problem, rates,
+            {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks, parse_copies(activations)});
         py::dict result;
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
@@ -52,6 +64,7 @@ void register_choice(py::module_& module) {
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
       py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
+      py::arg("activations") = CopiesByMoment{},
       "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
 }
 
@@ -80,7 +93,8 @@ void register_simulator(py::module_& module) {
       "simulate",
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
-         int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks) {
+         int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
+         const CopiesByMoment& activations) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -88,12 +102,14 @@ void register_simulator(py::module_& module) {
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
-        return describe_step(simulate(problem, parse_plan(plan), rates,
-                                      {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks}));
+        return describe_step(simulate(
+            problem, parse_plan(plan), rates,
+            {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks, parse_copies(activations)}));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
+      py::arg("activations") = CopiesByMoment{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
       "numels: by chunk.");
   register_choice(module);

@@ -67,6 +67,8 @@ class Player {
   };
 
   void play_moment(size_t t);
+  void bring_activations(const ActivationCopies& copies);
+  void send_activations(const ActivationCopies& copies);
   void finish_step();
   void update(ChunkId chunk);
   void update_on_host(ChunkId chunk, double begin, double share = 1);
@@ -101,6 +103,7 @@ class Player {
   std::vector<ArrayTimes> arrays_;
   std::vector<size_t> last_use_;  // by array: the last moment that reads or writes it
   std::deque<int> postponed_;
+  std::deque<std::pair<int64_t, When>> activations_;  // that come back: bytes, and when they are there
   Room room_;
   int64_t used_bytes_ = 0;
   When launch_;  // the launching thread's clock, and what it last waited for
@@ -147,6 +150,7 @@ Player::Player(const PlanProblem& problem, const Plan& plan, const Rates& rates,
 SimulatedStep Player::play_step() {
   step_ = {};
   postponed_.clear();
+  activations_.clear();
   for (size_t t = 0; t < plan_.moments.size(); ++t) play_moment(t);
   finish_step();
   step_.compute_seconds = std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
@@ -167,6 +171,7 @@ void Player::play_moment(size_t t) {
   }
   for (ArrayId id : planned.evict_ahead) evict(id.index());
   prefetch(planned.prefetch);
+  if (!shape_.activations.empty()) bring_activations(shape_.activations[t]);
   wait(launch_);
   for (const Access& access : accesses) {
     const int array = access.array.index();
@@ -185,9 +190,39 @@ void Player::play_moment(size_t t) {
   }
   step_.peak_bytes = std::max(step_.peak_bytes, used_bytes_ + problem_.fixed_bytes + tide(problem_, t));
   run(shape_.compute_seconds[t]);
+  if (!shape_.activations.empty()) send_activations(shape_.activations[t]);
   for (const Access& access : accesses) {
     if (access.mode == AccessMode::kRetire) retire(access.array, t);
   }
+}
+
+// Into memory that the compute queue has used until now.
+void Player::bring_activations(const ActivationCopies& copies) {
+  if (copies.coming_bytes > 0) {
+    const double seconds =
+        rates_.transfer_latency_seconds + static_cast<double>(copies.coming_bytes) / (rates_.upload_gbps * 1e9);
+    activations_.emplace_back(copies.coming_bytes, enqueue(upload_end_, {compute_end_, kOnUpload}, seconds, kOnUpload));
+    step_.upload_seconds += seconds;
+    step_.uploaded_bytes += copies.coming_bytes;
+  }
+  int64_t needed = copies.needed_bytes;
+  while (needed > 0 && !activations_.empty()) {
+    auto& [num_bytes, there] = activations_.front();
+    wait(there);
+    const int64_t part = std::min(needed, num_bytes);
+    needed -= part;
+    num_bytes -= part;
+    if (num_bytes == 0) activations_.pop_front();
+  }
+}
+
+void Player::send_activations(const ActivationCopies& copies) {
+  if (copies.leaving_bytes == 0) return;
+  const double seconds =
+      rates_.transfer_latency_seconds + static_cast<double>(copies.leaving_bytes) / (rates_.download_gbps * 1e9);
+  download_end_ = std::max(download_end_, compute_end_) + seconds;
+  step_.download_seconds += seconds;
+  step_.downloaded_bytes += copies.leaving_bytes;
 }
 
 void Player::retire(ArrayId id, size_t moment) {
@@ -356,6 +391,9 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
   PS_CHECK(plan.moments.size() == num_moments && shape.compute_seconds.size() == num_moments, ArgumentError,
            "the timeline has ", num_moments, " moments, the plan ", plan.moments.size(), " and the times ",
            shape.compute_seconds.size(), "; give one of each per moment");
+  PS_CHECK(shape.activations.empty() || shape.activations.size() == num_moments, ArgumentError, "the timeline has ",
+           num_moments, " moments and activations are copied in ", shape.activations.size(),
+           "; give one of each per moment");
   PS_CHECK(
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",

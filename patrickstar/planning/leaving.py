@@ -133,6 +133,16 @@ class _Kept:
         self._record(KeptEvent(fate, self._number, self._tensor.nbytes))
 
 
+@dataclasses.dataclass(frozen=True)
+class FirstStep:
+    """What an engine has seen of a step, for later ones ([Note: working activations])."""
+
+    highest_bytes: int
+    """The highest tide."""
+    working_bytes: int
+    """The most of the tide beside tensors that are kept."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
     """Where activations are, and where they may go."""
@@ -141,8 +151,8 @@ class Device:
     """Of the device, the configuration's ``device_memory``."""
     room_bytes: int
     """Of the host, beside what parameters and states need."""
-    first_step: Tides | None = None
-    """What an engine has seen of the step; None: it is the first."""
+    first_step: FirstStep | None = None
+    """None: it is the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +163,36 @@ class Tides:
     """The highest tide in each of the groups of spans."""
     away_bytes: int
     """The most that is on the host at once."""
-    highest_bytes: int
-    """The highest tide of all."""
-    working_bytes: int
-    """The most of the tide beside tensors that are kept."""
+    seen: FirstStep
+    """What an engine sees of the step."""
     saved_seconds: tuple[float, ...]
     """By group, what calls of attention would take whose results were kept."""
     kept_calls: int
     """How many these are."""
+    copies: tuple[Copies, ...]
+    """By group."""
+
+
+@dataclasses.dataclass(slots=True)
+class Copies:
+    """Of activations, in bytes."""
+
+    leaving: int = 0
+    """To the host."""
+    coming: int = 0
+    """Back, begun now."""
+    needed: int = 0
+    """Of what comes back, what is used now."""
+
+    def add(self, other: Copies) -> None:
+        """Both together."""
+        self.leaving += other.leaving
+        self.coming += other.coming
+        self.needed += other.needed
+
+    def as_core(self) -> tuple[int, int, int]:
+        """What ``_C.simulate`` takes for a moment."""
+        return self.leaving, self.coming, self.needed
 
 
 def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -> Tides:
@@ -173,9 +205,10 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
     """
     events = [span.event for spans in groups for span in spans if span.event is not None]
     played = _Played(static_bytes, device, events)
-    peaks, saved = [], []
+    peaks, saved, copies = [], [], []
     for spans in groups:
         peak = 0
+        played.copies = Copies()
         seconds_before = played.saved_seconds
         for span in spans:
             if span.event is not None:
@@ -185,13 +218,14 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
             played.note_tide(alive + static_bytes)
         peaks.append(peak)
         saved.append(played.saved_seconds - seconds_before)
+        copies.append(played.copies)
     return Tides(
         tuple(peaks),
         played.most_away_bytes,
-        played.highest,
-        played.working_bytes,
+        FirstStep(played.highest, played.working_bytes),
         tuple(saved),
         played.kept_calls,
+        tuple(copies),
     )
 
 
@@ -205,6 +239,7 @@ class _Played:
         self.working_bytes = 0
         self.saved_seconds = 0.0
         self.kept_calls = 0
+        self.copies = Copies()
         self._first_step = device.first_step
         self._share = int(device.num_bytes * DEVICE_SHARE)
         self._used_again = {event.number for event in events if event.fate is Fate.USED}
@@ -216,6 +251,7 @@ class _Played:
         self._on_device: dict[int, int] = {}  # by number, bytes; oldest first, as in the others
         self._leaving: dict[int, int] = {}
         self._away: dict[int, int] = {}
+        self._coming: dict[int, int] = {}
         self._on_host: dict[int, int] = {}
 
     def meet(self, event: KeptEvent) -> None:
@@ -229,7 +265,9 @@ class _Played:
                 self.absent_bytes -= event.num_bytes
                 self._keep(event)
         elif event.fate is Fate.USED:
-            self._come_back(event.number)
+            self._fetch(event.number)
+            self.copies.needed += self._coming.pop(event.number, 0)
+            self._take(event.number)
             if event.number in self._kept_offers:
                 self._kept_offers.remove(event.number)
                 self.saved_seconds += event.seconds
@@ -237,9 +275,9 @@ class _Played:
                 self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
             before = next(reversed(self._away), None)
             if before is not None and event.number - _FETCHED_AHEAD <= before < event.number:
-                self._come_back(before)
+                self._fetch(before)
         elif event.fate is Fate.GONE:
-            self._come_back(event.number)
+            self._take(event.number)
             self._room_bytes += self._on_host.pop(event.number, 0)
 
     def note_tide(self, num_bytes: int) -> None:
@@ -271,7 +309,14 @@ class _Played:
         needed = self._held_bytes + self._first_step.working_bytes
         return max(needed - self._share, min(needed - self._first_step.highest_bytes, beyond))
 
-    def _come_back(self, number: int) -> None:
+    def _fetch(self, number: int) -> None:
+        num_bytes = self._away.pop(number, 0)
+        if num_bytes:
+            self.absent_bytes -= num_bytes
+            self.copies.coming += num_bytes
+            self._coming[number] = num_bytes
+
+    def _take(self, number: int) -> None:
         self.absent_bytes -= self._away.pop(number, 0)
         self._leaving.pop(number, None)
         self._on_device.pop(number, None)
@@ -287,6 +332,7 @@ class _Played:
                 return
             del self._on_device[number]
             self._leaving[number] = self._on_host[number] = num_bytes
+            self.copies.leaving += num_bytes
             self._room_bytes -= num_bytes
             self.most_away_bytes = max(self.most_away_bytes, sum(self._on_host.values()))
             excess -= num_bytes

@@ -45,9 +45,9 @@ class Prediction:
     stall_seconds: dict[str, float]
     """What the GPU waited for: ``upload``, ``memory``, ``host_update``, ``launch``, ``collective``."""
     uploaded_bytes: int
-    """From host to device, per rank and step."""
+    """From host to device, per rank and step, activations included that come back."""
     downloaded_bytes: int
-    """From device to host, per rank and step."""
+    """From device to host, per rank and step, activations included that leave."""
     gathered_bytes: int
     """From other ranks, per step."""
     scattered_bytes: int

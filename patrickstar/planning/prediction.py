@@ -390,9 +390,7 @@ class Predictor:
         if key not in self._timelines:
             uses = self._uses
             if first is not None or later is not None:
-                peaks = [use.tide_peak_bytes for use in uses.uses] if first is None else self._tides(first).peaks
-                saved = [0.0] * len(uses.uses) if later is None else self._tides(later).saved_seconds
-                uses = uses.with_tides(peaks, saved)
+                uses = uses.with_tides(*(None if device is None else self._tides(device) for device in (first, later)))
             self._timelines[key] = make_timeline(uses, self._layout, on_device)
         return self._timelines[key]
 
@@ -427,7 +425,7 @@ class Predictor:
         if not self._may_leave(setting):
             return None
         first = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
-        return dataclasses.replace(first, room_bytes=max(room, 0), first_step=self._tides(first))
+        return dataclasses.replace(first, room_bytes=max(room, 0), first_step=self._tides(first).seen)
 
     def _initial_placement(self, setting: Setting) -> tuple[list[bool], int]:
         room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)
@@ -518,6 +516,7 @@ def _choose_plan(
         updates=list(updates),
         numels=[chunk.shard_numel for chunk in planned_chunks(layout, on_device)],
         num_ranks=layout.num_ranks,
+        activations=[copies.as_core() for copies in timed.copies],
         **problem,
     )
     return plan_of(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from patrickstar import _C
+from patrickstar.planning.leaving import Copies
 from patrickstar.planning.uses import Call, StepUses, Use
 
 _READ, _WRITE, _RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
@@ -27,6 +28,8 @@ class TimedTimeline:
     """Time of the device's operations in each moment."""
     waste_bytes: int
     """The most that the chunks which a moment begins with hold beside the parameters that it asks for."""
+    copies: list[Copies] = dataclasses.field(default_factory=list)
+    """Of activations, by moment."""
 
     @property
     def tide_peak_bytes(self) -> int:
@@ -42,7 +45,7 @@ def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[
     for use in uses.uses:
         model.play(use)
     model.end_backward()
-    return TimedTimeline(model.moments, model.seconds, model.waste_bytes)
+    return TimedTimeline(model.moments, model.seconds, model.waste_bytes, model.copies)
 
 
 def _param_bytes(chunks: Sequence[dict[str, Any]], layout: _C.Layout) -> dict[int, int]:
@@ -77,6 +80,7 @@ class _AccessModel:
         chunks = [spec["params"] for spec in specs]
         self.moments: list[dict[str, Any]] = []
         self.seconds: list[float] = []
+        self.copies: list[Copies] = []
         self.waste_bytes = 0
         self._param_bytes = _param_bytes(specs, layout)
         self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
@@ -123,6 +127,7 @@ class _AccessModel:
             moment = self.moments[-1]
             moment["tide_peak_bytes"] = max(moment["tide_peak_bytes"], use.tide_peak_bytes + self._static_bytes)
             self.seconds[-1] += use.seconds
+            self.copies[-1].add(use.copies)
         else:
             self._seconds_before += use.seconds
 
@@ -174,6 +179,7 @@ class _AccessModel:
             accesses = [(chunk, _PARAM, _READ) for chunk in sorted(set(chunks))]
             self.moments.append({"phase": self._phase, "accesses": accesses, "tide_peak_bytes": 0})
             self.seconds.append(self._seconds_before)
+            self.copies.append(Copies())
             self._seconds_before = 0.0
 
     def _release_transient(self) -> None:

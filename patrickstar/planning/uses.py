@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,16 @@ from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.divided_matrices import PlannedMatrices
-from patrickstar.planning.leaving import LEAST_ATTENTION_TOKENS, Device, KeptEvent, KeptTensors, Span, Tides, leave
+from patrickstar.planning.leaving import (
+    LEAST_ATTENTION_TOKENS,
+    Copies,
+    Device,
+    KeptEvent,
+    KeptTensors,
+    Span,
+    Tides,
+    leave,
+)
 from patrickstar.planning.machines import Gpu
 from patrickstar.sequence.tiling import equal_tiles_once
 
@@ -89,6 +98,7 @@ class Use:
     end: int = 0
     seconds: float = 0.0
     spans: list[Span] = dataclasses.field(default_factory=lambda: [Span()])
+    copies: Copies = dataclasses.field(default_factory=Copies)
 
     @property
     def tide_peak_bytes(self) -> int:
@@ -114,11 +124,17 @@ class StepUses:
         """What activations take when they leave the device."""
         return leave([use.spans for use in self.uses], self.static_bytes, device)
 
-    def with_tides(self, peaks: Sequence[int], saved_seconds: Sequence[float]) -> StepUses:
-        """The same uses with other peaks of the tide, and so much less to compute, by use."""
+    def with_tides(self, first: Tides | None, later: Tides | None) -> StepUses:
+        """The same uses with the peaks of the tide that the ``first`` step has, and with what ``later`` ones copy and
+        need not compute; None: activations stay.
+        """
+        count = len(self.uses)
+        peaks = [use.tide_peak_bytes for use in self.uses] if first is None else first.peaks
+        saved = (0.0,) * count if later is None else later.saved_seconds
+        copies = (Copies(),) * count if later is None else later.copies
         uses = [
-            dataclasses.replace(use, seconds=use.seconds - saved, spans=[Span(None, peak)])
-            for use, peak, saved in zip(self.uses, peaks, saved_seconds, strict=True)
+            dataclasses.replace(use, seconds=use.seconds - less, spans=[Span(None, peak)], copies=copied)
+            for use, peak, less, copied in zip(self.uses, peaks, saved, copies, strict=True)
         ]
         return dataclasses.replace(self, uses=uses)
 

@@ -97,7 +97,7 @@ def test_what_leaves_is_no_part_of_the_tide():
 
     def leaving(device):
         tides = uses.leaving(device)
-        return tide(uses.with_tides(tides.peaks, tides.saved_seconds), layout), tides
+        return tide(uses.with_tides(tides, tides), layout), tides
 
     staying = tide(uses, layout)
     device = Device(num_bytes=2 * 4 * INPUT_BYTES, room_bytes=2**40)
@@ -109,7 +109,11 @@ def test_what_leaves_is_no_part_of_the_tide():
     scarce = leaving(dataclasses.replace(device, room_bytes=2 * INPUT_BYTES))[1].away_bytes
     assert INPUT_BYTES <= scarce <= 2 * INPUT_BYTES
     assert leaving(Device(num_bytes=4 * staying, room_bytes=2**40))[0] == staying
-    last, later = leaving(dataclasses.replace(device, first_step=first))
+    sent = sum(copies.leaving for copies in first.copies)
+    assert first.away_bytes <= sent <= (LAYERS + 2) * INPUT_BYTES
+    brought = sum(copies.coming for copies in first.copies)
+    assert 0 < brought == sum(copies.needed for copies in first.copies) <= sent
+    last, later = leaving(dataclasses.replace(device, first_step=first.seen))
     assert later.away_bytes >= first.away_bytes
     assert last <= left
 
@@ -124,13 +128,13 @@ def test_attention_that_is_kept():
     counts, seconds = [], []
     for room in (0, 2 * least, 2**40):
         device = Device(num_bytes=12 * least, room_bytes=room)
-        tides = uses.leaving(dataclasses.replace(device, first_step=uses.leaving(device)))
+        tides = uses.leaving(dataclasses.replace(device, first_step=uses.leaving(device).seen))
         counts.append(tides.kept_calls)
         seconds.append(sum(tides.saved_seconds))
     print(counts, seconds)
     assert counts[0] < counts[-1] == LAYERS and counts == sorted(counts)
     assert seconds == pytest.approx([count / LAYERS * seconds[-1] for count in counts])
-    assert traced()[0].leaving(dataclasses.replace(ample, first_step=first)).kept_calls == 0
+    assert traced()[0].leaving(dataclasses.replace(ample, first_step=first.seen)).kept_calls == 0
 
 
 def test_the_command(capsys, tmp_path):

@@ -353,3 +353,23 @@ def test_the_same_plan_in_more_memory_is_not_slower(problem, data, more):
     rates = rates_of(**draw_rates(data))
     scarce = simulate(**problem, rates=rates, update=AT_RETIRE)["seconds"]
     assert simulate(**problem, rates=rates, update=AT_RETIRE, spare=more)["seconds"] <= scarce * (1 + 1e-9)
+
+
+def test_activations_share_the_queues():
+    """Of 2 GB that leave in the first moment and are back in the third one, compute hides one of two seconds."""
+    copies = [[2 * GB, 0, 0], [0, 2 * GB, 0], [0, 0, 2 * GB]]
+
+    def step_with(activations):
+        moments = forward(1) * 3
+        costs = costs_of(1)
+        plan = _C.make_plan(moments, costs, limit_bytes=_C.UNLIMITED, fixed_bytes=0, prefetch_bytes=0)
+        shape = {"compute_seconds": [1.0] * 3, "updates": [NEVER], "numels": [GB], "limit_bytes": _C.UNLIMITED}
+        return _C.simulate(moments, costs, plan, rates_of(upload=1, download=1), **shape, activations=activations)
+
+    without, step = step_with([]), step_with(copies)
+    assert step["stall_seconds"]["upload"] - without["stall_seconds"]["upload"] == pytest.approx(1.0)
+    assert step["seconds"] - without["seconds"] == pytest.approx(1.0)
+    assert step["uploaded_bytes"] - without["uploaded_bytes"] == 2 * GB
+    assert step["downloaded_bytes"] - without["downloaded_bytes"] == 2 * GB
+    with pytest.raises(_C.ArgumentError, match="3 moments and activations are copied in 2"):
+        step_with(copies[:2])
