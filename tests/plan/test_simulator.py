@@ -371,5 +371,5 @@ def test_activations_share_the_queues():
     assert step["seconds"] - without["seconds"] == pytest.approx(1.0)
     assert step["uploaded_bytes"] - without["uploaded_bytes"] == 2 * GB
     assert step["downloaded_bytes"] - without["downloaded_bytes"] == 2 * GB
-    with pytest.raises(_C.ArgumentError, match="3 moments and activations are copied in 2"):
+    with pytest.raises(ValueError, match="3 moments and activations are copied in 2"):
         step_with(copies[:2])
