@@ -204,8 +204,10 @@ class WorkingBytes:
         self.beyond_bytes = 0
         self.num_bytes: int | None = None
         self.highest_tide = 0
+        self._most_held = 0
         self._highest = -1
-        self._held_before = 0
+        self._is_measuring = True
+        self._held_before: int | None = None  # None: the peak since the last call is of no interest
 
     def hold(self, num_bytes: int, beyond: int) -> None:
         """So much more is on the device, or less."""
@@ -213,20 +215,27 @@ class WorkingBytes:
         self.beyond_bytes += beyond
 
     def begin_forward(self) -> None:
-        """What the step before has shown counts from now on."""
+        """What the step before has shown counts from now on. Later steps show it again only where they keep more: on
+        CUDA each measurement resets PyTorch's own peaks.
+        """
         if self._highest >= 0:
             self.num_bytes = max(self.num_bytes or 0, self._highest)
         self._highest = -1
-        self._held_before = 0
+        self._held_before = None
+        self._is_measuring = self.num_bytes is None
 
     def measure(self) -> None:
         """A tensor is about to be kept or used."""
-        if self._held_before > self._least_held:
-            tide = self._runtime.take_live_tide_peak()
+        if self.held_bytes > self._most_held:
+            self._most_held = self.held_bytes
+            self._is_measuring = True
+        if not self._is_measuring or self.held_bytes <= self._least_held:
+            self._held_before = None
+            return
+        tide = self._runtime.take_live_tide_peak()
+        if self._held_before is not None:
             self.highest_tide = max(self.highest_tide, tide)
             self._highest = max(self._highest, tide - self._held_before)
-        elif self.held_bytes > self._least_held:
-            self._runtime.take_live_tide_peak()  # from now on
         self._held_before = self.held_bytes
 
 
