@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from patrickstar.config import Speculation
+from patrickstar.planning.activation_proposals import (
+    fewer_activations,
+    fused_loss,
+    host_memory_for_activations,
+    tiles,
+)
 from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
@@ -19,7 +26,7 @@ from patrickstar.planning.proposals import (
     other_work,
     recomputed,
 )
-from patrickstar.sizes import enough_size, show_size, size_in_words
+from patrickstar.sizes import size_in_words
 
 LEAST_GAIN = 0.01
 """Of tokens per second: what helps by less is not worth a line."""
@@ -57,13 +64,18 @@ class Advice:
 def advise(planner: Planner, answer: Answer) -> list[Advice]:
     """What makes more tokens per second of it, by at least :data:`LEAST_GAIN`, best first."""
     least = answer.tokens_per_second * (1 + LEAST_GAIN)
-    found = [advice for advice in _planned(planner, _proposals(answer)) if advice.answer.tokens_per_second >= least]
+    found = [
+        advice for advice in _planned(planner, _proposals(planner, answer)) if advice.answer.tokens_per_second >= least
+    ]
     return _best_of_each_kind(found)
 
 
 def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
     """What makes a question fit that did not, best first."""
     found = list(_planned(planner, _remedies(question, refusal)))
+    if refusal.least_device_bytes is not None:
+        for proposals in (fewer_activations(question), host_memory_for_activations(planner, question, None)):
+            found += itertools.islice(_planned(planner, proposals), 1)  # each is a trace, which takes seconds
     if refusal.least_host_bytes is not None:
         found += _host_memory_that_fits(planner, question, refusal)
     if refusal.least_device_bytes is not None:
@@ -96,15 +108,21 @@ def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
 # Of a model that fits
 
 
-def _proposals(answer: Answer) -> Iterator[Proposal]:
+def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
     question, step = answer.question, answer.chosen.step
     waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else all is hidden behind the GPU's work
     yield from _device_memory(question)
     if question.workload.checkpointing:
         text = "keep activations instead of computing them again"
         yield other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
+        fused = fused_loss(question)
+        if fused is not None:
+            flags = ("--no-checkpointing", *fused.flags)
+            yield other_work("checkpointing", f"{text}; {fused.text}", flags, fused.question, checkpointing=False)
+    yield from host_memory_for_activations(planner, question, answer.chosen)
     if not waits:
         return
+    yield from fewer_activations(question)
     yield from _host_memory(answer)
     yield from _options(question)
     if not question.workload.checkpointing:
@@ -137,9 +155,7 @@ def _host_memory(answer: Answer) -> Iterator[Proposal]:
     for bytes_each, what in wanted:
         num_bytes = size_in_words(case.least_host_bytes + bytes_each * trained + 2**30)
         if num_bytes > question.setting.host_bytes:
-            text = f"{show_size(num_bytes)} of host memory, {what}"
-            flags = ("--host-memory", enough_size(num_bytes))
-            yield other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+            yield more_host_memory(question, num_bytes, what)
 
 
 def _num_trainable(answer: Answer) -> int:
@@ -309,6 +325,9 @@ def _next_change(question: Question, refusal: DoesNotFitError) -> Proposal | Non
         return None
     if not work.checkpointing:
         return recomputed(question)
+    fewer = fused_loss(question) or tiles(question)
+    if fewer is not None:
+        return fewer
     if question.setting.device_bytes < refusal.least_device_bytes <= most_device_bytes(question):
         return more_device_memory(question, size_in_words(refusal.least_device_bytes))
     if work.batch > work.batch_unit:

@@ -30,10 +30,11 @@ def more_device_memory(question: Question, num_bytes: int) -> Proposal:
     return other_setting("device memory", text, flags, question, device_bytes=num_bytes)
 
 
-def more_host_memory(question: Question, least_bytes: int) -> Proposal:
+def more_host_memory(question: Question, least_bytes: int, what_for: str = "") -> Proposal:
     """A larger budget of the host's memory, as much as a configuration says in a short text."""
     num_bytes = size_in_words(least_bytes)
-    text, flags = f"{show_size(num_bytes)} of host memory", ("--host-memory", enough_size(num_bytes))
+    text = f"{show_size(num_bytes)} of host memory{what_for and ', '}{what_for}"
+    flags = ("--host-memory", enough_size(num_bytes))
     return other_setting("host memory", text, flags, question, host_bytes=num_bytes)
 
 
