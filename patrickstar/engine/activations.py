@@ -1,5 +1,6 @@
 """What an engine changes of a model so that activations take less memory (`activations` in the configuration).
 
+    remedies = ActivationRemedies(module, config)  # against those that take too much all the same
     changed = change_activations(module, config.activations)
     changed.close()
 
@@ -13,12 +14,15 @@ from collections.abc import Callable
 
 from torch import nn
 
-from patrickstar.config import ActivationsConfig, LossComputation
+from patrickstar.config import ActivationOffload, ActivationsConfig, Config, LossComputation
 from patrickstar.module.tiled_modules import find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
 
 logger = logging.getLogger("patrickstar")
+
+_FUSED: dict[str, object] = {"loss": LossComputation.FUSED, "tile_tokens": 0}
+_TILED: dict[str, object] = {"loss": LossComputation.WHOLE, "tile_tokens": 4096}
 
 
 class ChangedActivations:
@@ -51,6 +55,53 @@ def change_activations(module: nn.Module, section: ActivationsConfig) -> Changed
         undo.append(tiled.restore)
         logger.debug("in tiles of %d tokens: %s", section.tile_tokens, ", ".join(tiled.names))
     return ChangedActivations(undo)
+
+
+class ActivationRemedies:
+    """What makes activations of a module take less that its configuration does not ask for, where it applies.
+
+    Args:
+        module: the user's, as it was given: nothing is changed yet.
+        config: the engine's.
+    """
+
+    def __init__(self, module: nn.Module, config: Config):
+        section, is_divided = config.activations, config.tensor_parallel.num_ranks > 1
+        self._section = section
+        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._changes: list[str] = []  # of the module; matrices that ranks share are refused with them
+        if is_divided:
+            return
+        if section.loss is LossComputation.WHOLE and _applies(section.model_copy(update=_FUSED), module):
+            self._changes.append('a loss that does not make all logits at once ("activations": {"loss": "fused"})')
+        if not section.tile_tokens and _applies(section.model_copy(update=_TILED), module):
+            self._changes.append('MLPs and norms in tiles of tokens ("activations": {"tile_tokens": 4096})')
+
+    def texts(self) -> list[str]:
+        """As layers are checkpointed just now."""
+        is_checkpointed = any(layer.gradient_checkpointing for layer in self._layers)
+        texts = list(self._changes)
+        if not is_checkpointed:
+            how = (
+                'gradient_checkpointing_enable({"use_reentrant": False})' if self._layers else "torch.utils.checkpoint"
+            )
+            texts.insert(0, f"activation checkpointing ({how})")
+        offload = ActivationOffload.AUTO if is_checkpointed else ActivationOffload.ALWAYS
+        if self._section.offload is ActivationOffload.NEVER or (
+            self._section.offload is ActivationOffload.AUTO and not is_checkpointed
+        ):
+            texts.append(f'activations that leave the device ("activations": {{"offload": "{offload.value}"}})')
+        else:
+            texts.append("more host_memory, where activations that may leave the device find no room on the host")
+        return texts
+
+
+def _applies(section: ActivationsConfig, module: nn.Module) -> bool:
+    try:
+        check_activations(module, section)
+    except ValueError:
+        return False
+    return True
 
 
 def _language_model(module: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ def explain_other_engines(error: BaseException, num_open: int) -> None:
         )
 
 
-def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any]) -> None:
+def explain_lack_of_memory(
+    error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any], remedies: Iterable[str]
+) -> None:
     """Says in a note what took the device's memory when a forward of ``module`` asked for more, though all that can
     leave the device had left, and what helps. To be called while the activations still live.
 
@@ -50,6 +52,7 @@ def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, rep
         error: what PyTorch raised.
         module: whose forward it was.
         report: the runtime's, of that moment.
+        remedies: against activations, beside smaller batches and a larger budget.
     """
     if not hasattr(error, "add_note"):  # Python 3.10
         return
@@ -59,13 +62,11 @@ def explain_lack_of_memory(error: torch.OutOfMemoryError, module: nn.Module, rep
     where = f" in {place}" if place else ""
     more = f", where {show_size(asked)} more were asked for" if asked else ""
     least = activations + values + asked
+    helpful = "".join(f"{remedy}; " for remedy in ("a smaller batch or shorter sequences", *remedies))
     error.add_note(
         f"Activations and inputs take {show_size(activations)}{where}{more}, and the parameters in use "
-        f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: a smaller batch "
-        "or shorter sequences, activation checkpointing (gradient_checkpointing_enable() of Hugging Face's models), a "
-        'loss that does not make all logits at once ("activations": {"loss": "fused"} for these), MLPs in tiles of '
-        'tokens ("activations": {"tile_tokens": 4096}), '
-        "or a device_memory of at least "
+        f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: "
+        f"{helpful}or a device_memory of at least "
         f"{enough_size(max(least, budget))} (this point alone "
         f"needs {show_size(least)}; blocks that are free but in pieces come on top)."
     )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from patrickstar import _C
 from patrickstar.config import Config, Speculation, make_loss_scaler
 from patrickstar.engine.activation_keepers import keeper_of_activations
-from patrickstar.engine.activations import change_activations, check_activations
+from patrickstar.engine.activations import ActivationRemedies, change_activations, check_activations
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.core_setup import build_core, current_plan
@@ -202,6 +202,7 @@ class Session:
         self._buffer_sync = BufferSync(self.ranks, module)
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
+        self._remedies = ActivationRemedies(module, self.config)
         self._teardown.callback(change_activations(module, self.config.activations).close)
         self.calls = make_calls(
             module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
@@ -370,7 +371,7 @@ class Session:
             self.runtime.end_forward()
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) and attempt == _C.Attempt.LAST:
-                explain_lack_of_memory(error, self.module, self.runtime.report())
+                explain_lack_of_memory(error, self.module, self.runtime.report(), self._remedies.texts())
             self.observer.uses.forget_scopes()
             raise
         finally:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from patrickstar.config import Speculation
-from patrickstar.machine.budgets import expected_device_bytes
+from patrickstar.planning.activation_proposals import (
+    fewer_activations,
+    fused_loss,
+    host_memory_for_activations,
+    tiles,
+)
 from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
-from patrickstar.sizes import enough_size, show_size, size_in_words
+from patrickstar.planning.proposals import (
+    Proposal,
+    more_device_memory,
+    more_host_memory,
+    most_device_bytes,
+    other_setting,
+    other_work,
+    recomputed,
+)
+from patrickstar.sizes import size_in_words
 
 LEAST_GAIN = 0.01
 """Of tokens per second: what helps by less is not worth a line."""
@@ -21,19 +36,6 @@ _MORE_GPUS = (2, 4, 8)
 _LENGTH_UNIT = 128
 _MOST_CHANGES = 8
 _TRIES = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A question that differs in one part."""
-
-    kind: str
-    """Which part; of several proposals for one the cheapest good one is kept."""
-    text: str
-    """What is done, in words."""
-    flags: tuple[str, ...]
-    """What to add to the command line that asked."""
-    question: Question
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,13 +64,18 @@ class Advice:
 def advise(planner: Planner, answer: Answer) -> list[Advice]:
     """What makes more tokens per second of it, by at least :data:`LEAST_GAIN`, best first."""
     least = answer.tokens_per_second * (1 + LEAST_GAIN)
-    found = [advice for advice in _planned(planner, _proposals(answer)) if advice.answer.tokens_per_second >= least]
+    found = [
+        advice for advice in _planned(planner, _proposals(planner, answer)) if advice.answer.tokens_per_second >= least
+    ]
     return _best_of_each_kind(found)
 
 
 def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
     """What makes a question fit that did not, best first."""
     found = list(_planned(planner, _remedies(question, refusal)))
+    if refusal.least_device_bytes is not None:
+        for proposals in (fewer_activations(question), host_memory_for_activations(planner, question, None)):
+            found += itertools.islice(_planned(planner, proposals), 1)  # each is a trace, which takes seconds
     if refusal.least_host_bytes is not None:
         found += _host_memory_that_fits(planner, question, refusal)
     if refusal.least_device_bytes is not None:
@@ -101,38 +108,38 @@ def _best_of_each_kind(found: Sequence[Advice]) -> list[Advice]:
 # Of a model that fits
 
 
-def _proposals(answer: Answer) -> Iterator[Proposal]:
+def _proposals(planner: Planner, answer: Answer) -> Iterator[Proposal]:
     question, step = answer.question, answer.chosen.step
     waits = step.seconds - step.compute_seconds > LEAST_GAIN * step.seconds  # else all is hidden behind the GPU's work
     yield from _device_memory(question)
     if question.workload.checkpointing:
         text = "keep activations instead of computing them again"
-        yield _other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
+        yield other_work("checkpointing", text, ("--no-checkpointing",), question, checkpointing=False)
+        fused = fused_loss(question)
+        if fused is not None:
+            flags = ("--no-checkpointing", *fused.flags)
+            yield other_work("checkpointing", f"{text}; {fused.text}", flags, fused.question, checkpointing=False)
+    yield from host_memory_for_activations(planner, question, answer.chosen)
     if not waits:
         return
+    yield from fewer_activations(question)
     yield from _host_memory(answer)
     yield from _options(question)
     if not question.workload.checkpointing:
-        yield _checkpointing(question)
+        yield recomputed(question)
     batch = 2 * question.workload.batch
     text = f"{batch} sequences at a time: twice the work for each byte that is moved"
-    yield _other_work("batch", text, ("--batch-size", str(batch)), question, batch=batch)
+    yield other_work("batch", text, ("--batch-size", str(batch)), question, batch=batch)
     count = 2 * question.setting.accumulation
     text = f"add up the gradients of {count} backwards for each step, which then has twice the tokens"
-    yield _other_setting("accumulation", text, ("--gradient-accumulation", str(count)), question, accumulation=count)
+    yield other_setting("accumulation", text, ("--gradient-accumulation", str(count)), question, accumulation=count)
 
 
 def _device_memory(question: Question) -> Iterator[Proposal]:
-    given, most = question.setting.device_bytes, _most_device_bytes(question)
+    given, most = question.setting.device_bytes, most_device_bytes(question)
     wanted = {min(int(given * share), most) for share in _MORE_DEVICE_MEMORY}
     for num_bytes in sorted(size_in_words(wish) for wish in wanted if wish > given):
-        yield _more_device_memory(question, num_bytes)
-
-
-def _more_device_memory(question: Question, num_bytes: int) -> Proposal:
-    text = f"{show_size(num_bytes)} of the GPU's {show_size(question.machine.gpu_bytes)}"
-    flags = ("--device-memory", enough_size(num_bytes))
-    return _other_setting("device memory", text, flags, question, device_bytes=num_bytes)
+        yield more_device_memory(question, num_bytes)
 
 
 def _host_memory(answer: Answer) -> Iterator[Proposal]:
@@ -148,9 +155,7 @@ def _host_memory(answer: Answer) -> Iterator[Proposal]:
     for bytes_each, what in wanted:
         num_bytes = size_in_words(case.least_host_bytes + bytes_each * trained + 2**30)
         if num_bytes > question.setting.host_bytes:
-            text = f"{show_size(num_bytes)} of host memory, {what}"
-            flags = ("--host-memory", enough_size(num_bytes))
-            yield _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+            yield more_host_memory(question, num_bytes, what)
 
 
 def _num_trainable(answer: Answer) -> int:
@@ -161,18 +166,18 @@ def _options(question: Question) -> Iterator[Proposal]:
     setting = question.setting
     if setting.speculation is Speculation.NEVER:
         text = "begin updates in backward"
-        yield _other_setting("speculation", text, ("--speculation", "auto"), question, speculation=Speculation.AUTO)
+        yield other_setting("speculation", text, ("--speculation", "auto"), question, speculation=Speculation.AUTO)
     may_commit = setting.accumulation == 1 and question.clipping == 0
     if may_commit and setting.speculation is not Speculation.COMMIT:
         text = "update in backward for good, which promises one step for each backward and no clipping"
         flags = ("--speculation", "commit")
-        yield _other_setting("commit", text, flags, question, speculation=Speculation.COMMIT)
+        yield other_setting("commit", text, flags, question, speculation=Speculation.COMMIT)
     if question.chunk_numel is not None:
         other = dataclasses.replace(question, chunk_numel=None)
         yield Proposal(kind="chunks", text="the best chunk size", flags=("--chunk-numel", "auto"), question=other)
     if setting.margin_use_ratio < 0.95:
         text = "more states on the GPU"
-        yield _other_setting("margin", text, ("--margin-use-ratio", "0.95"), question, margin_use_ratio=0.95)
+        yield other_setting("margin", text, ("--margin-use-ratio", "0.95"), question, margin_use_ratio=0.95)
 
 
 # Of a model that does not fit
@@ -181,12 +186,12 @@ def _options(question: Question) -> Iterator[Proposal]:
 def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal]:
     least_device = refusal.least_device_bytes
     if least_device is not None and not question.workload.checkpointing:
-        yield _checkpointing(question)
+        yield recomputed(question)
     if least_device is not None:
         yield from _shared_sequences(question)
-    if least_device is not None and least_device <= _most_device_bytes(question):
+    if least_device is not None and least_device <= most_device_bytes(question):
         for share in (1.0, 1.1, 1.25):
-            yield _more_device_memory(question, size_in_words(int(least_device * share)))
+            yield more_device_memory(question, size_in_words(int(least_device * share)))
     if refusal.least_host_bytes is not None:
         yield from _device_memory(question)
     for factor in _MORE_GPUS:
@@ -207,7 +212,7 @@ def _shared_sequences(question: Question) -> Iterator[Proposal]:
         if size > question.workload.sequence_ranks and question.cluster.num_ranks % size == 0:
             text = f"{size} GPUs share each sequence, so that each has 1/{size} of its activations"
             flags = ("--sequence-parallel", str(size))
-            yield _other_work("sequences", text, flags, question, sequence_ranks=size)
+            yield other_work("sequences", text, flags, question, sequence_ranks=size)
 
 
 def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:
@@ -215,7 +220,7 @@ def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNo
     for _ in range(_TRIES):
         if refusal.least_host_bytes is None:
             break
-        proposal = _more_host_memory(question, refusal.least_host_bytes)
+        proposal = more_host_memory(question, refusal.least_host_bytes)
         try:
             return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
         except DoesNotFitError as error:
@@ -230,7 +235,7 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
     def batch_of(units: int) -> Proposal:
         count = units * work.batch_unit
         text, flags = f"{_sequences(count)}, the largest batch that fits", ("--batch-size", str(count))
-        return _other_work("batch", text, flags, question, batch=count)
+        return other_work("batch", text, flags, question, batch=count)
 
     units = work.batch // work.batch_unit
     found = _largest(planner, batch_of, units, refusal) if units > 1 else None
@@ -244,7 +249,7 @@ def _largest_that_fits(planner: Planner, question: Question, refusal: DoesNotFit
     def length_of(count: int) -> Proposal:
         text = f"one sequence of {count * unit} tokens is the longest that fits"
         flags = (*batch, "--seq-len", str(count * unit))
-        return _other_work("length", text, flags, question, batch=1, length=count * unit)
+        return other_work("length", text, flags, question, batch=1, length=count * unit)
 
     found = _largest(planner, length_of, -(-work.length // unit), None)
     return [found] if found is not None else []
@@ -315,51 +320,24 @@ def _next_change(question: Question, refusal: DoesNotFitError) -> Proposal | Non
     """The one that costs least of those that may mend the refusal."""
     work = question.workload
     if refusal.least_host_bytes is not None:
-        return _more_host_memory(question, refusal.least_host_bytes)
+        return more_host_memory(question, refusal.least_host_bytes)
     if refusal.least_device_bytes is None:
         return None
     if not work.checkpointing:
-        return _checkpointing(question)
-    if question.setting.device_bytes < refusal.least_device_bytes <= _most_device_bytes(question):
-        return _more_device_memory(question, size_in_words(refusal.least_device_bytes))
+        return recomputed(question)
+    fewer = fused_loss(question) or tiles(question)
+    if fewer is not None:
+        return fewer
+    if question.setting.device_bytes < refusal.least_device_bytes <= most_device_bytes(question):
+        return more_device_memory(question, size_in_words(refusal.least_device_bytes))
     if work.batch > work.batch_unit:
         count = work.batch // work.batch_unit // 2 * work.batch_unit or work.batch_unit
-        return _other_work("batch", _sequences(count), ("--batch-size", str(count)), question, batch=count)
+        return other_work("batch", _sequences(count), ("--batch-size", str(count)), question, batch=count)
     if work.length > _LENGTH_UNIT and work.mesh is None:
         length = work.length // 2
-        return _other_work("length", f"{length} tokens each", ("--seq-len", str(length)), question, length=length)
+        return other_work("length", f"{length} tokens each", ("--seq-len", str(length)), question, length=length)
     return None
 
 
 def _sequences(count: int) -> str:
     return f"{count} sequences at a time" if count > 1 else "one sequence at a time"
-
-
-# Questions that differ in one part
-
-
-def _more_host_memory(question: Question, least_bytes: int) -> Proposal:
-    num_bytes = size_in_words(least_bytes)
-    text, flags = f"{show_size(num_bytes)} of host memory", ("--host-memory", enough_size(num_bytes))
-    return _other_setting("host memory", text, flags, question, host_bytes=num_bytes)
-
-
-def _most_device_bytes(question: Question) -> int:
-    """What an engine may have of the GPU."""
-    by_nccl = question.cluster.num_ranks > 1
-    return max(expected_device_bytes(question.machine.gpu_bytes, by_nccl), question.setting.device_bytes)
-
-
-def _checkpointing(question: Question) -> Proposal:
-    text = "compute activations again in backward, which leaves more of the GPU to the model"
-    return _other_work("checkpointing", text, ("--checkpointing",), question, checkpointing=True)
-
-
-def _other_work(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
-    workload = dataclasses.replace(question.workload, **changes)
-    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, workload=workload))
-
-
-def _other_setting(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
-    setting = dataclasses.replace(question.setting, **changes)
-    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, setting=setting))

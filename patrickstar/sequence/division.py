@@ -113,6 +113,25 @@ class WholeTokens(torch.autograd.Function):
         return total, None, None, None
 
 
+class LikeWholeTokens(torch.autograd.Function):
+    """As :class:`WholeTokens`, for a loss that every rank makes of all tokens alike: the gradient of a rank's tokens is
+    that of its own loss, and each rank makes its part of the whole one ([Note: a loss in parts]).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: SequenceGroup | HybridGroup, division: Division, dim: int
+    ) -> torch.Tensor:
+        """``tensor`` has this rank's tokens along ``dim``."""
+        ctx.division, ctx.dim = division, dim
+        return division.whole(everybodys(tensor, group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+        """Of this rank's tokens."""
+        return ctx.division.local(grad, 0.0, ctx.dim), None, None, None
+
+
 def everybodys(tensor: torch.Tensor, group: SequenceGroup | HybridGroup) -> list[torch.Tensor]:
     """The tensors of all ranks, which have one shape, by rank."""
     return exchanged([tensor] * group.size, group)

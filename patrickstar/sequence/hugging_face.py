@@ -23,6 +23,7 @@ from patrickstar.sequence.division import Division, WholeSum
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.masking import Padding
+from patrickstar.sequence.token_scores import gather_scores, has_scores
 from patrickstar.sequence.ulysses import query_heads
 
 ATTENTION = "patrickstar_sequence"
@@ -142,15 +143,20 @@ class DividedModel:
         if "use_cache" in self._known:
             result["use_cache"] = False
         self._loss.num_calls = 0
-        return DividedArguments(result, division, share)
+        num_scored = length if kwargs.get("shift_labels") is not None else length - 1
+        return DividedArguments(result, division, share, num_scored)
 
     def combine(self, output: Any, arguments: DividedArguments) -> Any:
-        """What the call gave, with the loss of the whole batch; all else are this rank's tokens."""
+        """What the call gave, with the loss of the whole batch, and scores of all tokens where it gave scores instead
+        of logits; all else are this rank's tokens.
+        """
         if arguments.share is None:
             return output
         is_tuple = isinstance(output, tuple) and not hasattr(output, "loss")
         loss = output[0] if is_tuple else output.loss
-        if self._loss.num_calls == 0:  # [Note: means and sums]
+        if has_scores(output):
+            gather_scores(output, self._group, arguments.division, arguments.num_scored)
+        elif self._loss.num_calls == 0:  # [Note: means and sums]
             loss = loss * arguments.share.to(loss.device, loss.dtype)
         whole = WholeSum.apply(loss, self._group)
         if is_tuple:
@@ -193,6 +199,8 @@ class DividedArguments:
     division: Division
     share: torch.Tensor | None
     """Of the targets of the whole batch, those of this rank; None: there are no labels."""
+    num_scored: int
+    """Tokens of each sequence of which the next one is a target, where the model returns scores of tokens."""
 
 
 class _CountedLoss:

@@ -169,6 +169,45 @@ def test_a_forward_that_always_runs_out_says_where_and_what_helps():
         assert "Nothing was updated" in note
 
 
+FUSED, TILED = '"activations": {"loss": "fused"}', '"activations": {"tile_tokens": 4096}'
+CHECKPOINTED, LEAVES = "gradient_checkpointing_enable(", '"activations": {"offload": "always"}'
+
+
+@pytest.mark.parametrize(
+    ("activations", "checkpoints", "named", "others"),
+    [
+        ({}, False, (CHECKPOINTED, FUSED, TILED, LEAVES), ("more host_memory",)),
+        ({}, True, (FUSED, TILED, "more host_memory"), (CHECKPOINTED, LEAVES)),
+        ({"loss": "fused", "tile_tokens": 8}, False, (CHECKPOINTED, LEAVES), (FUSED, TILED)),
+        ({"offload": "never"}, True, (FUSED, TILED, '"activations": {"offload": "auto"}'), (CHECKPOINTED, LEAVES)),
+        ({"offload": "always"}, False, (CHECKPOINTED, FUSED, TILED, "more host_memory"), (LEAVES,)),
+    ],
+)
+def test_remedies_are_named_where_they_apply(activations, checkpoints, named, others):
+    """By their keys of the configuration; what it asks for already is left out."""
+    model = MODELS["llama"].build()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.norm = TooLarge()
+    engine, _ = initialize_engine(lambda: model, 0, make_config(activations=activations))
+    with engine:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            engine(**MODELS["llama"].batch(torch.Generator().manual_seed(0)))
+        (note,) = raised.value.__notes__
+    assert [part for part in named if part not in note] == []
+    assert [part for part in others if part in note] == []
+
+
+def test_remedies_of_other_models_are_no_keys_that_would_be_refused():
+    engine, _ = initialize_engine(HeadRunsOut, 0, make_config())
+    with engine:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            engine(torch.randn(10, 64))
+        (note,) = raised.value.__notes__
+    assert "torch.utils.checkpoint" in note and LEAVES in note
+    assert FUSED not in note and TILED not in note and CHECKPOINTED not in note
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_buffers_are_as_if_the_first_attempt_had_not_been(precision, caplog):
     """Running statistics, a counter and a buffer that is assigned change before the forward runs out of memory."""

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Seq2SeqTrainingArguments, Trainer
 
 from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
-from tests.integrations import first_rank, test_accelerate
+from tests.integrations import first_rank, test_accelerate, trl_runs
 from tests.integrations.trainer_runs import (
     PatrickStarSftLikeTrainer,
     SftLikeTrainer,
@@ -32,6 +32,7 @@ def run_all(folder: Path) -> dict[str, Any]:
     results = {"trainer": trainers(folder), "loops": test_accelerate.run_pair(folder / "accelerate")}
     results |= {"generated": generated(folder / "generated"), "lora": lora(folder / "lora")}
     results["first_rank"] = first_rank.run(folder / "first_rank")
+    results["trl"] = trl_runs.run_shared(folder / "trl")
     dist.barrier()
     return results
 

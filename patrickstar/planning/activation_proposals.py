@@ -1,0 +1,95 @@
+"""Proposals of fewer activations on the GPU: a loss without logits, tiles of tokens, host memory for what may leave."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from patrickstar.config import LossComputation
+from patrickstar.module.tiled_modules import find_tileable
+from patrickstar.planning.models import build_model
+from patrickstar.planning.planner import Planner, Question
+from patrickstar.planning.prediction import Case, DoesNotFitError
+from patrickstar.planning.proposals import Proposal, more_host_memory, other_setting, other_work, recomputed
+from patrickstar.sequence.fused_loss import check_fusable
+
+TILE_TOKENS = 4096
+"""Of the tiles that are proposed: smaller ones save little more (docs/guides/long_sequences.md)."""
+_LEAST_TOKENS = 2 * TILE_TOKENS
+"""Of a batch on one GPU. With fewer, sums of gradients take what tiles save."""
+_AMPLE_BYTES = 2**44
+
+
+def fewer_activations(question: Question) -> Iterator[Proposal]:
+    """A fused loss, then tiles with it, as far as they apply; then with checkpointing, where layers are without."""
+    begins: list[list[Proposal]] = [[]] if question.workload.checkpointing else [[], [recomputed(question)]]
+    for begin in begins:
+        changes = list(begin)
+        for change in (fused_loss, tiles):
+            proposal = change(changes[-1].question if changes else question)
+            if proposal is not None:
+                changes.append(proposal)
+                yield _together(changes)
+
+
+def fused_loss(question: Question) -> Proposal | None:
+    """A loss without logits; None where the model has it, or cannot have it."""
+    work = question.workload
+    if work.mesh is not None or work.loss is LossComputation.FUSED or not _takes(work.model, check_fusable):
+        return None
+    text = "the loss without logits"
+    return other_work("loss", text, ("--fused-loss",), question, loss=LossComputation.FUSED)
+
+
+def tiles(question: Question) -> Proposal | None:
+    """MLPs and norms of checkpointed layers in tiles; None where they are, none can be, or nothing would be saved."""
+    work = question.workload
+    is_worth_it = work.checkpointing and work.batch * work.length // work.sequence_ranks >= _LEAST_TOKENS
+    if work.mesh is not None or work.tile_tokens or not is_worth_it or not _takes(work.model, find_tileable):
+        return None
+    text, flags = f"MLPs and norms in tiles of {TILE_TOKENS} tokens", ("--tile-tokens", str(TILE_TOKENS))
+    return other_work("tiles", text, flags, question, tile_tokens=TILE_TOKENS)
+
+
+def host_memory_for_activations(planner: Planner, question: Question, case: Case | None) -> Iterator[Proposal]:
+    """So much that all activations that may leave the GPU can, the least first; nothing where none may, or all do.
+
+    Args:
+        planner: tells what leaves where there is room.
+        question: what was asked.
+        case: its answer's; None: it does not fit.
+    """
+    ample = other_setting("host memory", "", (), question, host_bytes=_AMPLE_BYTES)
+    try:
+        there = planner.answer(ample.question).chosen
+    except DoesNotFitError:
+        return
+    if there.stashed_bytes <= (0 if case is None else case.stashed_bytes):
+        return
+    for held_bytes in sorted((there.least_host_bytes, there.host_bytes, there.host_peak_bytes)):
+        if held_bytes + there.stashed_bytes > question.setting.host_bytes:
+            yield more_host_memory(
+                question, held_bytes + there.stashed_bytes, "for activations between forward and backward"
+            )
+
+
+def _together(changes: list[Proposal]) -> Proposal:
+    return Proposal(
+        kind="activations",
+        text="; ".join(change.text for change in changes),
+        flags=tuple(flag for change in changes for flag in change.flags),
+        question=changes[-1].question,
+    )
+
+
+@functools.cache
+def _takes(name: str, check: Callable[[nn.Module], Any]) -> bool:
+    """Whether the model that ``--model`` names is one that ``check`` does not refuse."""
+    try:
+        check(build_model(name, 1, 1, checkpointing=False).module)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""Questions that differ in one part from the one that was asked: what may be proposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from patrickstar.machine.budgets import expected_device_bytes
+from patrickstar.planning.planner import Question
+from patrickstar.sizes import enough_size, show_size, size_in_words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A question that differs in one part."""
+
+    kind: str
+    """Which part; of several proposals for one the cheapest good one is kept."""
+    text: str
+    """What is done, in words."""
+    flags: tuple[str, ...]
+    """What to add to the command line that asked."""
+    question: Question
+
+
+def more_device_memory(question: Question, num_bytes: int) -> Proposal:
+    """A larger budget of the GPU's memory."""
+    text = f"{show_size(num_bytes)} of the GPU's {show_size(question.machine.gpu_bytes)}"
+    flags = ("--device-memory", enough_size(num_bytes))
+    return other_setting("device memory", text, flags, question, device_bytes=num_bytes)
+
+
+def more_host_memory(question: Question, least_bytes: int, what_for: str = "") -> Proposal:
+    """A larger budget of the host's memory, as much as a configuration says in a short text."""
+    num_bytes = size_in_words(least_bytes)
+    text = f"{show_size(num_bytes)} of host memory{what_for and ', '}{what_for}"
+    flags = ("--host-memory", enough_size(num_bytes))
+    return other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+
+
+def most_device_bytes(question: Question) -> int:
+    """What an engine may have of the GPU."""
+    by_nccl = question.cluster.num_ranks > 1
+    return max(expected_device_bytes(question.machine.gpu_bytes, by_nccl), question.setting.device_bytes)
+
+
+def recomputed(question: Question) -> Proposal:
+    """Checkpointed layers."""
+    text = "compute activations again in backward, which leaves more of the GPU to the model"
+    return other_work("checkpointing", text, ("--checkpointing",), question, checkpointing=True)
+
+
+def other_work(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
+    """Fields of the workload that differ."""
+    workload = dataclasses.replace(question.workload, **changes)
+    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, workload=workload))
+
+
+def other_setting(kind: str, text: str, flags: tuple[str, ...], question: Question, **changes: Any) -> Proposal:
+    """Fields of the setting that differ."""
+    setting = dataclasses.replace(question.setting, **changes)
+    return Proposal(kind=kind, text=text, flags=flags, question=dataclasses.replace(question, setting=setting))
