@@ -19,29 +19,26 @@ have nobody to talk to; what is wanted of it is saved, exported or read by ``sta
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-import torch
 from torch import nn
 
 from patrickstar.config import Config
-from patrickstar.engine.calls import Call, Calls, OwnCalls, check_same_batch
+from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
+from patrickstar.engine.shared_calls import RowCalls
 from patrickstar.module.first_rank_values import digest
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d import MeshGroup, Split, divide_activation, divide_batch, parallelize
+from patrickstar.tensor2d import MeshGroup, Split, parallelize
 from patrickstar.tensor2d.hugging_face import PLANS
 
 _SQUARES = struct.Struct("<d")
-_NO_BATCH = ("cache_position", "inputs_embeds")
-"""Arguments whose first dimension are no samples, and such that are divided otherwise too."""
 
 
 class Matrices(Protocol):
@@ -177,54 +174,6 @@ class DividedMatrices:
         return RowCalls(self._mesh, self.group)
 
 
-class RowCalls(OwnCalls):
-    """Calls with whole batches, the same on all ranks of a mesh, of which each row computes its samples [b/r, ...].
-
-    The loss is that of the whole batch. Where autograd is on, other outputs are this rank's blocks; where it is off,
-    logits are those of the whole batch.
-    """
-
-    repeats_forwards = False
-
-    def __init__(self, mesh: MeshRanks, group: MeshGroup):
-        self._ranks = mesh.everybody
-        self._sharing = [
-            tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.ROWS, Axis.COLUMNS)
-        ]
-        self._group = group
-        self.ranks_per_call = group.place.size
-        self._is_inside = False
-
-    @contextlib.contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
-        """This row's part of it; a call within a call is part of that one."""
-        tokens = None if self._is_inside else _tokens_of(args, kwargs)
-        if tokens is None:
-            yield Call(args, kwargs)
-            return
-        check_same_batch(self._ranks, self._sharing, tokens, "share matrices")
-        self._is_inside = True
-        try:
-            mine = [self._part("", value, len(tokens)) for value in args]
-            named = {name: self._part(name, value, len(tokens)) for name, value in kwargs.items()}
-            yield Call(tuple(mine), named, self._whole_logits)
-        finally:
-            self._is_inside = False
-
-    def _part(self, name: str, value: Any, batch: int) -> Any:
-        if isinstance(value, torch.Tensor) and name == "inputs_embeds":
-            return divide_activation(value, self._group.place)
-        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch
-        return divide_batch(value, self._group.place) if is_batch and name not in _NO_BATCH else value
-
-    def _whole_logits(self, output: Any) -> Any:
-        rows = self._group.along_rows
-        logits = getattr(output, "logits", None)
-        if not torch.is_grad_enabled() and rows.size > 1 and isinstance(logits, torch.Tensor):
-            output.logits = torch.cat(rows.gather(logits))
-        return output
-
-
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
     """What the configuration asks for. All ranks call it at the same point."""
     return DividedMatrices(mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
@@ -237,12 +186,6 @@ def _check_plan(model: nn.Module) -> None:
             f"{type(model).__name__} (model type {kind!r}) cannot be divided over a mesh; models of the types "
             f"{', '.join(sorted(PLANS))} can: leave tensor_parallel out"
         )
-
-
-def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What says how many samples a call has."""
-    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]
-    return next((value for value in named if isinstance(value, torch.Tensor) and value.dim() > 0), None)
 
 
 def _digest(param: nn.Parameter) -> str:
