@@ -5,9 +5,9 @@
     ...
     total = matrices.total(squares)                # of gradients, over blocks
 
-A model of Hugging Face is divided in place (:func:`patrickstar.tensor2d.parallelize`): its parameters are this rank's
-blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks. Each rank is called with whole
-batches, and computes the samples of its row.
+A model of Hugging Face is divided in place, in one way or another (:mod:`patrickstar.engine.matrix_ways`): its
+parameters are this rank's blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks.
+Each rank is called with whole batches, and computes the samples of its row, or its tokens of all samples.
 
 [Note: panels out of chunks] A product sends panels of its weight's view of the chunk, which the module's hook has
 acquired, wherever the chunk was before. So ranks of a mesh may keep other chunks on their devices, and replay other
@@ -29,14 +29,13 @@ from torch import nn
 from patrickstar.config import Config
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
-from patrickstar.engine.shared_calls import RowCalls
+from patrickstar.engine.matrix_ways import ChosenWay, choose_way
 from patrickstar.module.first_rank_values import digest
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d import MeshGroup, Split, parallelize
-from patrickstar.tensor2d.hugging_face import PLANS
+from patrickstar.tensor2d import MeshGroup, Split
 
 _SQUARES = struct.Struct("<d")
 
@@ -46,6 +45,10 @@ class Matrices(Protocol):
 
     names: DividedNames | None
     """Of the parameters that the module had before; None: it has them."""
+    shown: str
+    """Over what they are divided, for people; empty: they are not."""
+    reason: str
+    """Why so; empty: it was asked for."""
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Replaces the module's matrices by this rank's blocks. Speaks to no other rank.
@@ -83,6 +86,8 @@ class WholeMatrices:
     """Each rank has whole ones."""
 
     names: DividedNames | None = None
+    shown = ""
+    reason = ""
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Nothing is replaced."""
@@ -112,19 +117,37 @@ class DividedMatrices:
     """See the module's docstring. All ranks of the mesh make one at the same point.
 
     Args:
+        config: whose ``tensor_parallel`` says how.
         mesh: of the run.
     """
 
-    def __init__(self, mesh: MeshRanks):
-        self._mesh = mesh
-        self.group = MeshGroup.of_ranks(mesh)
+    def __init__(self, config: Config, mesh: MeshRanks):
+        self._config, self._mesh = config, mesh
+        self._group = MeshGroup.of_ranks(mesh)
+        self._chosen: ChosenWay | None = None
         self.names: DividedNames | None = None
         self._digests = ""
+
+    @property
+    def chosen(self) -> ChosenWay:
+        """The way; raises RuntimeError before :meth:`divide`."""
+        if self._chosen is None:
+            raise RuntimeError("a module's matrices are not divided yet")
+        return self._chosen
+
+    @property
+    def shown(self) -> str:
+        """See :class:`Matrices`."""
+        return self.chosen.way.shown
+
+    @property
+    def reason(self) -> str:
+        """See :class:`Matrices`."""
+        return self.chosen.reason
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
         model = find_model(module) or module
-        _check_plan(model)
         divided = set(model.parameters())
         others = [name for name, param in module.named_parameters() if param not in divided]
         if others:
@@ -135,8 +158,10 @@ class DividedMatrices:
             )
         before = dict(module.named_parameters(remove_duplicate=False))
         self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
-        parallelize(model, self.group)
-        self.names = DividedNames.of(module, model, before, self.group)
+        self._chosen = choose_way(self._config, self._mesh, self._group, model)
+        way = self._chosen.way
+        way.divide(model)
+        self.names = DividedNames.of(module, model, before, way.group)
         divide_attached_values(module, self.names)
         replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
         for old in replaced:
@@ -155,7 +180,7 @@ class DividedMatrices:
 
     def left_out(self, params: SortedParams) -> list[int]:
         """Those that all rows have, but in the first of them."""
-        if self.group.place.row == 0 or self.names is None:
+        if self.chosen.way.group.place.row == 0 or self.names is None:
             return []
         parts = self.names.of_params
         return [i for i, spec in enumerate(params.chunked) if parts[spec.param].placement.split is Split.COLUMNS]
@@ -169,23 +194,14 @@ class DividedMatrices:
             return sum(_SQUARES.unpack(said[rank])[0] for rank in blocks)
 
     def calls(self, meet: Callable[[], object]) -> Calls:
-        """Batches whose samples rows divide."""
-        self.group.meet_before_messages(meet)
-        return RowCalls(self._mesh, self.group)
+        """Of whole batches, which are the same on all ranks."""
+        self._group.meet_before_messages(meet)
+        return self.chosen.way.calls(self._mesh)
 
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
     """What the configuration asks for. All ranks call it at the same point."""
-    return DividedMatrices(mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
-
-
-def _check_plan(model: nn.Module) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in PLANS:
-        raise ValueError(
-            f"{type(model).__name__} (model type {kind!r}) cannot be divided over a mesh; models of the types "
-            f"{', '.join(sorted(PLANS))} can: leave tensor_parallel out"
-        )
+    return DividedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
 
 
 def _digest(param: nn.Parameter) -> str:
