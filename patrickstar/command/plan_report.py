@@ -11,7 +11,6 @@ from patrickstar.planning.planner import Answer, Question
 from patrickstar.planning.prediction import Case, DoesNotFitError
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
-from patrickstar.tensor2d.cost import Mode
 
 
 def answer_lines(answer: Answer) -> list[str]:
@@ -115,13 +114,7 @@ def _mesh_lines(answer: Answer) -> list[str]:
         f"{show_seconds(exchanged.link_seconds)}; it waits {show_seconds(exchanged.exposed_seconds)} of the step for "
         "what products do not hide"
     ]
-    lines += [f"so divided since {mesh.reason}"] if mesh.reason else []
-    if mesh.mode is Mode.ONE:
-        lines.append(
-            "no engine divides in one dimension, and the configuration's mode is refused: "
-            "patrickstar.tensor2d.sharded_models divides models so, without one"
-        )
-    return lines
+    return lines + ([f"so divided since {mesh.reason}"] if mesh.reason else [])
 
 
 def _stash_lines(case: Case) -> list[str]:

@@ -36,6 +36,7 @@ from patrickstar.config.schema import (
     profile_of_environment,
 )
 from patrickstar.config.spellings import auto_keys, fill_auto
+from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.values import parse_bytes
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "HostThreadsConfig",
     "KeepAttention",
     "LossComputation",
+    "MatrixMode",
     "MemTracerConfig",
     "OptimizerConfig",
     "OptimizerType",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from patrickstar.config.root import Config
 from patrickstar.config.schema import LossComputation, SequenceMode, Speculation
 from patrickstar.config.shown import shown
+from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.values import DataType
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ def _conflicts_of_matrices(config: Config) -> list[str]:
             problems.append(f"{mesh}, and tensor_parallel.{name} is {size}, which is 1 x {size}; give one of them")
     if section.num_ranks == 1:
         return problems
+    if section.mode is MatrixMode.ONE and section.rows > 1:
+        problems.append(
+            f'{mesh}, and tensor_parallel.mode is "1d", which has no rows; give rows 1 and columns {section.num_ranks}'
+        )
     others = {
         f"sequence_parallel.size is {config.sequence_parallel.size}": config.sequence_parallel.size > 1,
         'activations.loss is "fused"': config.activations.loss is LossComputation.FUSED,

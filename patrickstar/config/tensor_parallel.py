@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 from pydantic import Field
@@ -9,6 +10,14 @@ from pydantic import Field
 from patrickstar.config.fates import HONOURED, mapped
 from patrickstar.config.other_keys import with_other_keys
 from patrickstar.config.values import AtLeast0, AtLeast1, Section
+
+
+class MatrixMode(enum.Enum):
+    """How matrices are divided (:class:`patrickstar.tensor2d.cost.Mode`)."""
+
+    TWO = "2d"
+    ONE = "1d"
+    AUTO = "auto"
 
 
 class InnerTensorParallelConfig(with_other_keys("tensor_parallel.tp"), Section):
@@ -30,6 +39,13 @@ class TensorParallelConfig(with_other_keys("tensor_parallel"), Section):
     columns: Annotated[AtLeast1, HONOURED] = 1
     """Columns of that mesh; they divide features and heads. ``rows`` times ``columns`` divides the number of all ranks;
     the others have other samples.
+    """
+    mode: Annotated[MatrixMode, HONOURED] = MatrixMode.TWO
+    """``"2d"``: into blocks, which panels of activations and weights are sent of; of all models that there are plans
+    for, with sequences of any length. ``"1d"``: in pairs of layers, by columns and by rows, with sequences sharded
+    between them, as Megatron does; only activations are sent, ``rows`` is 1, and ``columns`` divides sequences.
+    ``"auto"``: the one of both that sends less for the micro-batch size times the model's positions, as counted; two
+    dimensions where one of these is not known. The log says which, and why.
     """
     autotp_size: Annotated[
         AtLeast0,

@@ -5,9 +5,9 @@
     ...
     total = matrices.total(squares)                # of gradients, over blocks
 
-A model of Hugging Face is divided in place (:func:`patrickstar.tensor2d.parallelize`): its parameters are this rank's
-blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks. Each rank is called with whole
-batches, and computes the samples of its row.
+A model of Hugging Face is divided in place, in one way or another (:mod:`patrickstar.engine.matrix_ways`): its
+parameters are this rank's blocks from then on, ordinary ones that go into chunks of the ranks with the same blocks.
+Each rank is called with whole batches, and computes the samples of its row, or its tokens of all samples.
 
 [Note: panels out of chunks] A product sends panels of its weight's view of the chunk, which the module's hook has
 acquired, wherever the chunk was before. So ranks of a mesh may keep other chunks on their devices, and replay other
@@ -19,29 +19,25 @@ have nobody to talk to; what is wanted of it is saved, exported or read by ``sta
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-import torch
 from torch import nn
 
 from patrickstar.config import Config
-from patrickstar.engine.calls import Call, Calls, OwnCalls, check_same_batch
+from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
+from patrickstar.engine.matrix_ways import ChosenWay, choose_way
 from patrickstar.module.first_rank_values import digest
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d import MeshGroup, Split, divide_activation, divide_batch, parallelize
-from patrickstar.tensor2d.hugging_face import PLANS
+from patrickstar.tensor2d import MeshGroup, Split
 
 _SQUARES = struct.Struct("<d")
-_NO_BATCH = ("cache_position", "inputs_embeds")
-"""Arguments whose first dimension are no samples, and such that are divided otherwise too."""
 
 
 class Matrices(Protocol):
@@ -49,6 +45,10 @@ class Matrices(Protocol):
 
     names: DividedNames | None
     """Of the parameters that the module had before; None: it has them."""
+    shown: str
+    """Over what they are divided, for people; empty: they are not."""
+    reason: str
+    """Why so; empty: it was asked for."""
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Replaces the module's matrices by this rank's blocks. Speaks to no other rank.
@@ -86,6 +86,8 @@ class WholeMatrices:
     """Each rank has whole ones."""
 
     names: DividedNames | None = None
+    shown = ""
+    reason = ""
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """Nothing is replaced."""
@@ -115,19 +117,37 @@ class DividedMatrices:
     """See the module's docstring. All ranks of the mesh make one at the same point.
 
     Args:
+        config: whose ``tensor_parallel`` says how.
         mesh: of the run.
     """
 
-    def __init__(self, mesh: MeshRanks):
-        self._mesh = mesh
-        self.group = MeshGroup.of_ranks(mesh)
+    def __init__(self, config: Config, mesh: MeshRanks):
+        self._config, self._mesh = config, mesh
+        self._group = MeshGroup.of_ranks(mesh)
+        self._chosen: ChosenWay | None = None
         self.names: DividedNames | None = None
         self._digests = ""
+
+    @property
+    def chosen(self) -> ChosenWay:
+        """The way; raises RuntimeError before :meth:`divide`."""
+        if self._chosen is None:
+            raise RuntimeError("a module's matrices are not divided yet")
+        return self._chosen
+
+    @property
+    def shown(self) -> str:
+        """See :class:`Matrices`."""
+        return self.chosen.way.shown
+
+    @property
+    def reason(self) -> str:
+        """See :class:`Matrices`."""
+        return self.chosen.reason
 
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
         model = find_model(module) or module
-        _check_plan(model)
         divided = set(model.parameters())
         others = [name for name, param in module.named_parameters() if param not in divided]
         if others:
@@ -138,8 +158,10 @@ class DividedMatrices:
             )
         before = dict(module.named_parameters(remove_duplicate=False))
         self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
-        parallelize(model, self.group)
-        self.names = DividedNames.of(module, model, before, self.group)
+        self._chosen = choose_way(self._config, self._mesh, self._group, model)
+        way = self._chosen.way
+        way.divide(model)
+        self.names = DividedNames.of(module, model, before, way.group)
         divide_attached_values(module, self.names)
         replaced = {before[name]: part.param for part in self.names.parts for name in part.sources}
         for old in replaced:
@@ -158,7 +180,7 @@ class DividedMatrices:
 
     def left_out(self, params: SortedParams) -> list[int]:
         """Those that all rows have, but in the first of them."""
-        if self.group.place.row == 0 or self.names is None:
+        if self.chosen.way.group.place.row == 0 or self.names is None:
             return []
         parts = self.names.of_params
         return [i for i, spec in enumerate(params.chunked) if parts[spec.param].placement.split is Split.COLUMNS]
@@ -172,77 +194,14 @@ class DividedMatrices:
             return sum(_SQUARES.unpack(said[rank])[0] for rank in blocks)
 
     def calls(self, meet: Callable[[], object]) -> Calls:
-        """Batches whose samples rows divide."""
-        self.group.meet_before_messages(meet)
-        return RowCalls(self._mesh, self.group)
-
-
-class RowCalls(OwnCalls):
-    """Calls with whole batches, the same on all ranks of a mesh, of which each row computes its samples [b/r, ...].
-
-    The loss is that of the whole batch. Where autograd is on, other outputs are this rank's blocks; where it is off,
-    logits are those of the whole batch.
-    """
-
-    repeats_forwards = False
-
-    def __init__(self, mesh: MeshRanks, group: MeshGroup):
-        self._ranks = mesh.everybody
-        self._sharing = [
-            tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.ROWS, Axis.COLUMNS)
-        ]
-        self._group = group
-        self.ranks_per_call = group.place.size
-        self._is_inside = False
-
-    @contextlib.contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Call]:
-        """This row's part of it; a call within a call is part of that one."""
-        tokens = None if self._is_inside else _tokens_of(args, kwargs)
-        if tokens is None:
-            yield Call(args, kwargs)
-            return
-        check_same_batch(self._ranks, self._sharing, tokens, "share matrices")
-        self._is_inside = True
-        try:
-            mine = [self._part("", value, len(tokens)) for value in args]
-            named = {name: self._part(name, value, len(tokens)) for name, value in kwargs.items()}
-            yield Call(tuple(mine), named, self._whole_logits)
-        finally:
-            self._is_inside = False
-
-    def _part(self, name: str, value: Any, batch: int) -> Any:
-        if isinstance(value, torch.Tensor) and name == "inputs_embeds":
-            return divide_activation(value, self._group.place)
-        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch
-        return divide_batch(value, self._group.place) if is_batch and name not in _NO_BATCH else value
-
-    def _whole_logits(self, output: Any) -> Any:
-        rows = self._group.along_rows
-        logits = getattr(output, "logits", None)
-        if not torch.is_grad_enabled() and rows.size > 1 and isinstance(logits, torch.Tensor):
-            output.logits = torch.cat(rows.gather(logits))
-        return output
+        """Of whole batches, which are the same on all ranks."""
+        self._group.meet_before_messages(meet)
+        return self.chosen.way.calls(self._mesh)
 
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:
     """What the configuration asks for. All ranks call it at the same point."""
-    return DividedMatrices(mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
-
-
-def _check_plan(model: nn.Module) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in PLANS:
-        raise ValueError(
-            f"{type(model).__name__} (model type {kind!r}) cannot be divided over a mesh; models of the types "
-            f"{', '.join(sorted(PLANS))} can: leave tensor_parallel out"
-        )
-
-
-def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What says how many samples a call has."""
-    named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()]
-    return next((value for value in named if isinstance(value, torch.Tensor) and value.dim() > 0), None)
+    return DividedMatrices(config, mesh) if config.tensor_parallel.num_ranks > 1 else WholeMatrices()
 
 
 def _digest(param: nn.Parameter) -> str:

@@ -41,7 +41,7 @@ _CONFIG_KEYS = {
     "host_threads": True,
     "optimizer": {"speculation": True, "params": {"use_hybrid_adam"}},
     "sequence_parallel": True,
-    "tensor_parallel": {"rows", "columns"},
+    "tensor_parallel": {"rows", "columns", "mode"},
     "use_cpu_embedding": True,
 }
 """What of the configuration makes plans differ. Budgets as they are configured: those that follow from what happens to

@@ -97,6 +97,8 @@ def begin_run_log(session: Session, monitor: StepMonitor) -> None:
     """Logs that the engine is there, and from now on what it does. On every rank; the first one logs."""
     if session.ranks.context.rank == 0:
         logger.info("%s", start_line(session))
+        if session.matrices.reason:
+            logger.info("matrices are divided %s: %s", session.matrices.shown, session.matrices.reason)
         session.run_log = RunLog(session, monitor)
 
 
@@ -133,9 +135,8 @@ def start_line(session: Session) -> str:
     where = _device_name(session) + (f", {num_ranks} ranks" if num_ranks > 1 else "")
     if session.calls.sequence_group is not None:
         where += f", {session.calls.sequence_group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
-    mesh = session.config.tensor_parallel
-    if mesh.num_ranks > 1:
-        where += f", matrices divided over {mesh.rows} x {mesh.columns}"
+    if session.matrices.shown:
+        where += f", matrices divided {session.matrices.shown}"
     limit = report["device_budget_bytes"]
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""

@@ -25,9 +25,9 @@ from patrickstar.planning.cluster import Cluster, LineRates
 from patrickstar.planning.divided import CannotDivideError
 from patrickstar.planning.machines import Machine
 from patrickstar.ranks.exchanges import PendingExchange
-from patrickstar.tensor2d.cost import Mode, choose
+from patrickstar.tensor2d.cost import Mode
 from patrickstar.tensor2d.group import MeshGroup
-from patrickstar.tensor2d.hugging_face import PLANS, SHARDED, layer_shape
+from patrickstar.tensor2d.hugging_face import PLANS, SHARDED, choose_for
 from patrickstar.tensor2d.lines import Line, num_bytes
 from patrickstar.tensor2d.plans import parallelize
 from patrickstar.tensor2d.sharded_models import parallelize_1d
@@ -69,16 +69,7 @@ def cheapest_mesh(config: Any, batch: int, length: int, ranks: int, mode: Mode |
     """
     mode = Mode.TWO if mode is None and config.model_type not in SHARDED else mode
     try:
-        heads = config.num_attention_heads
-        found = choose(
-            layer_shape(config),
-            batch=batch,
-            length=length,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
-            ranks=ranks,
-            mode=mode,
-        )
+        found = choose_for(config, batch=batch, length=length, ranks=ranks, mode=mode)
     except ValueError as error:
         raise CannotDivideError(str(error)) from error
     return MatrixMesh(mode=found.mode, rows=found.rows, columns=found.columns, reason=found.reason)

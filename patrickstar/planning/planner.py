@@ -23,7 +23,6 @@ from patrickstar.planning.uses import StepUses, trace_uses
 from patrickstar.sequence.choice import Choice, Links
 from patrickstar.sequence.fused_loss import fuse_loss
 from patrickstar.sizes import enough_size, parse_size
-from patrickstar.tensor2d.cost import Mode
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHUNK_SIZES = tuple(2**20 * size for size in (8, 16, 32, 64, 128, 256))
@@ -169,9 +168,7 @@ class Answer:
             config["sequence_parallel"] = {"size": size, "mode": mode}
         mesh = question.workload.mesh
         if mesh is not None:
-            config["tensor_parallel"] = {"rows": mesh.rows, "columns": mesh.columns}
-            if mesh.mode is Mode.ONE:
-                config["tensor_parallel"]["mode"] = mesh.mode.value
+            config["tensor_parallel"] = {"rows": mesh.rows, "columns": mesh.columns, "mode": mesh.mode.value}
         activations = question.workload.activations()
         if setting.offload is not ActivationOffload.AUTO:
             activations["offload"] = setting.offload.value

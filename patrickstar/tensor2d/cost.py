@@ -172,6 +172,7 @@ def choose(
     key_heads: int | None = None,
     element_bytes: int = 2,
     mode: Mode | None = None,
+    mesh: Place | None = None,
 ) -> Choice:
     """The division that receives least in a training step; of equal ones one dimension, then the one with most columns.
 
@@ -184,6 +185,7 @@ def choose(
         key_heads: of keys and values; None: as many as ``heads``.
         element_bytes: of activations and weights.
         mode: the only one that is asked about; None: both.
+        mesh: of two dimensions, the only one that is asked about; None: all.
 
     Raises:
         ValueError: nothing divides heads, samples and features among so many ranks.
@@ -194,7 +196,7 @@ def choose(
     why_not: list[str] = []
     for columns in range(ranks, 0, -1):
         rows = ranks // columns
-        if rows * columns != ranks:
+        if rows * columns != ranks or (rows > 1 and not _is_asked(mesh, rows)):
             continue
         if key_heads % columns or heads % columns:
             why_not.append(f"{rows} x {columns} (heads: {heads}, of keys {key_heads})")
@@ -204,7 +206,7 @@ def choose(
                 why_not.append(f"one dimension (tokens of a sample: {length})")
             else:
                 found.append((received_1d(layer, tokens, ranks).total, Mode.ONE, 1, columns))
-        if mode is Mode.ONE:
+        if mode is Mode.ONE or not _is_asked(mesh, rows):
             continue
         panels = Place(rows, columns).num_panels
         if batch % rows:
@@ -217,6 +219,10 @@ def choose(
         raise ValueError(f"a layer cannot be divided among {ranks} ranks: {'; '.join(why_not)}; take other ranks")
     elements, mode, rows, columns = min(found, key=lambda one: one[0])
     return Choice(mode, rows, columns, elements * element_bytes, _reason(found, element_bytes, tokens, layer, why_not))
+
+
+def _is_asked(mesh: Place | None, rows: int) -> bool:
+    return mesh is None or mesh.rows == rows
 
 
 def _reason(

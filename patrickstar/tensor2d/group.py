@@ -92,21 +92,26 @@ class MeshGroup:
     @classmethod
     def of_ranks(cls, ranks: MeshRanks) -> MeshGroup:
         """Of an engine's ranks. All ranks of the run call it at the same point; what fails in the lines fails as there
-        ([Note: groups of an axis]).
+        ([Note: groups of an axis]). Where all ranks are along one axis, its line is that of everybody too.
         """
-        lines = []
+        lines: dict[tuple[int, ...], Line] = {}
         for axes in _LINES:
             some = ranks.along(*axes)
-            what = f"matrices along {' and '.join(axis.value for axis in axes)}"
-            lines.append(Line(open_exchanges(some, what) if some.size > 1 else None))
-        return cls(*lines)
+            if some.members not in lines:
+                what = f"matrices along {' and '.join(axis.value for axis in axes)}"
+                lines[some.members] = Line(open_exchanges(some, what) if some.size > 1 else None)
+        return cls(*(lines[ranks.along(*axes).members] for axes in _LINES))
 
     def meet_before_messages(self, meet: Callable[[], object]) -> None:
         """From now on each line calls ``meet`` before its messages (:attr:`Line.meet`)."""
-        for line in (self.along_rows, self.along_columns, self.everybody):
+        for line in self._lines():
             line.meet = meet
 
     @property
     def received_bytes(self) -> collections.Counter[str]:
         """What has come to this rank so far, along both axes, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
-        return self.along_rows.received_bytes + self.along_columns.received_bytes + self.everybody.received_bytes
+        return sum((line.received_bytes for line in self._lines()), collections.Counter())
+
+    def _lines(self) -> list[Line]:
+        """Each once."""
+        return list(dict.fromkeys((self.along_rows, self.along_columns, self.everybody)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
-from patrickstar.tensor2d.cost import LayerShape
+from patrickstar.tensor2d.cost import Choice, LayerShape, choose
 from patrickstar.tensor2d.feed_forward import GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
@@ -194,6 +194,18 @@ def layer_shape(config: Any) -> LayerShape:
         keys=getattr(config, "num_key_value_heads", heads) * head_dim,
         is_gated=config.model_type in _GATED,
     )
+
+
+def choose_for(config: Any, **options: Any) -> Choice:
+    """:func:`~patrickstar.tensor2d.cost.choose` for a layer of the model that a configuration of transformers
+    describes; ``options``: its arguments, but for heads.
+
+    Raises:
+        ValueError: there is no plan for such models, or nothing divides the layer.
+    """
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return choose(layer_shape(config), heads=heads, key_heads=key_heads, **options)
 
 
 def _check_attention(module: Any, spot: Spot) -> None:

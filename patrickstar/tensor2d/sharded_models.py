@@ -12,22 +12,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from patrickstar.tensor2d.hugging_face import SHARDED
 from patrickstar.tensor2d.lines import Line
+from patrickstar.tensor2d.losses import whole_logits
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, LMHead1D, RowLinear1D, tall_group, wide_group
 from patrickstar.tensor2d.plans import plan_for, replace_loss, replace_modules
+from patrickstar.tensor2d.sharded_tokens import ShardedTokens
 from patrickstar.tensor2d.styles import Pairs
 
-ONE_DIMENSION = Pairs(ColumnLinear1D, RowLinear1D, LMHead1D, "rows")
+
+class Head(LMHead1D):
+    """Gives this rank's logits [b, s, v/p] where autograd is on, and without autograd, as in ``generate``, those of the
+    whole vocabulary [b, s, vocabulary].
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        logits = super().forward(hidden)
+        if torch.is_grad_enabled():
+            return logits
+        return whole_logits(logits, self.vocabulary, wide_group(self.group.along_rows))
+
+
+ONE_DIMENSION = Pairs(ColumnLinear1D, RowLinear1D, Head, "rows")
 
 
 def parallelize_1d(model: Any, line: Line) -> None:
     """Divides the parameters of ``model`` over ``line``, module by module, in place.
 
     The model is then called on each rank with the tokens and labels of whole sequences, [b, s], and gives logits of all
-    tokens, [b, s, v/p], and the loss of the whole batch. Ranks divide s.
+    tokens, [b, s, v/p] where autograd is on and of the whole vocabulary where it is off, and the loss of the whole
+    batch. Ranks divide s in training.
 
     Args:
         model: a causal language model of Hugging Face, with the same whole values on all ranks or on the meta device.
@@ -47,40 +62,4 @@ def parallelize_1d(model: Any, line: Line) -> None:
     heads = replace_modules(model, tall_group(line), plan_for(model), ONE_DIMENSION)
     if heads:
         replace_loss(model, heads[0].vocabulary, wide_group(line))
-    shard = _Shard(line)
-    model.register_forward_pre_hook(shard.take, with_kwargs=True)
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            module.register_forward_pre_hook(shard.whole_positions, with_kwargs=True)
-
-
-class _Shard:
-    """Which tokens of sequences this rank has."""
-
-    def __init__(self, line: Line):
-        self._line = line
-        self._whole: torch.Tensor | None = None
-
-    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Gives the model the rank's tokens of ``input_ids`` [b, s], and their positions."""
-        if len(args) > 1 or kwargs.get("position_ids") is not None or kwargs.get("attention_mask") is not None:
-            raise ValueError(
-                f"{type(module).__name__} is divided in one dimension, where each rank takes its tokens of whole "
-                "sequences; call it with input_ids and labels alone"
-            )
-        tokens = args[0] if args else kwargs["input_ids"]
-        size, length = self._line.size, tokens.shape[1]
-        if length % size:
-            raise ValueError(
-                f"sequences of {length} tokens cannot be divided among {size} ranks; give {-(-length // size) * size}"
-            )
-        self._whole = torch.arange(length, device=tokens.device)[None]
-        mine = {"input_ids": tokens, "position_ids": self._whole}
-        mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
-        return (), {**kwargs, **mine, "use_cache": False}
-
-    def whole_positions(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Rotary positions are those of whole sequences, since heads are divided where they are used."""
-        return args[:1], {**kwargs, "position_ids": self._whole}
+    ShardedTokens(line).attach(model)

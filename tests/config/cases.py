@@ -32,6 +32,7 @@ VALUES: list[Any] = [
         "pinned",
         "ring",
         "fused",
+        "1d",
     ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]

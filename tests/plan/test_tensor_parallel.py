@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from patrickstar.config import MatrixMode, parse_config
 from patrickstar.module.preprocess import plan_params
 from patrickstar.plan import main
 from patrickstar.planning.cluster import LINKS, Cluster, LineRates
@@ -119,7 +120,7 @@ def test_chunks_are_shared_by_those_that_have_the_same(capsys):
     assert one["gathered_bytes"] == 0 < two["gathered_bytes"]
     assert one["tokens_per_second"] * one["step_seconds"] == pytest.approx(BATCH * LENGTH)
     assert two["tokens_per_second"] * two["step_seconds"] == pytest.approx(2 * BATCH * LENGTH)
-    assert one["config"]["tensor_parallel"] == {"rows": 2, "columns": 2}
+    assert one["config"]["tensor_parallel"] == {"rows": 2, "columns": 2, "mode": "2d"}
     alone = as_json(capsys, *GPT[:-2])
     assert one["model_tflops"] * one["step_seconds"] * 4 == pytest.approx(alone["model_tflops"] * alone["step_seconds"])
     assert alone["tensor_parallel"] is None and one["num_parameters"] == alone["num_parameters"]
@@ -130,6 +131,8 @@ def test_auto_takes_what_receives_least_and_says_why(capsys):
     assert (many["mode"], many["rows"], many["columns"]) == ("2d", 2, 2)
     few = as_json(capsys, *GPT, "--tensor-parallel", "auto", "--batch-size", "2")["tensor_parallel"]
     assert few["mode"] == "1d" and "256 tokens are 1 times the hidden size" in few["reason"]
+    config = as_json(capsys, *GPT, "--tensor-parallel", "auto", "--batch-size", "2")["config"]
+    assert parse_config(config | {"optimizer": {}}).tensor_parallel.mode is MatrixMode.ONE
     assert few["received_bytes"] > 0 and few["link_seconds"] > 0
     out = run(capsys, *GPT, "--tensor-parallel", "4", "--tensor-mode", "1d").out
     assert "4 GPUs share matrices, divided in one dimension: in forward and backward each receives" in out

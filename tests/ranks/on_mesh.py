@@ -30,6 +30,7 @@ class MeshRun:
     model: Model
     rows: int = 1
     columns: int = 1
+    mode: str = "2d"
     kind: str = "plain"
     steps: int = 10
     precision: str = "fp32"
@@ -41,7 +42,8 @@ class MeshRun:
     def config(self) -> dict[str, Any]:
         options = {"gradient_clipping": self.clip, "default_chunk_size": 8192, **self.options}
         config = make_config(self.precision, **options)
-        return {**config, **self.options, "tensor_parallel": {"rows": self.rows, "columns": self.columns}}
+        mesh = {"rows": self.rows, "columns": self.columns, "mode": self.mode}
+        return {**config, **self.options, "tensor_parallel": mesh}
 
     def batches(self) -> list[dict[str, Any]]:
         """Of the whole run."""
@@ -121,8 +123,8 @@ def go_wrong(which: list[str]) -> list[str]:
 
     rank = int(os.environ["RANK"])
 
-    def message(build: Any, rows: int, columns: int, call: Any = None) -> str:
-        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns}}
+    def message(build: Any, rows: int, columns: int, call: Any = None, mode: str = "2d") -> str:
+        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns, "mode": mode}}
         torch.manual_seed(0)
         try:
             engine, _ = initialize_engine(build, 0, config)
@@ -162,15 +164,17 @@ def go_wrong(which: list[str]) -> list[str]:
         "other batches": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens + rank)),
         "samples": lambda: message(llama, 2, 1, lambda engine: engine(input_ids=tokens)),
         "no values": lambda: message(on_meta, 1, 2),
+        "no plan in one dimension": lambda: message(Model("bert").build, 1, 2, mode="1d"),
+        "tokens": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens[:, :23]), mode="1d"),
     }
     return [mistakes[name]() for name in which]
 
 
-def checkpointed(folder: str, model: str, rows: int, columns: int) -> dict[str, Any]:
+def checkpointed(folder: str, model: str, rows: int, columns: int, mode: str = "2d") -> dict[str, Any]:
     """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
-    run, made_whole, state = MeshRun(Model(model), rows, columns, steps=4), False, {}
+    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, steps=4), False, {}
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(run.model.build, 0, run.config())
     with engine:
@@ -207,11 +211,11 @@ def note_calls(owner: type, name: str) -> list[str]:
     return called
 
 
-def from_files(folder: str, rows: int, columns: int) -> dict[str, Any]:
+def from_files(folder: str, rows: int, columns: int, mode: str) -> dict[str, Any]:
     """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
     from patrickstar import from_pretrained
 
-    run = MeshRun(Model("llama"), rows, columns, steps=1)
+    run = MeshRun(Model("llama"), rows, columns, mode, steps=1)
     engine, optimizer = initialize_engine(lambda: from_pretrained(folder), 0, run.config())
     with engine:
         (inputs,) = run.own_batches()
@@ -224,7 +228,7 @@ def from_files(folder: str, rows: int, columns: int) -> dict[str, Any]:
         return {"loss": loss.item(), "tokens": tokens, "state": engine.state_dict()}
 
 
-def by_deepspeeds_names() -> dict[str, Any]:
+def by_deepspeeds_names(mode: str) -> dict[str, Any]:
     """By ``patrickstar.initialize``: ranks of a mesh get the same samples, and 1 x 2 goes by DeepSpeed's name."""
     import patrickstar
 
@@ -233,7 +237,7 @@ def by_deepspeeds_names() -> dict[str, Any]:
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "steps_per_print": 0,
-        "tensor_parallel": {"autotp_size": 2},
+        "tensor_parallel": {"autotp_size": 2, "mode": mode},
     }
     data = [{"input_ids": torch.arange(i, i + 24) % 50, "labels": torch.arange(i, i + 24) % 50} for i in range(4)]
     engine, _, loader, _ = patrickstar.initialize(model=Model("llama").build(), config=config, training_data=data)

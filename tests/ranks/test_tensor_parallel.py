@@ -38,9 +38,9 @@ def plain():
     return [train_plainly(run) for run in RUNS]
 
 
-def on_mesh(num_ranks, rows, columns, runs):
+def on_mesh(num_ranks, rows, columns, runs, mode="2d"):
     """[run][rank]"""
-    runs = [dataclasses.replace(run, rows=rows, columns=columns) for run in runs]
+    runs = [dataclasses.replace(run, rows=rows, columns=columns, mode=mode) for run in runs]
     by_rank = run_ranks(num_ranks, train_all, runs, timeout_seconds=300)
     return [[results[index] for results in by_rank] for index in range(len(runs))]
 
@@ -67,15 +67,19 @@ def assert_close(found, expected):
     [
         ((1, 2), 3),
         ((2, 1), 2),
-        *(pytest.param(mesh, len(RUNS), marks=pytest.mark.slow) for mesh in ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))),
+        ((1, 2, "1d"), 3),
+        *(
+            pytest.param(mesh, len(RUNS), marks=pytest.mark.slow)
+            for mesh in ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (1, 2, "1d"), (1, 4, "1d"))
+        ),
     ],
     ids=str,
 )
 def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
     """Clipping acts or is off, with padding, tokens without labels, and recomputation."""
-    rows, columns = mesh
+    rows, columns, *mode = mesh
     runs = [run for run in RUNS[:num_runs] if columns < 4 or run.model is GPT2]  # of the others, keys have two heads
-    for run, found in zip(runs, on_mesh(rows * columns, rows, columns, runs), strict=True):
+    for run, found in zip(runs, on_mesh(rows * columns, rows, columns, runs, *mode), strict=True):
         assert_alike(found)
         for rank in found:
             assert rank["losses"] == found[0]["losses"]
@@ -88,11 +92,12 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 2, "1d")], ids=str)
 def test_beside_data_parallelism(mesh):
     """Two meshes of two ranks, with half of each batch each, train what two ranks with whole matrices train."""
     runs = RUNS[:2]
-    for found, expected in zip(on_mesh(4, *mesh, runs), on_mesh(2, 1, 1, runs), strict=True):
+    rows, columns, *mode = mesh
+    for found, expected in zip(on_mesh(4, rows, columns, runs, *mode), on_mesh(2, 1, 1, runs), strict=True):
         assert_alike(found)
         for rank in range(4):
             assert_close({**expected[rank // 2], **found[rank]}, expected[rank // 2])
@@ -105,6 +110,7 @@ def test_beside_data_parallelism(mesh):
         *(
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
+                (2, (1, 2, "1d"), "bf16", "195KB"),
                 (2, (1, 2), "bf16", "195KB"),
                 (4, (2, 2), "fp32", "175KB"),
                 (4, (2, 2), "bf16", "115KB"),
@@ -118,7 +124,8 @@ def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
     """Panels come out of chunks wherever these lie: on demand, by plan, with states on the host."""
     scarce = {"device_memory": budget, "default_chunk_size": 1024}
     roomy = MeshRun(LLAMA, precision=precision)
-    plenty, small = on_mesh(num_ranks, *mesh, [roomy, dataclasses.replace(roomy, options=scarce)])
+    rows, columns, *mode = mesh
+    plenty, small = on_mesh(num_ranks, rows, columns, [roomy, dataclasses.replace(roomy, options=scarce)], *mode)
     assert small[0]["report"]["num_evictions"] > 0
     assert small[0]["report"]["num_replayed_moments"] > 0
     for one, other in zip(plenty, small, strict=True):
@@ -128,11 +135,12 @@ def test_budgets_change_no_bit(num_ranks, mesh, precision, budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 2, "1d")], ids=str)
 def test_loss_scale_and_skipped_steps_are_the_same_on_all_ranks(mesh):
     """float16 overflows at a scale of 2 ** 20 until that has fallen, on a mesh as in one process."""
     run = MeshRun(GPT2, precision="fp16", options={"fp16": SCALE})
-    expected, (found,) = train_all([run])[0], on_mesh(2, *mesh, [run])
+    rows, columns, *mode = mesh
+    expected, (found,) = train_all([run])[0], on_mesh(2, rows, columns, [run], *mode)
     skipped = [math.isnan(norm) for norm in expected["norms"]]
     assert 0 < sum(skipped) < len(skipped)
     for rank in found:
@@ -155,6 +163,8 @@ REFUSED_TOO = {
     "other batches": "ranks [0, 1] share matrices, but were called with different batches",
     "samples": "dimension 0 of [3, 24]: 3 cannot be cut into 2 rows of a mesh of 2 x 1; take 4",
     "no values": "is on the meta device without values",
+    "no plan in one dimension": "(model type 'bert') cannot be divided in one dimension; models of the types gpt2, ll",
+    "tokens": "sequences of 23 tokens cannot be divided among 2 ranks; give 24",
 }
 
 
@@ -175,6 +185,8 @@ def test_what_cannot_be_divided_is_refused(refused):
                 ("llama", ((2, 2), (1, 2), (2, 2), (1, 1))),
                 ("qwen2", ((1, 1), (1, 2), (2, 1))),
                 ("gpt2", ((2, 2), (4, 1), (2, 1))),
+                ("llama", ((1, 2, "1d"), (1, 2), (1, 1), (1, 2, "1d"))),
+                ("gpt2", ((2, 1), (1, 2, "1d"), (1, 4, "1d"))),
             )
         ),
     ],
@@ -187,16 +199,16 @@ def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
     from patrickstar.checkpoint.stored_source import merge
 
     folder = str(tmp_path)
-    saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])
+    saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])  # rows, columns, mode
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert_same_bits(dict(exported.state_dict()), dict(saved[0]["half_way"]))
-    for rows, columns in meshes[1:]:
-        for found in run_ranks(rows * columns, checkpointed, folder, model, rows, columns):
+    for mesh in meshes[1:]:
+        for found in run_ranks(mesh[0] * mesh[1], checkpointed, folder, model, *mesh):
             assert_same_bits(found["half_way"], saved[0]["half_way"])
             assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
             assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
-            assert found["made_whole"] == (meshes[0] not in ((1, 1), (rows, columns)))
-            if (rows, columns) == meshes[0]:
+            assert found["made_whole"] == (meshes[0] not in ((1, 1), mesh))
+            if mesh == meshes[0]:
                 assert_same_bits(found["state"], saved[0]["state"])
     with Checkpoint.find(folder) as checkpoint:
         checkpoint.verify()
@@ -228,13 +240,16 @@ def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
     (inputs,) = MeshRun(LLAMA, steps=1).batches()
     expected = model.eval().generate(inputs["input_ids"][:2, :4], max_new_tokens=6, do_sample=False)
     loss = model.train()(**inputs).loss.item()
-    for mesh in ((1, 2), (2, 1)):
+    for mesh in ((1, 2, "2d"), (2, 1, "2d"), (1, 2, "1d")):
         for found in run_ranks(2, from_files, str(tmp_path), *mesh):
             assert torch.equal(found["tokens"], expected)
             assert found["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_deepspeeds_name_of_columns():
-    first, second = run_ranks(2, by_deepspeeds_names)
+@pytest.mark.parametrize(("mode", "whole"), [("2d", 0), ("auto", 5 * 32)])
+def test_deepspeeds_name_of_columns(mode, whole):
+    """``auto`` takes one dimension for a mesh of one row, where ranks have ``whole`` norms."""
+    first, second = run_ranks(2, by_deepspeeds_names, mode)
     assert first == second and len(first["losses"]) == 2
-    assert first["num_elements"] == sum(p.numel() for p in LLAMA.build().parameters()) // 2 + 32
+    num_elements = sum(p.numel() for p in LLAMA.build().parameters())
+    assert first["num_elements"] == (num_elements + whole) // 2 + 32

@@ -66,9 +66,17 @@ def compare_in_place(name, line):
     for value in (expected, loss):
         value.backward()
     found = source_values(ours, lambda parameter: parameter.grad)
+    assert torch.equal(*(generated(model) for model in (ours, theirs)))
     parameters = dict(theirs.named_parameters(remove_duplicate=False))
     assert {id(parameters[key]) for key in found} == {id(parameter) for parameter in theirs.parameters()}
     return {"loss": gap(loss, expected)} | {key: gap(grad, parameters[key].grad) for key, grad in found.items()}
+
+
+def generated(model):
+    """Greedily, of lengths that no number of ranks divides all of, behind padding."""
+    tokens, mask = batch(LENGTH)[0], torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[0, :3] = 0
+    return model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
 def in_16_bits(line):
@@ -132,8 +140,11 @@ def test_what_has_no_plan_in_one_dimension_is_refused():
     line = Line()
     parallelize_1d(model, line)
     tokens = batch(LENGTH)[0]
-    with pytest.raises(ValueError, match="takes its tokens of whole sequences; call it with input_ids and labels"):
-        model(tokens, attention_mask=torch.ones_like(tokens))
+    for odd in ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH)}, {"inputs_embeds": torch.ones(1, 1, 1)}):
+        with pytest.raises(ValueError, match="takes its tokens of whole sequences; call it with input_ids, labels"):
+            model(tokens, **odd)
+    with pytest.raises(ValueError, match="sequences that are packed into one cannot be told apart"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     line.size = 4
     with pytest.raises(ValueError, match="sequences of 6 tokens cannot be divided among 4 ranks; give 8"):
         model(tokens)

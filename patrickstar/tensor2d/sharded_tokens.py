@@ -1,0 +1,98 @@
+"""Calls of a model of Hugging Face whose ranks each have some tokens of whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.tensor2d.lines import Line
+
+_WHOLE = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
+
+
+class ShardedTokens:
+    """Divides the tokens of each call of a causal language model over ``line``.
+
+    Masks and rotary positions stay those of whole sequences, since heads are divided where these are used. Where
+    autograd is off, sequences may have any length: tokens that fill them up come behind all others, so that none of
+    these sees them, and logits are those of the tokens that were given.
+    """
+
+    def __init__(self, line: Line):
+        self._line = line
+        self._positions: torch.Tensor | None = None
+        self._length = 0
+        self._kept: int | torch.Tensor = 0
+
+    def attach(self, model: nn.Module) -> None:
+        """From now on ``model`` is called with whole sequences. It keeps no cache, since ranks have other tokens of
+        each longer sequence: ``generate`` computes all tokens for each new one.
+        """
+        model.register_forward_pre_hook(self.take, with_kwargs=True)
+        model.register_forward_hook(self.cut)
+        for module in model.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                module.register_forward_pre_hook(self.whole_positions, with_kwargs=True)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.use_cache = False  # type: ignore[union-attr]
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives the model the rank's tokens of ``input_ids`` [b, s], and their positions; of an ``attention_mask``
+        [b, s] the mask of all tokens [b, 1, s, s].
+
+        Raises:
+            ValueError: ranks do not divide s, or the call has other arguments.
+        """
+        given = {**kwargs, **({"input_ids": args[0]} if args else {})}
+        tokens, mask, positions = (given.get(name) for name in _WHOLE[:3])
+        odd = [name for name in ("inputs_embeds", "past_key_values") if given.get(name) is not None]
+        if len(args) > 1 or tokens is None or odd or (mask is not None and mask.dim() != 2):
+            raise ValueError(
+                f"{type(module).__name__} is divided in one dimension, where each rank takes its tokens of whole "
+                "sequences; call it with input_ids, labels, attention_mask [b, s] and position_ids by name, without a "
+                "cache"
+            )
+        size, self._length, self._kept = self._line.size, tokens.shape[1], given.get("logits_to_keep") or 0
+        missing = -self._length % size
+        if missing and (torch.is_grad_enabled() or given.get("labels") is not None):
+            raise ValueError(
+                f"sequences of {self._length} tokens cannot be divided among {size} ranks; give "
+                f"{self._length + missing}"
+            )
+        is_packed = positions is not None and bool(positions.diff().ne(1).any())
+        if mask is None and is_packed:
+            raise ValueError(
+                f"{type(module).__name__} is divided in one dimension, where sequences that are packed into one cannot "
+                "be told apart; leave position_ids out, or give an attention_mask"
+            )
+        if positions is None:
+            positions = torch.arange(self._length, device=tokens.device)[None]
+        self._positions = nn.functional.pad(positions, (0, missing))
+        mine = {"input_ids": nn.functional.pad(tokens, (0, missing)), "position_ids": self._positions}
+        mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
+        others = {name: value for name, value in given.items() if name not in _WHOLE}
+        if missing or is_packed or (mask is not None and not mask.all()):
+            others["attention_mask"] = _whole_mask(torch.ones_like(tokens) if mask is None else mask, missing)
+        return (), {**others, **mine, "use_cache": False}
+
+    def cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Of whole logits, those that the call asked for."""
+        if not torch.is_grad_enabled() and getattr(output, "logits", None) is not None:
+            kept = slice(-self._kept, None) if isinstance(self._kept, int) else self._kept
+            output.logits = output.logits[:, : self._length][:, kept]
+        return output
+
+    def whole_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Those of all tokens of the call."""
+        return args[:1], {**kwargs, "position_ids": self._positions}
+
+
+def _whole_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
+    """Which tokens [b, 1, s, s] each sees: those of ``given`` [b, s] before it, with ``missing`` ones behind."""
+    seen = nn.functional.pad(given.bool(), (0, missing))
+    length = seen.shape[1]
+    return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
