@@ -53,7 +53,7 @@ def least() -> int:
     return least_device_memory(DEEP, keeping("never"), steps=2, checkpointing=False)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_kernels_are_not_called_again(precision):
     """In the first forward it is not known what else will be kept ([Note: working activations]); from then on host
     memory has room for all.
@@ -80,10 +80,12 @@ def test_as_many_as_there_is_room_for():
     assert len(counts) > 1 and min(counts) == (2 + 1 + 1) * LAYERS
 
 
+@pytest.mark.slow
 def test_default_leaves_short_sequences_alone():
     assert counted(keeping("auto", device_memory=least()), 2)[1] == 2 * 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_without_a_limit_of_the_device():
     """Nothing is small enough beside it to be worth a hook."""
     run, count = counted(keeping("always"), 2)
@@ -91,6 +93,7 @@ def test_without_a_limit_of_the_device():
     assert count == 2 * 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_reentrant_checkpoints_compute_again():
     """They run their forward without autograd, where kernels give no log-sum-exp."""
     run, count = counted(keeping("always", device_memory=least() + (1 << 17)), 2, checkpointing=True)
@@ -112,6 +115,7 @@ def test_dropout_computes_again():
     assert_same(run, train(case, keeping("never", offload="never"), steps=2, checkpointing=False))
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_used_twice():
     import patrickstar
 

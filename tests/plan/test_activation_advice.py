@@ -89,6 +89,7 @@ def test_what_does_not_apply_is_not_proposed(llama, tmp_path):
     assert fused_loss(ask(600, 4096, dataclasses.replace(work, loss=LossComputation.FUSED))) is None
 
 
+@pytest.mark.slow
 def test_a_step_that_the_loss_without_logits_makes_shorter(planner):
     """The room of the logits is worth more to chunks; also to activations that are kept instead of computed again."""
     work = Workload(model="gpt:512x8", batch=16, length=128, checkpointing=True)
