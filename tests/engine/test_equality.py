@@ -125,7 +125,8 @@ def test_instruction_sets():
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [*((name, "AdamW") for name in MODELS), *((name, "Adam") for name in VARIED)]
+    ("name", "optimizer"),
+    [*((name, "AdamW") for name in MODELS), *(pytest.param(name, "Adam", marks=pytest.mark.slow) for name in VARIED)],
 )
 def test_against_pytorch(name, optimizer):
     """float32: within 1e-6 of torch.optim after 20 steps, losses within 1e-5."""
@@ -173,7 +174,9 @@ def test_activation_checkpointing(name, use_reentrant):
     assert_same(run, unlimited)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16"))]
+)
 def test_accumulation(precision):
     """Three backwards before a step: same bits for every budget and chunk size; in float32 equal to PyTorch's sum."""
     config = make_config(precision, gradient_clipping=1.0)

@@ -56,7 +56,9 @@ SETTINGS = [
 """Device budget over an eighth of the host's need, host budget over that need, speculation, clipping."""
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16"), ("llama", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [pytest.param("gpt2", "bf16", marks=pytest.mark.slow), ("llama", "fp32")]
+)
 def test_predicted_against_mapped(name, precision):
     case = CASES[name]
     base = make_config(precision, default_chunk_size=8 * 1024)

@@ -65,6 +65,7 @@ def test_kernels_are_not_called_again(precision):
     assert_same(run, reference(precision))
 
 
+@pytest.mark.slow
 def test_as_many_as_there_is_room_for():
     """Inputs of the layers come first; where host memory has room for some of the outputs beside them the rest is
     computed again, and no forward runs out of memory.

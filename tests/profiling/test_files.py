@@ -203,7 +203,7 @@ def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
     assert "pip install 'patrickstar[profile]'" in caplog.text
 
 
-@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_config(step, tmp_path, caplog):
     """``config["profile"]``: the files of that step, one line in the log, and the same numbers."""
     config = make_config("fp16", device_memory="1200KB", gradient_clipping=1.0)

@@ -48,7 +48,7 @@ def test_models(name):
     assert_same(result.run, train(MODELS[name], config, steps=6))
 
 
-@pytest.mark.parametrize("speculation", ["always", "never"])
+@pytest.mark.parametrize("speculation", ["always", pytest.param("never", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_accumulation_and_speculation(accumulate, speculation):
     config = make_host_config("bf16", gradient_clipping=1e9, device_memory="1200KB")
