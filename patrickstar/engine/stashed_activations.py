@@ -86,8 +86,10 @@ class ActivationStash:
 
     def has_room_beside_inputs(self, num_bytes: int) -> bool:
         """Whether device and host can keep so many bytes, and all that autograd is still to save in this forward: as
-        many tensors as in the last one. False in the first forward.
+        many tensors as in the last one. False in the first forward that asks.
         """
+        self.working.measure_always()
+        self.working.measure()
         if self.working.num_bytes is None:
             return False
         working = self.working
@@ -213,6 +215,10 @@ class WorkingBytes:
         """So much more is on the device, or less."""
         self.held_bytes += num_bytes
         self.beyond_bytes += beyond
+
+    def measure_always(self) -> None:
+        """However little is kept: attention wants to keep more."""
+        self._least_held = -1
 
     def begin_forward(self) -> None:
         """What the step before has shown counts from now on. Later steps show it again only where they keep more: on

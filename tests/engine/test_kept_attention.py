@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.engine.kept_attention import _DROPOUT_AT
-from tests.engine.test_stashed_activations import DEEP, LAYERS, deep_llama, long_batch, stashing
+from tests.engine.test_stashed_activations import DEEP, HIDDEN, LAYERS, deep_llama, long_batch, stashing
 from tests.models import Case
 from tests.training import Run, assert_same, least_device_memory, train
 
@@ -63,6 +63,15 @@ def test_kernels_are_not_called_again(precision):
     assert count == (2 + 1 + 1) * LAYERS
     assert run.report["stashed_bytes"] > 0
     assert_same(run, reference(precision))
+
+
+@pytest.mark.parametrize("least_shares", [2, 0.5])
+def test_an_ample_device_keeps_all_of_them(least_shares):
+    """Where so little is kept that nothing would ever have to leave, also in tensors too small for the stash."""
+    device_memory = int(4096 / least_shares) * long_batch(torch.Generator())["input_ids"].numel() * HIDDEN * 2
+    run, count = counted(keeping("always", precision="bf16", device_memory=device_memory), 3)
+    assert count == (2 + 1 + 1) * LAYERS
+    assert_same(run, reference("bf16"))
 
 
 @pytest.mark.slow

@@ -51,10 +51,11 @@ def build(name, dtype, group, device="cpu"):
 def compare_once(name, group, device="cpu"):
     """Gaps of logits, loss and gradients in float64, and the bytes that came here, forward and backward."""
     ours, theirs = build(name, torch.float64, group, device)
-    ids, labels = batch()
+    theirs = theirs.to(device)  # also there the angles of positions are float32, and those of two devices differ
+    ids, labels = (part.to(device) for part in batch())
     expected_logits, expected = plain_loss(theirs, ids, labels)
     expected.backward()
-    mine, targets = (divide_batch(part, group.place).to(device) for part in (ids, labels))
+    mine, targets = (divide_batch(part, group.place) for part in (ids, labels))
     before = group.received_bytes
     logits = ours(mine)
     loss = make_loss(group)(logits, targets)
