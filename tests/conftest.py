@@ -21,6 +21,16 @@ import torch
 torch.set_num_threads(2)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _set_libraries_aside():
+    """What PyTorch, transformers and others have made is left out of the collections behind a file's tests, which
+    would look through it for a quarter of a second each; what files before have left is collected once.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _collect_engines():
     """A test that ends by an exception drops its engine; its memory must not count in the next one."""
