@@ -1,4 +1,4 @@
-"""Shared fixtures: one open engine at a time, quiet libraries, reproducible threads.
+"""Shared fixtures: one open engine at a time, quiet libraries, one thread of PyTorch's.
 
 Without ``-m gpu`` the tests use the simulated device, on a machine with a GPU too.
 """
@@ -18,7 +18,7 @@ if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # models are so small that a second one only waits, and other tests run beside
 
 
 @pytest.fixture(autouse=True, scope="module")
