@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # PyTorch's context parallelism replaces a function of it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmark.pass_times import timed_passes
 from benchmark.rank_jobs import add_result, work
 from patrickstar.sequence import Mode, SequenceGroup, attention, positions_of_rank
 
@@ -47,6 +47,10 @@ class Step:
     leaves: list[torch.Tensor]
     grad: torch.Tensor
     note: str = ""
+
+    def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradients of ``leaves``."""
+        return torch.autograd.grad(out, self.leaves, self.grad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,31 +159,7 @@ TOGETHER: dict[str, Opener] = {
 
 
 def _gradients(step: Step) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(step.forward(), step.leaves, step.grad)
-
-
-def _timed(step: Step, device: torch.device, iterations: int) -> list[tuple[float, float]]:
-    """Seconds of forward, and of forward and backward. On a GPU the host runs ahead, as in training."""
-    marks: list[list[Any]] = []
-
-    def mark() -> Any:
-        if device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    for _ in range(iterations):
-        begin = mark()
-        out = step.forward()
-        between = mark()
-        torch.autograd.grad(out, step.leaves, step.grad)
-        del out
-        marks.append([begin, between, mark()])
-    if device.type == "cpu":
-        return [(between - begin, end - begin) for begin, between, end in marks]
-    torch.cuda.synchronize()
-    return [(begin.elapsed_time(between) / 1e3, begin.elapsed_time(end) / 1e3) for begin, between, end in marks]
+    return step.backward(step.forward())
 
 
 def measure(problem: Problem, opener: Opener) -> dict[str, Any]:
@@ -187,16 +167,18 @@ def measure(problem: Problem, opener: Opener) -> dict[str, Any]:
     job, device = problem.job, problem.device
     is_cuda = device.type == "cuda"
     with opener(problem) as step:
-        _timed(step, device, job.warmup)
+        timed_passes(step.forward, step.backward, device, job.warmup)
         if is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         if job.ranks > 1:
             dist.barrier()
-        times = torch.tensor(_timed(step, device, job.iterations), dtype=torch.float64, device=device)
+        times = torch.tensor(
+            timed_passes(step.forward, step.backward, device, job.iterations), dtype=torch.float64, device=device
+        )
         peak = torch.tensor(torch.cuda.max_memory_allocated() if is_cuda else 0, device=device)
         out = step.forward()
-        results = [out.detach(), *torch.autograd.grad(out, step.leaves, step.grad)]
+        results = [out.detach(), *step.backward(out)]
         squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) ** 2 for part in results])
         note = step.note
     if job.ranks > 1:

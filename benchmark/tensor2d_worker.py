@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmark.pass_times import timed_passes
 from benchmark.rank_jobs import add_result, work
 from benchmark.systems.gpu_activity import profile_step
 from patrickstar.ranks.mesh import Mesh
@@ -216,9 +216,12 @@ class Iteration:
         self.tokens.grad = None
         return self.model(self.tokens)
 
+    def backward(self, out: torch.Tensor) -> None:
+        out.backward(self.grad)
+
     def run(self) -> torch.Tensor:
         out = self.forward()
-        out.backward(self.grad)
+        self.backward(out)
         return out
 
     def squares(self) -> torch.Tensor:
@@ -227,30 +230,6 @@ class Iteration:
         grads = [getattr(part.grad, "_local_tensor", part.grad) for part in self.model.parameters() if part.dim() == 2]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float32) ** 2 for part in (out, self.tokens.grad, *grads)]
         return torch.stack([norms[0], norms[1], torch.stack(norms[2:]).sum()])
-
-
-def _timed(iteration: Iteration, device: torch.device, count: int) -> list[tuple[float, float]]:
-    """Seconds of forward, and of forward and backward. On a GPU the host runs ahead, as in training."""
-    marks: list[list[Any]] = []
-
-    def mark() -> Any:
-        if device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    for _ in range(count):
-        begin = mark()
-        out = iteration.forward()
-        between = mark()
-        out.backward(iteration.grad)
-        del out
-        marks.append([begin, between, mark()])
-    if device.type == "cpu":
-        return [(between - begin, end - begin) for begin, between, end in marks]
-    torch.cuda.synchronize()
-    return [(begin.elapsed_time(between) / 1e3, begin.elapsed_time(end) / 1e3) for begin, between, end in marks]
 
 
 def measure(job: Job, divided: Divided, batch: int, device: torch.device) -> dict[str, Any]:
@@ -263,12 +242,14 @@ def measure(job: Job, divided: Divided, batch: int, device: torch.device) -> dic
         for _ in range(2)
     )
     iteration = Iteration(divided.model, tokens.requires_grad_(), grad)
-    _timed(iteration, device, job.warmup)
+    timed_passes(iteration.forward, iteration.backward, device, job.warmup)
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    times = torch.tensor(_timed(iteration, device, job.iterations), dtype=torch.float64, device=device)
+    times = torch.tensor(
+        timed_passes(iteration.forward, iteration.backward, device, job.iterations), dtype=torch.float64, device=device
+    )
     peak = torch.tensor(torch.cuda.max_memory_allocated() if is_cuda else 0, device=device)
 
     def profiled() -> None:

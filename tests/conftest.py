@@ -1,4 +1,4 @@
-"""Shared fixtures: one open engine at a time, quiet libraries, reproducible threads.
+"""Shared fixtures: one open engine at a time, quiet libraries, one thread of PyTorch's.
 
 Without ``-m gpu`` the tests use the simulated device, on a machine with a GPU too.
 """
@@ -18,7 +18,17 @@ if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # models are so small that a second one only waits, and other tests run beside
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _set_libraries_aside():
+    """What PyTorch, transformers and others have made is left out of the collections behind a file's tests, which
+    would look through it for a quarter of a second each; what files before have left is collected once.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

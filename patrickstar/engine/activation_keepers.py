@@ -11,9 +11,11 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
-from patrickstar.engine.kept_attention import AUTO_LEAST_TOKENS, KeptAttention
+from patrickstar.engine.kept_attention import KeptAttention
 from patrickstar.engine.stashed_activations import ActivationStash
+from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 
 
 def keeper_of_activations(
@@ -26,7 +28,7 @@ def keeper_of_activations(
     stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params})
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
-        least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else AUTO_LEAST_TOKENS
+        least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
         attention = KeptAttention(module, stash, least_tokens)
     if section.offload is ActivationOffload.ALWAYS:
         return AllActivations(stash, attention)
@@ -79,12 +81,12 @@ class CheckpointedActivations:
     """Those of a model of Hugging Face may leave while it checkpoints layers, and stay otherwise, being many then."""
 
     def __init__(self, module: nn.Module, stash: ActivationStash, attention: KeptAttention | None):
-        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._layers = checkpointable_modules(module)
         self._all = AllActivations(stash, attention)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """As the layers are just then."""
-        checkpoints = any(layer.gradient_checkpointing for layer in self._layers)
+        checkpoints = any(map(is_checkpointing, self._layers))
         return self._all.keeping() if checkpoints else contextlib.nullcontext()
 
     def finish(self) -> None:

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from torch import nn
 
 from patrickstar.config import ActivationOffload, ActivationsConfig, Config, LossComputation
-from patrickstar.module.tiled_modules import find_tileable, tile_modules
+from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
+from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
 
 logger = logging.getLogger("patrickstar")
-
-_FUSED: dict[str, object] = {"loss": LossComputation.FUSED, "tile_tokens": 0}
-_TILED: dict[str, object] = {"loss": LossComputation.WHOLE, "tile_tokens": 4096}
 
 
 class ChangedActivations:
@@ -68,18 +66,19 @@ class ActivationRemedies:
     def __init__(self, module: nn.Module, config: Config):
         section, is_divided = config.activations, config.tensor_parallel.num_ranks > 1
         self._section = section
-        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._layers = checkpointable_modules(module)
         self._changes: list[str] = []  # of the module; matrices that ranks share are refused with them
         if is_divided:
             return
-        if section.loss is LossComputation.WHOLE and _applies(section.model_copy(update=_FUSED), module):
+        if section.loss is LossComputation.WHOLE and _can_fuse(module):
             self._changes.append('a loss that does not make all logits at once ("activations": {"loss": "fused"})')
-        if not section.tile_tokens and _applies(section.model_copy(update=_TILED), module):
-            self._changes.append('MLPs and norms in tiles of tokens ("activations": {"tile_tokens": 4096})')
+        if not section.tile_tokens and _can_tile(module):
+            asked = f'"activations": {{"tile_tokens": {PROPOSED_TILE_TOKENS}}}'
+            self._changes.append(f"MLPs and norms in tiles of tokens ({asked})")
 
     def texts(self) -> list[str]:
         """As layers are checkpointed just now."""
-        is_checkpointed = any(layer.gradient_checkpointing for layer in self._layers)
+        is_checkpointed = any(map(is_checkpointing, self._layers))
         texts = list(self._changes)
         if not is_checkpointed:
             how = (
@@ -96,9 +95,17 @@ class ActivationRemedies:
         return texts
 
 
-def _applies(section: ActivationsConfig, module: nn.Module) -> bool:
+def _can_fuse(module: nn.Module) -> bool:
+    return _takes(lambda: check_fusable(_language_model(module)))
+
+
+def _can_tile(module: nn.Module) -> bool:
+    return _takes(lambda: find_tileable(module))
+
+
+def _takes(check: Callable[[], object]) -> bool:
     try:
-        check_activations(module, section)
+        check()
     except ValueError:
         return False
     return True

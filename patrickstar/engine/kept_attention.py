@@ -27,9 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.engine.stashed_activations import ActivationStash, Stashed
-
-AUTO_LEAST_TOKENS = 32768
-"""Of fewer, host memory is worth more for updates that start early, and the link more for chunks."""
+from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
 
 _aten = torch.ops.aten
 
@@ -56,7 +54,7 @@ class KeptAttention:
     """
 
     def __init__(self, module: nn.Module, stash: ActivationStash, least_tokens: int):
-        self._layers = [child for child in module.modules() if hasattr(child, "gradient_checkpointing")]
+        self._layers = checkpointable_modules(module)
         self._stash = stash
         self._least_tokens = least_tokens
 
@@ -67,31 +65,35 @@ class KeptAttention:
         try:
             for layer in self._layers:
                 function = vars(layer).get("_gradient_checkpointing_func")
-                if layer.gradient_checkpointing and _can_keep(layer, function):
+                if is_checkpointing(layer) and _takes_contexts(function):
                     replaced.append((layer, function))
-                    layer._gradient_checkpointing_func = functools.partial(self._checkpoint, function)
+                    layer._gradient_checkpointing_func = functools.partial(self._checkpoint, layer, function)
             yield
         finally:
             for layer, function in replaced:
                 layer._gradient_checkpointing_func = function
 
-    def _checkpoint(self, function: Callable[..., Any], layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _checkpoint(
+        self, layer: nn.Module, function: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         hidden = args[0] if args else None
         is_long = isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and hidden.shape[-2] >= self._least_tokens
-        if not is_long:
-            return function(layer, *args, **kwargs)
-        return function(layer, *args, context_fn=self._contexts, **kwargs)
+        if not is_long or _is_compiled(layer):
+            return function(call, *args, **kwargs)
+        return function(call, *args, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[_Keeping, _Recalling]:
         results: list[_Results | None] = []
         return _Keeping(self._stash, results), _Recalling(results)
 
 
-def _can_keep(layer: nn.Module, function: Any) -> bool:
+def _takes_contexts(function: Any) -> bool:
     is_plain = isinstance(function, functools.partial) and function.func is checkpoint and not function.args
-    if not is_plain or function.keywords.get("use_reentrant") is not False or "context_fn" in function.keywords:
-        return False
-    return all(child._compiled_call_impl is None for child in layer.modules())
+    return is_plain and function.keywords.get("use_reentrant") is False and "context_fn" not in function.keywords
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    return any(child._compiled_call_impl is not None for child in layer.modules())
 
 
 class _Results:

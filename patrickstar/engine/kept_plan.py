@@ -22,6 +22,7 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.engine.core_setup import current_plan
 from patrickstar.machine.host_memory import usable_bytes
+from patrickstar.module.checkpointed_layers import is_checkpointing
 from patrickstar.module.preprocess import SortedParams
 from patrickstar.planning.plan_cache import PlanCache, cache_folder, key_of
 from patrickstar.planning.step_plan import VERSION, Plan
@@ -213,8 +214,7 @@ def run_facts(
     return {
         "versions": [patrickstar.__version__, torch.__version__, VERSION],
         "modules": [
-            [name, type(child).__qualname__, bool(getattr(child, "gradient_checkpointing", False))]
-            for name, child in module.named_modules()
+            [name, type(child).__qualname__, is_checkpointing(child)] for name, child in module.named_modules()
         ],
         "chunked": [
             [spec.name, list(spec.param.shape), str(spec.compute_dtype), spec.trained] for spec in params.chunked

@@ -29,11 +29,7 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-
-_LEAST_SHARE = 4096  # of the device's memory: smaller tensors stay, so that hooks cost little
-_SHARE = 0.5  # of the device's memory, for activations (csrc/engine/stash.cpp)
-_MOST_LEAVING = 2  # tensors whose copies to the host run: so far may the launching thread be ahead of the device
-_FETCHED_AHEAD = 3  # how many tensors before its use the copy back of one begins
+from patrickstar.planning.activation_rules import DEVICE_SHARE, FETCHED_AHEAD, LEAST_SHARE, MOST_LEAVING
 
 
 class ActivationStash:
@@ -50,8 +46,8 @@ class ActivationStash:
         self._device = device
         self._storages = frozenset(storages)
         budget = runtime.report()["device_budget_bytes"]
-        self._share = int(budget * _SHARE)
-        self._least_bytes = budget // _LEAST_SHARE
+        self._share = int(budget * DEVICE_SHARE)
+        self._least_bytes = budget // LEAST_SHARE
         self.working = WorkingBytes(runtime, self._share)
         self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
         self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
@@ -138,7 +134,7 @@ class ActivationStash:
                 self._away.append(weakref.ref(kept))
                 excess -= kept.num_bytes
             self._on_device.popleft()
-            if len(self._leaving) > _MOST_LEAVING:
+            if len(self._leaving) > MOST_LEAVING:
                 self._finish_oldest()
 
     def _excess_bytes(self) -> int:
@@ -172,7 +168,7 @@ class ActivationStash:
         while self._away:
             kept = self._away[-1]()
             if kept is not None and kept.number < used.number:
-                if used.number - kept.number <= _FETCHED_AHEAD and kept.place is Place.AWAY:
+                if used.number - kept.number <= FETCHED_AHEAD and kept.place is Place.AWAY:
                     self._away.pop()
                     kept.fetch()
                 return

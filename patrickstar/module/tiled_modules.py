@@ -27,6 +27,8 @@ from torch import nn
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.sequence.tiling import in_tiles
 
+PROPOSED_TILE_TOKENS = 4096
+"""Of the tiles that are proposed: smaller ones save little more (docs/guides/long_sequences.md)."""
 _MLP_CLASSES = ("mlp", "feedforward", "ffn", "denseactdense", "densegatedactdense")
 _MLP_PLACES = ("mlp", "feed_forward", "ffn")
 _NORM_CLASSES = ("rmsnorm", "layernorm")

@@ -9,16 +9,14 @@ from typing import Any
 from torch import nn
 
 from patrickstar.config import LossComputation
-from patrickstar.module.tiled_modules import find_tileable
+from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable
 from patrickstar.planning.models import build_model
 from patrickstar.planning.planner import Planner, Question
 from patrickstar.planning.prediction import Case, DoesNotFitError
 from patrickstar.planning.proposals import Proposal, more_host_memory, other_setting, other_work, recomputed
 from patrickstar.sequence.fused_loss import check_fusable
 
-TILE_TOKENS = 4096
-"""Of the tiles that are proposed: smaller ones save little more (docs/guides/long_sequences.md)."""
-_LEAST_TOKENS = 2 * TILE_TOKENS
+_LEAST_TOKENS = 2 * PROPOSED_TILE_TOKENS
 """Of a batch on one GPU. With fewer, sums of gradients take what tiles save."""
 _AMPLE_BYTES = 2**44
 
@@ -50,8 +48,9 @@ def tiles(question: Question) -> Proposal | None:
     is_worth_it = work.checkpointing and work.batch * work.length // work.sequence_ranks >= _LEAST_TOKENS
     if work.mesh is not None or work.tile_tokens or not is_worth_it or not _takes(work.model, find_tileable):
         return None
-    text, flags = f"MLPs and norms in tiles of {TILE_TOKENS} tokens", ("--tile-tokens", str(TILE_TOKENS))
-    return other_work("tiles", text, flags, question, tile_tokens=TILE_TOKENS)
+    text = f"MLPs and norms in tiles of {PROPOSED_TILE_TOKENS} tokens"
+    flags = ("--tile-tokens", str(PROPOSED_TILE_TOKENS))
+    return other_work("tiles", text, flags, question, tile_tokens=PROPOSED_TILE_TOKENS)
 
 
 def host_memory_for_activations(planner: Planner, question: Question, case: Case | None) -> Iterator[Proposal]:

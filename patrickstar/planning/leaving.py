@@ -1,11 +1,11 @@
 """Activations that leave the device between forward and backward, in a plan: what the tide is without them.
 
-The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]): once the tide of the first
-step has exceeded its share of the device, what a forward kept first leaves, and comes back shortly before its use. On
-CUDA memory that was freed stays with PyTorch, so the tide there is the highest so far. Later steps keep what fits
-beside the largest need of the first one ([Note: working activations]), and what attention gave where there is room
-([Note: kept attention]). A trace says what was kept, used and let go between which peaks of the tide (:class:`Span`);
-:func:`leave` plays that with a device and a room on the host.
+The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]), its limits those of
+activation_rules.py: once the tide of the first step has exceeded its share of the device, what a forward kept first
+leaves, and comes back shortly before its use. On CUDA memory that was freed stays with PyTorch, so the tide there is
+the highest so far. Later steps keep what fits beside the largest need of the first one ([Note: working activations]),
+and what attention gave where there is room ([Note: kept attention]). A trace says what was kept, used and let go
+between which peaks of the tide (:class:`Span`); :func:`leave` plays that with a device and a room on the host.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from typing import Any
 
 import torch
 
-DEVICE_SHARE = 0.5
-"""Of the device: what activations may take before they leave (csrc/engine/stash.cpp)."""
-LEAST_ATTENTION_TOKENS = 32768
-"""Calls of attention by fewer are made again (patrickstar/engine/kept_attention.py)."""
-_LEAST_SHARE = 4096  # of the device's memory; these three are those of patrickstar/engine/stashed_activations.py
-_MOST_LEAVING = 2
-_FETCHED_AHEAD = 3
+from patrickstar.planning.activation_rules import DEVICE_SHARE, FETCHED_AHEAD, LEAST_SHARE, MOST_LEAVING
 
 
 class Fate(enum.Enum):
@@ -246,7 +240,7 @@ class _Played:
         self._num_inputs = sum(event.fate is Fate.KEPT for event in events)
         self._input_bytes = 0
         self._kept_offers: set[int] = set()
-        self._least_bytes = device.num_bytes // _LEAST_SHARE
+        self._least_bytes = device.num_bytes // LEAST_SHARE
         self._room_bytes = device.room_bytes
         self._on_device: dict[int, int] = {}  # by number, bytes; oldest first, as in the others
         self._leaving: dict[int, int] = {}
@@ -274,7 +268,7 @@ class _Played:
                 self.kept_calls += 1
                 self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
             before = next(reversed(self._away), None)
-            if before is not None and event.number - _FETCHED_AHEAD <= before < event.number:
+            if before is not None and event.number - FETCHED_AHEAD <= before < event.number:
                 self._fetch(before)
         elif event.fate is Fate.GONE:
             self._take(event.number)
@@ -336,7 +330,7 @@ class _Played:
             self._room_bytes -= num_bytes
             self.most_away_bytes = max(self.most_away_bytes, sum(self._on_host.values()))
             excess -= num_bytes
-            self._finish(_MOST_LEAVING)
+            self._finish(MOST_LEAVING)
 
     def _finish(self, most_leaving: int) -> None:
         while len(self._leaving) > most_leaving:

@@ -23,15 +23,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from patrickstar import _C
+from patrickstar.module.checkpointed_layers import is_checkpointing
 from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, folded_gradient
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
+from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.divided_matrices import PlannedMatrices
 from patrickstar.planning.leaving import (
-    LEAST_ATTENTION_TOKENS,
     Copies,
     Device,
     KeptEvent,
@@ -395,7 +396,7 @@ def trace_uses(
         flops=costs.flops,
         num_operations=costs.num_operations,
         static_bytes=static_bytes,
-        checkpoints=any(getattr(child, "gradient_checkpointing", False) for child in module.modules()),
+        checkpoints=any(map(is_checkpointing, module.modules())),
     )
 
 

@@ -99,5 +99,5 @@ def run(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     print(json.dumps([run(**arguments) for arguments in json.loads(sys.argv[1])]))

@@ -89,7 +89,13 @@ def in_a_child(work):
 
 @pytest.mark.parametrize(
     ("tag", "others", "num_ranks"),
-    [("new", [], 1), ("new", [], 2), ("old", [], 1), ("old", [], 2), ("old", ["other"], 1)],
+    [
+        pytest.param("new", [], 1, marks=pytest.mark.slow),
+        ("new", [], 2),
+        pytest.param("old", [], 1, marks=pytest.mark.slow),
+        ("old", [], 2),
+        ("old", ["other"], 1),
+    ],
 )
 def test_killed_at_every_call(tmp_path, tag, others, num_ranks):
     """A new tag, and the tag that is there already: that of the latest checkpoint, and that of one before."""
@@ -132,7 +138,10 @@ def raising(code):
 
 
 @pytest.mark.parametrize("and_on", [False, True], ids=["once", "from there on"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(
+    "code",
+    [errno.ENOSPC, errno.EIO, *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EDQUOT, errno.EROFS))],
+)
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_an_error_at_every_call(tmp_path, tag, code, and_on, caplog):
     """One clear error, the old checkpoint or the complete new one, no descriptor left open; and no second copy, but

@@ -42,7 +42,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path, precision):
         [sys.executable, "-m", "tests.checkpoint.resumed_run", json.dumps(runs)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     resumed = json.loads(done.stdout.splitlines()[-1])

@@ -24,6 +24,15 @@ def deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _two_threads():
+    """Models are larger here, and references are computed on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def deterministic():
     """For one test."""

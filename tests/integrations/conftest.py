@@ -1,17 +1,8 @@
-"""The runs on two ranks, made once; one thread, since these models are so small that a second one only waits."""
+"""The runs on two ranks, made once."""
 
 import pytest
-import torch
 
 from tests.distributed import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

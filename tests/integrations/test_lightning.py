@@ -33,15 +33,6 @@ TOLERANCE = 1e-6  # relative
 BATCHES = 8  # of an epoch
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """For layers as small as these a second one only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_ordinary(module):
     assert {type(param) for param in module.parameters()} == {nn.Parameter}
     assert all(param.device.type == "cpu" and param.requires_grad for param in module.parameters())

@@ -309,7 +309,7 @@ def isa_of_a_process_with(value):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
 def test_the_environment_chooses_the_isa(isa):
     assert isa_of_a_process_with(isa).stdout.strip() == isa
 

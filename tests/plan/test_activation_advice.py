@@ -8,8 +8,8 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from patrickstar.config import LossComputation, parse_config
+from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS
 from patrickstar.planning.activation_proposals import (
-    TILE_TOKENS,
     fewer_activations,
     fused_loss,
     host_memory_for_activations,
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_answered_with_the_least_that_does(planner, llama):
     work = Workload(model=llama(4, 4096), batch=1, length=32768, checkpointing=True)
     for device_mib, flags, section in (
         (2000, ("--fused-loss",), {"loss": "fused"}),
-        (1400, ("--fused-loss", "--tile-tokens", "4096"), {"loss": "fused", "tile_tokens": TILE_TOKENS}),
+        (1400, ("--fused-loss", "--tile-tokens", "4096"), {"loss": "fused", "tile_tokens": PROPOSED_TILE_TOKENS}),
     ):
         advice = advised(planner, ask(device_mib, 4096, work))["activations"]
         assert advice.proposal.flags == flags

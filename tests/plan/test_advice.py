@@ -52,13 +52,18 @@ CASES = {
 }
 
 
+# "host just enough" has the same devices, "updates after the norm" and "a chunk size" ample host memory with them.
+FURTHER = ("scarce device", "scarce device, recomputing")
+EACH_CASE = [pytest.param(case, marks=pytest.mark.slow) if case in FURTHER else case for case in CASES]
+
+
 @pytest.fixture(scope="module")
 def planner():
     """One for all cases: their traces are the same few."""
     return Planner()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_advice_keeps_what_it_promises(planner, case):
     answer = planner.answer(CASES[case])
     found = advise(planner, answer)
@@ -78,7 +83,7 @@ def test_advice_keeps_what_it_promises(planner, case):
         assert not [advice for advice in found if "--checkpointing" in advice.proposal.flags]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_the_configuration_that_is_printed_gives_that_step(planner, case):
     answer = planner.answer(CASES[case])
     config = answer.config()

@@ -82,7 +82,7 @@ def test_sizes():
         cluster.of_size(12)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_each_rank_keeps_its_share(capsys, ranks):
     """All on the host: shards go up, and come from the others; the sum over ranks is what one GPU has."""
     args = ["--margin-use-ratio", "0.001", "--chunk-numel", "1048576"]

@@ -11,7 +11,8 @@ import torch
 from patrickstar.config import LossComputation
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
-from patrickstar.planning.leaving import LEAST_ATTENTION_TOKENS, Device
+from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
+from patrickstar.planning.leaving import Device
 from patrickstar.planning.machines import H200
 from patrickstar.planning.planner import Workload
 from patrickstar.planning.timeline import make_timeline

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from patrickstar import RankFailure
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence import attention
 from tests.models import VOCAB
+from tests.ranks.in_turn import train_in_turn
 from tests.training import make_config
 
 BATCH, LENGTH = 2, 24
@@ -142,13 +142,7 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_all(runs: list[Run]) -> list[dict[str, Any]]:
     """One after the other."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("gloo")
-    results = [train(run) for run in runs]
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    return results
+    return train_in_turn(train, runs)
 
 
 class OwnAttention(nn.Module):

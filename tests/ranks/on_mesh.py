@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint.blocks import ComposedTensor
 from patrickstar.runtime import initialize_engine
 from tests.ranks.divided import Model, batch, rows_of
+from tests.ranks.in_turn import train_in_turn
 from tests.training import ADAM, make_config
 
 SAMPLES = 4  # of a step, on all ranks together
@@ -89,13 +89,7 @@ def train(run: MeshRun) -> dict[str, Any]:
 
 def train_all(runs: list[MeshRun]) -> list[dict[str, Any]]:
     """One after the other."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("gloo")
-    results = [train(run) for run in runs]
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    return results
+    return train_in_turn(train, runs)
 
 
 def train_plainly(run: MeshRun) -> dict[str, Any]:
