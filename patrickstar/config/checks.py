@@ -96,8 +96,12 @@ def _conflicts_of_matrices(config: Config) -> list[str]:
         problems.append(
             f'{mesh}, and tensor_parallel.mode is "1d", which has no rows; give rows 1 and columns {section.num_ranks}'
         )
+    if section.mode is MatrixMode.ONE and config.sequence_parallel.size > 1:
+        problems.append(
+            f'tensor_parallel.mode is "1d", which divides sequences over its columns, and sequence_parallel.size is '
+            f'{config.sequence_parallel.size}; set the mode to "2d", or leave sequence_parallel out'
+        )
     others = {
-        f"sequence_parallel.size is {config.sequence_parallel.size}": config.sequence_parallel.size > 1,
         'activations.loss is "fused"': config.activations.loss is LossComputation.FUSED,
         f"activations.tile_tokens is {config.activations.tile_tokens}": config.activations.tile_tokens > 0,
         "use_cpu_embedding is True": config.use_cpu_embedding,

@@ -6,6 +6,8 @@ rotary positions, residual streams, caches. Nothing here imports transformers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +34,16 @@ from patrickstar.tensor2d.styles import (
 _GATED = ("llama", "qwen2")
 _ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
 
+AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
+"""As those of transformers' ``AttentionInterface``: called with the module, queries, keys, values [b, heads, s,
+head_dim] and a mask, and by name ``scaling``, ``dropout``, ``sliding_window``, ``is_causal`` and what the model hands
+down; gives [b, s, heads, head_dim].
+"""
+
+
+def _own_attention(arguments: Mapping[str, Any]) -> AttentionFunction | None:
+    return None
+
 
 class HuggingFaceAttention(nn.Module):
     """Called as attention of Hugging Face's models is.
@@ -40,13 +52,30 @@ class HuggingFaceAttention(nn.Module):
         inner: with a layer behind the heads, or without one.
         layer_idx: of this layer in caches.
         dropout: share of outputs that are dropped in training.
+        sliding_window: tokens back that a query sees, its own included, which masks say too; None: all.
+
+    Attributes:
+        attention_for: of the keyword arguments that the model hands down in a call: the function that computes
+            attention in it, or None for that of this module.
     """
 
-    def __init__(self, inner: Attention | Heads, layer_idx: int | None, dropout: float = 0.0):
+    def __init__(
+        self,
+        inner: Attention | Heads,
+        layer_idx: int | None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+    ):
         super().__init__()
         self.inner = inner
         self.layer_idx = layer_idx
         self.dropout = nn.Dropout(dropout)
+        self.sliding_window = sliding_window
+        self.attention_for: Callable[[Mapping[str, Any]], AttentionFunction | None] = _own_attention
+
+    def use_own_attention(self) -> None:
+        """In all calls, as at first."""
+        self.attention_for = _own_attention
 
     def forward(
         self,
@@ -55,7 +84,7 @@ class HuggingFaceAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Any = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        **_: Any,
+        **handed_down: Any,
     ) -> tuple[torch.Tensor, None]:
         """The output, and None for the probabilities.
 
@@ -68,13 +97,37 @@ class HuggingFaceAttention(nn.Module):
         def extend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return past_key_values.update(k, v, self.layer_idx)
 
+        function = self.attention_for(handed_down)
         out = self.inner(
             hidden_states,
             mask=attention_mask,
             rotary=position_embeddings,
             extend=None if past_key_values is None else extend,
+            mix=None if function is None else functools.partial(self._mixed, function, handed_down),
         )
         return self.dropout(out), None
+
+    def _mixed(
+        self,
+        function: AttentionFunction,
+        handed_down: Mapping[str, Any],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        heads = self.inner if isinstance(self.inner, Heads) else self.inner.attend
+        return function(
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=heads.scale,
+            dropout=heads.dropout if self.training else 0.0,
+            sliding_window=self.sliding_window,
+            is_causal=heads.is_causal,
+            **handed_down,
+        )[0]
 
 
 class DividedGPT2Attention:
@@ -115,7 +168,8 @@ class DividedLlamaAttention:
             dropout=module.attention_dropout,
         )
         out = second_linear(module.o_proj, f"{spot.name}.o_proj", spot)
-        return HuggingFaceAttention(Attention(attend, out), module.layer_idx)
+        window = getattr(module, "sliding_window", None)
+        return HuggingFaceAttention(Attention(attend, out), module.layer_idx, sliding_window=window)
 
 
 class DividedBertSelfAttention:

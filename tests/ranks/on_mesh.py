@@ -31,6 +31,9 @@ class MeshRun:
     rows: int = 1
     columns: int = 1
     mode: str = "2d"
+    sequence: int = 1
+    """Ranks that share each sequence, with the same blocks."""
+    sequence_mode: str = "auto"
     kind: str = "plain"
     steps: int = 10
     precision: str = "fp32"
@@ -43,6 +46,8 @@ class MeshRun:
         options = {"gradient_clipping": self.clip, "default_chunk_size": 8192, **self.options}
         config = make_config(self.precision, **options)
         mesh = {"rows": self.rows, "columns": self.columns, "mode": self.mode}
+        if self.sequence > 1:
+            config["sequence_parallel"] = {"size": self.sequence, "mode": self.sequence_mode}
         return {**config, **self.options, "tensor_parallel": mesh}
 
     def batches(self) -> list[dict[str, Any]]:
@@ -52,7 +57,7 @@ class MeshRun:
 
     def own_batches(self) -> list[dict[str, Any]]:
         """Those of this rank: ranks of a mesh have the same."""
-        share = self.rows * self.columns
+        share = self.sequence * self.rows * self.columns
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         found = self.batches()
         return [{key: rows_of(value, rank // share, world // share) for key, value in one.items()} for one in found]
@@ -75,7 +80,7 @@ def train(run: MeshRun) -> dict[str, Any]:
             scales.append(engine.report()["loss_scale"])
         engine.eval()
         with torch.no_grad():
-            logits = engine(input_ids=run.batches()[0]["input_ids"]).logits
+            logits = engine.gather_tokens(engine(input_ids=run.batches()[0]["input_ids"]).logits)
         return {
             "losses": losses,
             "norms": norms,
@@ -123,8 +128,11 @@ def go_wrong(which: list[str]) -> list[str]:
 
     rank = int(os.environ["RANK"])
 
-    def message(build: Any, rows: int, columns: int, call: Any = None, mode: str = "2d") -> str:
-        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns, "mode": mode}}
+    def message(
+        build: Any, rows: int, columns: int, call: Any = None, mode: str = "2d", options: dict | None = None
+    ) -> str:
+        mesh = {"tensor_parallel": {"rows": rows, "columns": columns, "mode": mode}}
+        config = make_config("fp32") | mesh | (options or {})
         torch.manual_seed(0)
         try:
             engine, _ = initialize_engine(build, 0, config)
@@ -155,6 +163,7 @@ def go_wrong(which: list[str]) -> list[str]:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 36}
     mistakes = {
         "too many columns": lambda: message(llama, 1, 3),
+        "too many for sequences": lambda: message(llama, 1, 2, options={"sequence_parallel": {"size": 2}}),
         "too many ranks": lambda: message(llama, 2, 2),
         "heads": lambda: message(Model("llama", heads).build, 1, 2),
         "features": lambda: message(Model("llama", {"intermediate_size": 33}).build, 1, 2),
@@ -170,11 +179,13 @@ def go_wrong(which: list[str]) -> list[str]:
     return [mistakes[name]() for name in which]
 
 
-def checkpointed(folder: str, model: str, rows: int, columns: int, mode: str = "2d") -> dict[str, Any]:
+def checkpointed(
+    folder: str, model: str, rows: int, columns: int, mode: str = "2d", sequence: int = 1
+) -> dict[str, Any]:
     """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
-    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, steps=4), False, {}
+    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, sequence, steps=4), False, {}
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(run.model.build, 0, run.config())
     with engine:
@@ -211,11 +222,11 @@ def note_calls(owner: type, name: str) -> list[str]:
     return called
 
 
-def from_files(folder: str, rows: int, columns: int, mode: str) -> dict[str, Any]:
+def from_files(folder: str, rows: int, columns: int, mode: str, sequence: int = 1) -> dict[str, Any]:
     """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
     from patrickstar import from_pretrained
 
-    run = MeshRun(Model("llama"), rows, columns, mode, steps=1)
+    run = MeshRun(Model("llama"), rows, columns, mode, sequence, steps=1)
     engine, optimizer = initialize_engine(lambda: from_pretrained(folder), 0, run.config())
     with engine:
         (inputs,) = run.own_batches()
