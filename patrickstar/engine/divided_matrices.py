@@ -19,6 +19,7 @@ have nobody to talk to; what is wanted of it is saved, exported or read by ``sta
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,8 @@ from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
 from patrickstar.tensor2d import MeshGroup, Split
+
+logger = logging.getLogger("patrickstar")
 
 _SQUARES = struct.Struct("<d")
 
@@ -156,6 +159,8 @@ class DividedMatrices:
                 f"were to be divided ({others[0]}); put them into one model of Hugging Face, or leave tensor_parallel "
                 "out"
             )
+        if self._config.use_cpu_embedding:
+            logger.info("use_cpu_embedding: tables that ranks share are divided over them, and stay in chunks")
         before = dict(module.named_parameters(remove_duplicate=False))
         self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
         self._chosen = choose_way(self._config, self._mesh, self._group, model)

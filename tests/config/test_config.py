@@ -121,7 +121,6 @@ def test_bad_bytes(value):
             {"tensor_parallel": {"rows": 2, "columns": 3, "mode": "1d"}},
             '2 x 3, and tensor_parallel.mode is "1d", which has no rows; give rows 1 and columns 6',
         ),
-        ({"tensor_parallel": {"columns": 2}, "activations": {"tile_tokens": 8}}, "and activations.tile_tokens is 8"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"hysteresis": 0}}, "hysteresis"),

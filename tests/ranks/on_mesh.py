@@ -15,6 +15,7 @@ from torch import nn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint.blocks import ComposedTensor
+from patrickstar.module.tiled_modules import is_tiled
 from patrickstar.runtime import initialize_engine
 from tests.ranks.divided import Model, batch, rows_of
 from tests.training import ADAM, make_config
@@ -89,6 +90,7 @@ def train(run: MeshRun) -> dict[str, Any]:
             "state": engine.state_dict(),
             "report": engine.report(),
             "num_elements": sum(p.numel() for p in engine.module.parameters()),
+            "num_tiled": sum(map(is_tiled, engine.module.modules())),
         }
 
 

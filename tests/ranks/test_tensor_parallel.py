@@ -91,6 +91,28 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
         assert found[0]["report"]["num_parameters"] == num_elements
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 2), {}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.slow)
+            for mesh, options in (((2, 1), {}), ((1, 2, "1d"), {}), ((1, 2), {"sequence": 2, "sequence_mode": "ring"}))
+        ),
+    ],
+    ids=str,
+)
+def test_modules_in_tiles(mesh, options, plain):
+    """MLPs some tokens at a time, also in a layer that is checkpointed; a loss and a table that are divided anyway."""
+    keys = {"activations": {"loss": "fused", "tile_tokens": 7}, "use_cpu_embedding": True}
+    rows, columns, *mode = mesh
+    run = dataclasses.replace(RUNS[3], options=keys, **options)
+    (found,) = on_mesh(rows * columns * options.get("sequence", 1), rows, columns, [run], *mode)
+    assert_alike(found)
+    assert_close(found[0], plain[3])
+    assert [rank["num_tiled"] for rank in found] == [2] * len(found)  # an MLP in each layer
+
+
 def beside_sequences(mesh, modes):
     """Of ``modes`` of attention each the run of one of RUNS."""
     runs = [dataclasses.replace(RUNS[index], sequence=2, sequence_mode=mode) for index, mode in modes.items()]
