@@ -22,7 +22,7 @@ from patrickstar.config import ActivationOffload, ActivationsConfig, Config, Los
 from patrickstar.module.tiled_modules import find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d.hugging_face import CausalLoss
+from patrickstar.tensor2d.hugging_face import TokenLoss
 
 logger = logging.getLogger("patrickstar")
 
@@ -110,7 +110,7 @@ def _applies(section: ActivationsConfig, module: nn.Module) -> bool:
 
 def _has_divided_loss(module: nn.Module) -> bool:
     """[Note: a divided loss]."""
-    return isinstance(vars(find_model(module) or module).get("_loss_function"), CausalLoss)
+    return isinstance(vars(find_model(module) or module).get("_loss_function"), TokenLoss)
 
 
 def _language_model(module: nn.Module) -> nn.Module:

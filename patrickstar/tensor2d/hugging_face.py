@@ -200,8 +200,10 @@ class DividedLlamaMLP:
         return GatedFeedForward(gate_up, down, module.act_fn)
 
 
-class CausalLoss:
-    """In the place of ``loss_function`` of a causal language model: the mean over the whole batch."""
+class TokenLoss:
+    """In the place of ``loss_function`` of a language model: the mean over the whole batch, of labels that are those of
+    their tokens (a masked language model's).
+    """
 
     def __init__(self, vocabulary: int, group: MeshGroup):
         self._vocabulary, self._group = vocabulary, group
@@ -213,19 +215,78 @@ class CausalLoss:
         vocab_size: int | None = None,
         num_items_in_batch: torch.Tensor | float | None = None,
         ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows."""
-        if shift_labels is None:
-            if labels is None:
-                raise ValueError("a loss needs labels, or shift_labels")
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        """As the losses of transformers; ``num_items_in_batch`` counts labels of all rows.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if labels is None:
+            raise ValueError("a loss needs labels")
         group = self._group
         if logits.shape[-1] == self._vocabulary:  # whole, since autograd is off: each column computes all of it
             group = MeshGroup(group.along_rows, Line(), group.everybody)
         loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
-        return loss(logits, shift_labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+        return loss(logits, labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+
+    def attach(self, model: Any) -> None:
+        """``model`` computes its loss so. What it gives without labels is as before."""
+        aside = _LabelsAside()
+        model.loss_function = self
+        model.register_forward_pre_hook(aside.take, with_kwargs=True)
+        model.register_forward_hook(aside.give)
+
+
+class CausalLoss(TokenLoss):
+    """Of a causal language model, whose labels are those of the tokens before them."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if shift_labels is None and labels is not None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return super().__call__(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+    def attach(self, model: Any) -> None:
+        """``model`` computes its loss so: its forward calls its ``loss_function``."""
+        model.loss_function = self
+
+
+class _LabelsAside:
+    """Of a model whose forward makes its loss itself, of whole logits: it never sees labels, and what it gives gets the
+    loss of the model's ``loss_function`` afterwards, whatever that is by then.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[str, Any] = {}
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Keeps labels, which are given by name, until the call is over."""
+        others = dict(kwargs)
+        self._given = {name: others.pop(name) for name in ("labels", "num_items_in_batch") if name in others}
+        return args, others
+
+    def give(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """The output with a loss, where there were labels."""
+        given, self._given = self._given, {}
+        if given.get("labels") is None:
+            return output
+        is_tuple = isinstance(output, tuple)
+        loss = module.loss_function(output[0] if is_tuple else output.logits, **given)
+        return (loss, *output) if is_tuple else type(output)(**{**output, "loss": loss})
 
 
 def layer_shape(config: Any) -> LayerShape:
@@ -313,7 +374,9 @@ PLANS: dict[str, dict[str, Style]] = {
 }
 """By ``config.model_type``."""
 
-SHARDED = ("gpt2", "llama", "qwen2")
-"""Of these, models whose every module takes each token by itself, but for attention: in one dimension too
-(:mod:`patrickstar.tensor2d.sharded_models`).
+SHARDED = {
+    kind: {name: style for name, style in plan.items() if name != "pooler.dense"} for kind, plan in PLANS.items()
+}
+"""Of these, what takes each token by itself, but for attention: in one dimension too
+(:mod:`patrickstar.tensor2d.sharded_models`). BERT's pooler takes the first token of each sequence.
 """

@@ -22,7 +22,7 @@ from tests.ranks.on_mesh import (
 )
 from tests.ranks.test_training import relative_error
 
-GPT2, LLAMA, QWEN2 = Model("gpt2"), Model("llama"), Model("qwen2")
+GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 SCALE = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "hysteresis": 1}
 RUNS = [
     MeshRun(GPT2),
@@ -89,6 +89,33 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
         num_elements = sum(param.numel() for param in run.model.build().parameters())
         assert found[0]["num_elements"] < 1.4 * num_elements / (rows * columns)  # rows share biases and norms
         assert found[0]["report"]["num_parameters"] == num_elements
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 2), {}),
+        ((1, 2, "1d"), {}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.slow)
+            for mesh, options in (
+                ((2, 1), {}),
+                ((2, 2), {"checkpointing": True}),
+                ((1, 4, "1d"), {"checkpointing": False}),
+                ((1, 2), {"sequence": 2, "sequence_mode": "ring"}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_masked_language_model(mesh, options):
+    """BERT, whose labels are those of their tokens, with padding that no token sees."""
+    run = MeshRun(BERT, kind="right")
+    rows, columns, *mode = mesh
+    num_ranks = rows * columns * options.get("sequence", 1)
+    (found,) = on_mesh(num_ranks, rows, columns, [dataclasses.replace(run, **options)], *mode)
+    assert_alike(found)
+    assert_close(found[0], train_plainly(run))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +237,7 @@ REFUSED_TOO = {
     "other batches": "ranks [0, 1] share matrices, but were called with different batches",
     "samples": "dimension 0 of [3, 24]: 3 cannot be cut into 2 rows of a mesh of 2 x 1; take 4",
     "no values": "is on the meta device without values",
-    "no plan in one dimension": "(model type 'bert') cannot be divided in one dimension; models of the types gpt2, ll",
+    "no plan in one dimension": "(model type 't5') cannot be divided in one dimension; models of the types bert, gpt2",
     "tokens": "sequences of 23 tokens cannot be divided among 2 ranks; give 24",
 }
 
