@@ -238,7 +238,18 @@ def from_files(folder: str, rows: int, columns: int, mode: str, sequence: int = 
         loss = engine(**inputs).loss
         engine.backward(loss)
         optimizer.step()
-        return {"loss": loss.item(), "tokens": tokens, "state": engine.state_dict()}
+        module, state = engine.module, engine.state_dict()
+    for use in (lambda: module(**inputs), module.state_dict, lambda: module.lm_head(torch.zeros(1, 1, 32))):
+        with pytest.raises(
+            StateError, match=r"blocks of matrices, .* is closed.* engine.state_dict\(\), whose tensors"
+        ):
+            use()
+    left = "LlamaForCausalLM has blocks of its matrices, which an engine that was closed"
+    with pytest.raises((ValueError, RankFailure), match=left):  # the other rank's may have come first
+        initialize_engine(lambda: module, 0, run.config())
+    again = run.model.build()
+    again.load_state_dict(state)
+    return {"loss": loss.item(), "tokens": tokens, "after": again(**inputs).loss.item()}
 
 
 def by_deepspeeds_names(mode: str) -> dict[str, Any]:

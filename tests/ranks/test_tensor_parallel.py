@@ -323,6 +323,7 @@ def test_blocks_are_read_out_of_hugging_faces_files(tmp_path, further):
         for found in run_ranks(2 * (len(mesh) - 2), from_files, str(tmp_path), *mesh):
             assert torch.equal(found["tokens"], expected)
             assert found["loss"] == pytest.approx(loss, rel=1e-6)
+            assert found["after"] < loss - 1e-3  # of one step, in a plain model
 
 
 @pytest.mark.parametrize(("mode", "whole"), [("2d", 0), ("auto", 5 * 32)])
