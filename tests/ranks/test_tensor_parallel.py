@@ -94,11 +94,11 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ((1, 2), {}),
         ((1, 2, "1d"), {}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.slow)
             for mesh, options in (
+                ((1, 2), {}),
                 ((2, 1), {}),
                 ((2, 2), {"checkpointing": True}),
                 ((1, 4, "1d"), {"checkpointing": False}),
