@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
-from patrickstar.config.schema import LossComputation, SequenceMode, Speculation
+from patrickstar.config.schema import SequenceMode, Speculation
 from patrickstar.config.shown import shown
 from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.values import DataType
@@ -96,14 +96,12 @@ def _conflicts_of_matrices(config: Config) -> list[str]:
         problems.append(
             f'{mesh}, and tensor_parallel.mode is "1d", which has no rows; give rows 1 and columns {section.num_ranks}'
         )
-    others = {
-        f"sequence_parallel.size is {config.sequence_parallel.size}": config.sequence_parallel.size > 1,
-        'activations.loss is "fused"': config.activations.loss is LossComputation.FUSED,
-        f"activations.tile_tokens is {config.activations.tile_tokens}": config.activations.tile_tokens > 0,
-        "use_cpu_embedding is True": config.use_cpu_embedding,
-    }
-    return problems + [f"{mesh}, and {other}: these do not go together yet; leave one of them out" for other, is_set
-                       in others.items() if is_set]  # fmt: skip
+    if section.mode is MatrixMode.ONE and config.sequence_parallel.size > 1:
+        problems.append(
+            f'tensor_parallel.mode is "1d", which divides sequences over its columns, and sequence_parallel.size is '
+            f'{config.sequence_parallel.size}; set the mode to "2d", or leave sequence_parallel out'
+        )
+    return problems
 
 
 def _conflicts_of_dtypes(config: Config) -> list[str]:

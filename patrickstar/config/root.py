@@ -70,7 +70,9 @@ class _EngineKeys(Section):
     is initialised piece by piece by all at once in either case.
     """
     use_cpu_embedding: Annotated[Switch, HONOURED] = False
-    """Keep ``nn.Embedding`` weights in host memory and look them up there."""
+    """Keep ``nn.Embedding`` weights in host memory and look them up there. Tables that are tied to other layers, or
+    divided by ``tensor_parallel``, stay in chunks, which are where there is room.
+    """
     client: ClientConfig = Field(default_factory=ClientConfig)
     """Shares of memory that chunks may take, and options of the first PatrickStar."""
     device_memory: Annotated[Memory | None, HONOURED] = None

@@ -38,7 +38,7 @@ class TensorParallelConfig(with_other_keys("tensor_parallel"), Section):
     """
     columns: Annotated[AtLeast1, HONOURED] = 1
     """Columns of that mesh; they divide features and heads. ``rows`` times ``columns`` divides the number of all ranks;
-    the others have other samples.
+    the others have other samples, or other tokens of the same ones (``sequence_parallel``).
     """
     mode: Annotated[MatrixMode, HONOURED] = MatrixMode.TWO
     """``"2d"``: into blocks, which panels of activations and weights are sent of; of all models that there are plans

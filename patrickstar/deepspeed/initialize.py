@@ -138,6 +138,11 @@ def _with_mesh(config: Config, mesh: Any) -> Config:
         raise ValueError(
             f"mesh_param is {mesh!r}; give two numbers: ranks with other data, ranks that share a sequence"
         )
+    if config.tensor_parallel.num_ranks > 1:
+        raise ValueError(
+            f"mesh_param is {tuple(mesh)}, whose two axes leave out that of tensor_parallel; leave it out, and give "
+            f'"sequence_parallel": {{"size": {mesh[1]}}} in the configuration'
+        )
     if mesh[0] * mesh[1] != num_ranks or size not in (1, mesh[1]):
         raise ValueError(
             f"mesh_param is {tuple(mesh)}, but the run has {num_ranks} ranks and sequence_parallel.size is {size}; "

@@ -5,6 +5,10 @@
     changed.close()
 
 Both changes are made of the module itself, before hooks are put on it, and undone when the engine is closed.
+
+[Note: a divided loss] Where ranks share matrices, a head's logits are divided over rows and columns of the mesh, and
+their loss makes nothing larger of them (:class:`patrickstar.tensor2d.CrossEntropy2D`). ``"fused"`` changes nothing
+there: to make them tile by tile would send the head's weight once more for each tile.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from patrickstar.module.checkpointed_layers import checkpointable_modules, is_ch
 from patrickstar.module.tiled_modules import PROPOSED_TILE_TOKENS, find_tileable, tile_modules
 from patrickstar.sequence.fused_loss import check_fusable, fuse_loss
 from patrickstar.sequence.hugging_face import find_model
+from patrickstar.tensor2d.hugging_face import TokenLoss
 
 logger = logging.getLogger("patrickstar")
 
@@ -37,7 +42,7 @@ class ChangedActivations:
 
 def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
     """Raises ValueError where ``module`` cannot be changed as ``section`` says; nothing is changed."""
-    if section.loss is LossComputation.FUSED:
+    if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
         check_fusable(_language_model(module))
     if section.tile_tokens:
         find_tileable(module)
@@ -46,7 +51,7 @@ def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
 def change_activations(module: nn.Module, section: ActivationsConfig) -> ChangedActivations:
     """Changes the module as ``section`` says, which was checked."""
     undo: list[Callable[[], None]] = []
-    if section.loss is LossComputation.FUSED:
+    if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
         undo.append(fuse_loss(_language_model(module)).restore)
     if section.tile_tokens:
         tiled = tile_modules(module, section.tile_tokens)
@@ -64,13 +69,12 @@ class ActivationRemedies:
     """
 
     def __init__(self, module: nn.Module, config: Config):
-        section, is_divided = config.activations, config.tensor_parallel.num_ranks > 1
+        section = config.activations
         self._section = section
         self._layers = checkpointable_modules(module)
-        self._changes: list[str] = []  # of the module; matrices that ranks share are refused with them
-        if is_divided:
-            return
-        if section.loss is LossComputation.WHOLE and _can_fuse(module):
+        self._changes: list[str] = []  # of the module
+        may_fuse = section.loss is LossComputation.WHOLE and not _has_divided_loss(module)
+        if may_fuse and _can_fuse(module):
             self._changes.append('a loss that does not make all logits at once ("activations": {"loss": "fused"})')
         if not section.tile_tokens and _can_tile(module):
             asked = f'"activations": {{"tile_tokens": {PROPOSED_TILE_TOKENS}}}'
@@ -109,6 +113,11 @@ def _takes(check: Callable[[], object]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _has_divided_loss(module: nn.Module) -> bool:
+    """[Note: a divided loss]."""
+    return isinstance(vars(find_model(module) or module).get("_loss_function"), TokenLoss)
 
 
 def _language_model(module: nn.Module) -> nn.Module:

@@ -41,5 +41,5 @@ def make_calls(
         ValueError: the model's calls cannot be divided.
     """
     if config.sequence_parallel.size > 1:
-        return DividedSequences(module, config, mesh, meet, num_steps)
+        return DividedSequences(module, config, mesh, meet, num_steps, matrices.calls(meet))
     return matrices.calls(meet)

@@ -60,6 +60,10 @@ class OwnCalls:
         """As it is."""
         return contextlib.nullcontext(Call(args, kwargs))
 
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
+        """What the module is called with on this rank, of a call with ``batch`` samples: all of it."""
+        return Call(args, kwargs)
+
     def gather_tokens(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """They are all here."""
         return tensor

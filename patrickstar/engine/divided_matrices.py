@@ -14,11 +14,13 @@ acquired, wherever the chunk was before. So ranks of a mesh may keep other chunk
 plans: what they must do alike are the products, which the model does.
 
 [Note: what a division undoes] Nothing. When the engine is closed the module keeps this rank's blocks in layers that
-have nobody to talk to; what is wanted of it is saved, exported or read by ``state_dict`` before.
+have nobody to talk to, so that its calls and its ``state_dict`` raise from then on, and say what to do: what is wanted
+of it is saved, exported or read by the engine's ``state_dict``, whose tensors are whole, before.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +28,7 @@ from typing import Protocol
 
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.engine.calls import Calls, OwnCalls
 from patrickstar.engine.divided_values import DividedNames, divide_attached_values
@@ -35,7 +38,9 @@ from patrickstar.module.preprocess import SortedParams
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.hugging_face import find_model
-from patrickstar.tensor2d import MeshGroup, Split
+from patrickstar.tensor2d import Layer2D, MeshGroup, Split
+
+logger = logging.getLogger("patrickstar")
 
 _SQUARES = struct.Struct("<d")
 
@@ -81,6 +86,10 @@ class Matrices(Protocol):
         """How ranks share calls of the divided module; ``meet``: [Note: ranks that meet]."""
         ...
 
+    def close(self) -> None:
+        """The ranks talk to each other no more ([Note: what a division undoes])."""
+        ...
+
 
 class WholeMatrices:
     """Each rank has whole ones."""
@@ -112,6 +121,9 @@ class WholeMatrices:
         """Each rank has its own."""
         return OwnCalls()
 
+    def close(self) -> None:
+        """They are as before."""
+
 
 class DividedMatrices:
     """See the module's docstring. All ranks of the mesh make one at the same point.
@@ -125,6 +137,7 @@ class DividedMatrices:
         self._config, self._mesh = config, mesh
         self._group = MeshGroup.of_ranks(mesh)
         self._chosen: ChosenWay | None = None
+        self._module: nn.Module | None = None
         self.names: DividedNames | None = None
         self._digests = ""
 
@@ -148,6 +161,11 @@ class DividedMatrices:
     def divide(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         """See :class:`Matrices`; the memory of what is replaced is free afterwards."""
         model = find_model(module) or module
+        if any(isinstance(child, Layer2D) for child in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has blocks of its matrices, which an engine that was closed has left; build "
+                "the model again, and load what that engine's state_dict() gave, or a checkpoint"
+            )
         divided = set(model.parameters())
         others = [name for name, param in module.named_parameters() if param not in divided]
         if others:
@@ -156,10 +174,13 @@ class DividedMatrices:
                 f"were to be divided ({others[0]}); put them into one model of Hugging Face, or leave tensor_parallel "
                 "out"
             )
+        if self._config.use_cpu_embedding:
+            logger.info("use_cpu_embedding: tables that ranks share are divided over them, and stay in chunks")
         before = dict(module.named_parameters(remove_duplicate=False))
         self._digests = "; ".join(f"{name} {_digest(param)}" for name, param in module.named_parameters())
         self._chosen = choose_way(self._config, self._mesh, self._group, model)
         way = self._chosen.way
+        self._module = module
         way.divide(model)
         self.names = DividedNames.of(module, model, before, way.group)
         divide_attached_values(module, self.names)
@@ -197,6 +218,29 @@ class DividedMatrices:
         """Of whole batches, which are the same on all ranks."""
         self._group.meet_before_messages(meet)
         return self.chosen.way.calls(self._mesh)
+
+    def close(self) -> None:
+        """See :class:`Matrices`."""
+        if self._module is not None:
+            for child in self._module.modules():
+                child.register_forward_pre_hook(_refuse_call, prepend=True)
+                child.register_state_dict_pre_hook(_refuse_state)
+
+
+def _refuse_call(module: nn.Module, args: object) -> None:
+    raise _C.StateError(_left(module, "be called"))
+
+
+def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise _C.StateError(_left(module, "give whole values"))
+
+
+def _left(module: nn.Module, what: str) -> str:
+    return (
+        f"{type(module).__name__} has this rank's blocks of matrices, and the engine that shared them is closed, so it "
+        f"cannot {what}; before closing read engine.state_dict(), whose tensors are whole, or save a checkpoint, or "
+        "engine.export_weights(path), and load that into a model that is built anew"
+    )
 
 
 def make_matrices(config: Config, mesh: MeshRanks) -> Matrices:

@@ -7,6 +7,11 @@ attention itself (:func:`patrickstar.sequence.attention`, with the engine's ``se
 [Note: gradients of a divided sequence] The ranks that share sequences have a part of the loss each ([Note: a loss in
 parts]), so their gradients add up; those of other data are averaged. Chunks hold the mean over all ranks, which is
 multiplied by the ranks of a sequence wherever it is read ([Note: sums over ranks]).
+
+[Note: sequences beside matrices] Ranks that share matrices, too, are all called with the same batch. The rows of the
+mesh take their samples of it first, then the ranks of a sequence their tokens of these. The targets are counted before,
+since a loss is divided by those of the whole batch. Attention of a rank's heads goes along its sequence axis, between
+ranks that have the same blocks.
 """
 
 from __future__ import annotations
@@ -21,14 +26,18 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, SequenceMode
-from patrickstar.engine.calls import Call, check_same_batch
+from patrickstar.engine.calls import Call, OwnCalls, check_same_batch
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 from patrickstar.sequence.division import Division, WholeTokens
 from patrickstar.sequence.group import HybridGroup, SequenceGroup
-from patrickstar.sequence.hugging_face import DividedModel, find_model
+from patrickstar.sequence.hugging_face import DividedModel, attention_for, find_model
 from patrickstar.sequence.layout import Mode
+from patrickstar.tensor2d.hugging_face import HuggingFaceAttention
+
+_SEEDS_OF_A_BLOCK = 2**32
+"""Ranks with other samples or heads drop others in attention."""
 
 
 class DividedSequences:
@@ -41,6 +50,10 @@ class DividedSequences:
         meet: [Note: ranks that meet].
         num_steps: of the optimizer so far. Dropout in attention follows from it and from a seed of the first rank's, so
             that a run that is resumed goes on with the same.
+        blocks: how ranks share calls because they share matrices ([Note: sequences beside matrices]).
+
+    Raises:
+        ValueError: the module's sequences cannot be divided.
     """
 
     repeats_forwards = False
@@ -52,6 +65,7 @@ class DividedSequences:
         mesh: MeshRanks,
         meet: Callable[[], object],
         num_steps: Callable[[], int],
+        blocks: OwnCalls,
     ):
         section, ranks = config.sequence_parallel, mesh.along(Axis.SEQUENCE)
         mode = None if section.mode is SequenceMode.AUTO else Mode(section.mode.value)
@@ -62,17 +76,31 @@ class DividedSequences:
             self.sequence_group = SequenceGroup.of_ranks(ranks, meet)
         self._ranks = mesh.everybody
         self._division_of_ranks = [
-            tuple(self._ranks.members[rank] for rank in part) for part in mesh.mesh.division(Axis.SEQUENCE)
+            tuple(self._ranks.members[rank] for rank in part)
+            for part in mesh.mesh.division(Axis.SEQUENCE, Axis.ROWS, Axis.COLUMNS)
         ]
-        seeds = _Seeds(_first_ranks_seed(mesh.everybody), num_steps)
+        self._blocks = blocks
+        self._shared = "share sequences" if blocks.ranks_per_call == 1 else "share sequences and matrices"
+        seeds = _Seeds(_first_ranks_seed(mesh.everybody) + _SEEDS_OF_A_BLOCK * _block(mesh), num_steps)
         model = find_model(module)
-        self.ranks_per_call = 1 if model is None else section.size
+        self.ranks_per_call = 1 if model is None else section.size * blocks.ranks_per_call
         self._model: DividedModel | None = None
         self._names: list[str] = []
+        self._attention: list[HuggingFaceAttention] = []
+        if model is None and blocks.ranks_per_call > 1:
+            raise ValueError(
+                f"{type(module).__name__} is no model of Hugging Face, whose sequences alone are divided beside its "
+                "matrices; leave sequence_parallel or tensor_parallel out"
+            )
         if model is not None:
             _check_is_all(model, module)
-            self._model = DividedModel(model, self.sequence_group, mode, seeds.next, ranks.context.device)
+            self._model = DividedModel(
+                model, self.sequence_group, mode, seeds.next, ranks.context.device, mesh.mesh.columns
+            )
             self._names = list(inspect.signature(module.forward).parameters)
+            self._attention = [child for child in model.modules() if isinstance(child, HuggingFaceAttention)]
+            for child in self._attention:
+                child.attention_for = attention_for
         self._division: Division | None = None
         self._is_inside = False
 
@@ -87,13 +115,15 @@ class DividedSequences:
             named = {**dict(zip(self._names, args, strict=False)), **kwargs}
             if self._model.divides(named):
                 tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
-                check_same_batch(self._ranks, self._division_of_ranks, tokens, "share sequences")
-                mine, model = self._model.divide(named), self._model
+                check_same_batch(self._ranks, self._division_of_ranks, tokens, self._shared)
+                model = self._model
+                samples = self._blocks.part((), model.with_target_count(named), len(tokens))
+                mine = model.divide(samples.kwargs)
                 self._division = mine.division
-                yield Call((), mine.kwargs, lambda output: model.combine(output, mine))
+                yield Call((), mine.kwargs, lambda output: samples.result(model.combine(output, mine)))
             else:
-                with self._model.whole_call():
-                    yield Call(args, kwargs)
+                with self._model.whole_call(), self._blocks.call(args, kwargs) as call:
+                    yield call
         finally:
             self._is_inside = False
 
@@ -112,6 +142,8 @@ class DividedSequences:
         """The model's attention is what it was."""
         if self._model is not None:
             self._model.restore()
+        for module in self._attention:
+            module.use_own_attention()
 
 
 class _Seeds:
@@ -127,6 +159,12 @@ class _Seeds:
         now = self._num_steps()
         self._last = (now, calls + 1 if step == now else 0)
         return (self._first + self._last[0] * 2**10 + self._last[1]) % 2**40
+
+
+def _block(mesh: MeshRanks) -> int:
+    """Which of each matrix this rank has."""
+    here = mesh.coordinates
+    return here[Axis.ROWS] * mesh.mesh.columns + here[Axis.COLUMNS]
 
 
 def _first_ranks_seed(ranks: RankGroups) -> int:

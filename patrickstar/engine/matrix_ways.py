@@ -108,6 +108,9 @@ def choose_way(config: Config, mesh: MeshRanks, group: MeshGroup, model: nn.Modu
     mode = config.tensor_parallel.mode
     if mode is not MatrixMode.AUTO:
         return ChosenWay(_WAYS[Mode(mode.value)](group))
+    if config.sequence_parallel.size > 1:
+        why = "the sequences are divided by sequence_parallel, which one dimension would divide once more"
+        return ChosenWay(TwoDimensions(group), why)
     kind = _kind(model)
     batch, length = _micro_batch(config, mesh), getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if kind not in SHARDED:

@@ -155,6 +155,7 @@ class Session:
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
         core = build_core(module, self.plan_of_params, config, self.ranks.context, chunk_ranks, budgets)
         self._teardown = _Teardown()
+        self._teardown.callback(matrices.close)
         self._teardown.callback(core.segments.close)
         self._teardown.callback(core.runtime.close)
         self.layout, self.runtime = core.layout, core.runtime

@@ -43,10 +43,6 @@ class SharedCalls(OwnCalls):
         finally:
             self._is_inside = False
 
-    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Call:
-        """What the model is called with on this rank, of a call with ``batch`` samples."""
-        return Call(args, kwargs)
-
 
 class RowCalls(SharedCalls):
     """Calls of which each row computes its samples [b/r, ...].

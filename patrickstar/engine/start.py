@@ -33,7 +33,7 @@ from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import build_module
 from patrickstar.optimizer.groups import ModelParameters, make_groups
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import RankGroups, open_ranks
+from patrickstar.ranks.distributed import RankGroups, join_ranks
 from patrickstar.ranks.mesh import Axis, MeshRanks
 
 
@@ -45,7 +45,7 @@ def start_session(
     """
     close_engine_of_cell()
     drop_unreachable_sessions()
-    ranks = _open_ranks(local_rank, config)
+    ranks = _join_ranks(local_rank, config)
     session: Session | None = None
     deferred: DeferredInit | None = None
     try:
@@ -54,11 +54,11 @@ def start_session(
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             _check_sharing(ranks, config)
             chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
+            matrices = make_matrices(config, mesh)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
             budgets = common_budgets(ranks, mine)  # from here on ranks take memory
             saved_plan = load_plan(config, ranks)
-            matrices = make_matrices(config, mesh)
         with common_random_numbers(ranks), take_turns(ranks, config) as turn:
             with _C.HostAllocations():  # no memory of the simulated device's, where another engine is open
                 built = build_module(model_func, release=close_lost_engine)
@@ -124,12 +124,12 @@ def opening(session: Session) -> Iterator[None]:
         raise failure if failure is not None else _C.RankFailure(f"the engine was not opened: {failed}")
 
 
-def _open_ranks(local_rank: int, config: Config) -> RankGroups:
+def _join_ranks(local_rank: int, config: Config) -> RankGroups:
     several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or (dist.is_available() and dist.is_initialized())
     if several and local_rank == 0:  # not said: torchrun knows
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     device = _device(local_rank, config)
-    return open_ranks(
+    return join_ranks(
         device_type=device.type,
         timeout_seconds=config.rank_timeout_seconds,
         local_rank=local_rank if several else None,

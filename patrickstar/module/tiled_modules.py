@@ -5,7 +5,8 @@
     tiled.restore()
 
 Found by structure: in the layers that a model has in an ``nn.ModuleList``, MLPs, which consist of linear layers,
-activation functions and dropout alone, and norms that are written in several operations. Linear layers may be PEFT's.
+activation functions and dropout alone, and norms that are written in several operations. Linear layers may be PEFT's,
+or divided over ranks: then all ranks of a mesh compute the same number of tiles, since they have as many tokens each.
 A module's ``forward`` is replaced in the module itself, so one that somebody else has put there (as Liger-Kernel does)
 is what is computed in tiles.
 
@@ -26,6 +27,8 @@ from torch import nn
 
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.sequence.tiling import in_tiles
+from patrickstar.tensor2d import Linear2D
+from patrickstar.tensor2d.one_dimension import ColumnLinear1D, RowLinear1D
 
 PROPOSED_TILE_TOKENS = 4096
 """Of the tiles that are proposed: smaller ones save little more (docs/guides/long_sequences.md)."""
@@ -39,7 +42,9 @@ _ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU,
     nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Tanh,
 )  # fmt: skip
-_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_ACTIVATIONS)
+_DIVIDED = (Linear2D, ColumnLinear1D, RowLinear1D)
+"""Of a tile each rank has as many tokens, and gets those that it sent back in their order."""
+_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, *_DIVIDED, *_ACTIVATIONS)
 
 
 class TiledForward:

@@ -7,8 +7,8 @@ of that the products begun in between did not hide ([Note: one panel ahead]).
 
 Bytes are those that a rank receives where collectives send no more than they must, as
 :mod:`patrickstar.tensor2d.cost` counts them: a panel's, and of a sum over n ranks (n - 1) / n of a summand for each.
-An owner that sends each copy of a panel itself, or gets summands straight from all, takes longer in lines of more than
-two.
+Copies of a panel that are sent in rounds ([Note: copies of copies]), and an owner that gets summands straight from all,
+take longer in lines of more than two.
 """
 
 from __future__ import annotations

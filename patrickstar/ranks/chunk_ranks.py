@@ -32,12 +32,15 @@ class ChunkRanks:
 
     @classmethod
     def all_of(cls, ranks: RankGroups) -> ChunkRanks:
-        """All ranks of the run, by the groups that these have."""
+        """All ranks of the run, which call it at the same point, by the groups that these have, or open now."""
+        ranks.open_collectives()
         return cls(ranks.members, ranks.control, ranks.gather, ranks.scatter)
 
     @classmethod
     def along(cls, mesh: MeshRanks, *axes: Axis) -> ChunkRanks:
-        """The ranks that differ from this one in ``axes`` at most. All ranks of the mesh call it at the same point."""
+        """The ranks that differ from this one in ``axes`` at most. All ranks of the mesh call it at the same point. On
+        GPUs no communicator is opened that their chunks do not need.
+        """
         ranks, some = mesh.everybody, mesh.along(*axes)
         if some.members == ranks.members:
             return cls.all_of(ranks)

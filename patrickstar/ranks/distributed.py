@@ -5,6 +5,8 @@
         with ranks.guard("forward of step 1"):
             ranks.gather.all_gather(address, shard_bytes)
 
+Who may not need collectives of all ranks, which take memory on GPUs, begins with `join_ranks`.
+
 One process alone (WORLD_SIZE unset or 1) uses nothing of torch.distributed. Otherwise an initialised torch.distributed
 is used as it is, or one is made from the environment that torchrun sets, and taken down again by `close`.
 Nothing here assumes that ranks share a machine.
@@ -58,7 +60,9 @@ class DistributedContext:
 
 
 class RankGroups:
-    """The groups of one set of ranks, made by `open_ranks`. One thread, but for what the members allow."""
+    """The groups of one set of ranks, made by `open_ranks` or `join_ranks`. One thread, but for what the members
+    allow.
+    """
 
     context: DistributedContext
     """Which rank this process is."""
@@ -67,7 +71,7 @@ class RankGroups:
     control: _C.collective.ControlGroup
     """Agreement on small values, over the hosts."""
     gather: _C.collective.Communicator
-    """For all-gathers of chunks among the members."""
+    """For all-gathers of chunks among the members; with :meth:`open_collectives`."""
     scatter: _C.collective.Communicator
     """For reduce-scatters, independent of `gather`."""
 
@@ -81,6 +85,7 @@ class RankGroups:
         self._further: list[_C.collective.Communicator] = []
         self._controls: list[_C.collective.ControlGroup] = []  # of some of the members
         self._communicator_of: Callable[[RankGroups, tuple[int, ...]], _C.collective.Communicator] = _host_communicator
+        self._has_collectives = False
         self._watch: FailureWatch | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
         self._uses_world = False
@@ -91,6 +96,31 @@ class RankGroups:
     def is_fork(self) -> bool:
         """Whether this process is a fork of the one that opened the groups: the connections are the other's."""
         return os.getpid() != self._process
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether ``gather`` and ``scatter`` are there."""
+        return self._has_collectives
+
+    def open_collectives(self) -> None:
+        """Opens ``gather`` and ``scatter``, unless they are there. All ranks of these groups call it at the same
+        point.
+        """
+        if self._has_collectives:
+            return
+        self._has_collectives = True
+        if self._watch is None:
+            self.gather = self.scatter = _single_communicator(self.context.device)
+            self._further.append(self.gather)
+            return
+        with self.guard("opening the groups for chunks"):
+            for name in ("gather", "scatter"):
+                made = self._communicator_of(self, self.members, [self.members])
+                setattr(self, name, made)
+                self._further.append(made)
+                self._watch.watch_also(made)
+            if self.context.device.type == "cuda":
+                warm_up((self.gather, self.scatter), self.context.device)
 
     def open_communicator(self, what: str, members: Sequence[int] | None = None) -> _C.collective.Communicator:
         """Another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
@@ -199,7 +229,7 @@ class RankGroups:
             return
         if self._watch.failure is None:
             self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
-        for part in (self.gather, self.scatter, self.control, *self._controls, *self._further):
+        for part in (self.control, *self._controls, *self._further):
             part.abort()
 
     def leave(self, error: BaseException) -> None:
@@ -215,7 +245,7 @@ class RankGroups:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        parts = (self.control, self.gather, self.scatter, *self._controls, *self._further)
+        parts = (self.control, *self._controls, *self._further)
         for part in parts:  # before any is closed: on a GPU what one has begun may be behind what waits in another
             part.abort()
         for part in parts:
@@ -252,13 +282,35 @@ def open_ranks(
     bounds every wait for another rank. Raises RankFailure when a rank does not come, StateError for an incomplete
     environment.
     """
+    groups = join_ranks(
+        device_type=device_type,
+        timeout_seconds=timeout_seconds,
+        local_rank=local_rank,
+        device_index=device_index,
+        ranks=ranks,
+    )
+    try:
+        groups.open_collectives()
+    except BaseException:
+        groups._take_down()
+        raise
+    return groups
+
+
+def join_ranks(
+    *,
+    device_type: str = "cpu",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    local_rank: int | None = None,
+    device_index: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> RankGroups:
+    """As `open_ranks`, with agreement alone: :meth:`RankGroups.open_collectives` opens the rest, where it is needed."""
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
     if not _enter_world(timeout_seconds):
         context = _make_context(0, 1, local_rank, device_type, device_index, lambda: [_host()])
-        groups = RankGroups(context, (0,), timeout_seconds)
-        groups.gather = groups.scatter = _single_communicator(context.device)
-        return groups
+        return RankGroups(context, (0,), timeout_seconds)
     store = own_connection(dist.distributed_c10d._get_default_store(), timeout_seconds)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     members = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
@@ -472,24 +524,19 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     )
     if context.device.type == "cuda":
         # Also because NCCL waits without end for a rank that does not come.
-        gpus = groups.control.exchange(_gpu_name(context.device).encode(), "which GPU each rank has")
+        gpus = groups.control.exchange(_gpu_in_use(context.device).encode(), "which GPU each rank has")
         groups.context = dataclasses.replace(context, num_device_ranks=gpus.count(gpus[index]))
         is_shared = len(set(gpus)) < len(gpus)  # any of them: all ranks of a group talk in the same way
         groups._communicator_of = _staged_communicator if is_shared else _nccl_communicator
-    groups.gather = groups._communicator_of(groups, members, everybody)
-    groups.scatter = groups._communicator_of(groups, members, everybody)
-    parts, controls, further = (groups.control, groups.gather, groups.scatter), groups._controls, groups._further
+    control, controls, further = groups.control, groups._controls, groups._further
 
     def stop_all() -> None:
-        for part in (*parts, *controls, *further):
+        for part in (control, *controls, *further):
             part.abort()
 
-    groups._watch = FailureWatch(store, prefix, index, members, parts[1:], stop_all, timeout_seconds)
+    groups._watch = FailureWatch(store, prefix, index, members, stop_all, timeout_seconds)
     # The thread must end before the interpreter does, also when nobody closes.
     groups._stop_watch_at_exit = weakref.finalize(groups, groups._watch.stop)
-    if context.device.type == "cuda":
-        with groups.guard("the first collectives"):
-            warm_up((groups.gather, groups.scatter), context.device)
 
 
 def _open_further(
@@ -555,8 +602,11 @@ def _gloo_group(groups: RankGroups, members: tuple[int, ...], division: Sequence
     return made[members]
 
 
-def _gpu_name(device: torch.device) -> str:
-    """The same in all processes, whichever GPUs they see (CUDA_VISIBLE_DEVICES)."""
+def _gpu_in_use(device: torch.device) -> str:
+    """Its name, the same in all processes, whichever GPUs they see (CUDA_VISIBLE_DEVICES). This process has begun to
+    use it: on a shared GPU all have, before any asks what is free.
+    """
+    torch.zeros(1, device=device)
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -594,9 +644,7 @@ def _numbers(groups: RankGroups, members: tuple[int, ...]) -> Sequence[int]:
 
 
 def warm_up(communicators: Sequence[_C.collective.Communicator], device: torch.device) -> None:
-    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. On a shared GPU
-    all ranks have begun to use it before any asks what is free.
-    """
+    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not."""
     memory = torch.zeros(3, communicators[0].size, 4, device=device)
     whole, scratch, shard = (part.data_ptr() for part in memory)
     with torch.cuda.device(device):

@@ -102,7 +102,6 @@ class FailureWatch:
         prefix: str,
         index: int,
         members: Sequence[int],
-        communicators: Sequence[_C.collective.Communicator],
         stop_all: Callable[[], None],
         timeout_seconds: float,
     ):
@@ -112,7 +111,7 @@ class FailureWatch:
         self._store = store
         self._rank = members[index]
         self._next_rank = members[(index + 1) % len(members)]
-        self._communicators = communicators
+        self._communicators: tuple[_C.collective.Communicator, ...] = ()
         self._stop_all = stop_all
         self._timeout_seconds = timeout_seconds
         self._members = tuple(members)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class DividedModel:
         mode: how attention is computed; None: chosen for each length (:func:`patrickstar.sequence.choice.choose_mode`).
         seed: gives that of dropout in attention for a call, the same on all ranks of the group.
         device: that the model computes on.
+        head_ranks: ranks that divide the heads of each layer, with whose other heads this one has nothing to do.
 
     Raises:
         ValueError: its attention cannot be replaced, or is not one of a sequence to itself, or its heads cannot be
@@ -75,15 +76,19 @@ class DividedModel:
         mode: Mode | None,
         seed: Callable[[], int],
         device: torch.device,
+        head_ranks: int = 1,
     ):
         check_model(model)
         if mode in (Mode.ULYSSES, Mode.HYBRID):
-            query_heads(_num_heads(model), group.heads.size if isinstance(group, HybridGroup) else group.size)
+            query_heads(
+                _num_heads(model) // head_ranks, group.heads.size if isinstance(group, HybridGroup) else group.size
+            )
         self._model = model
         self._group = group
         self._mode = mode
         self._seed = seed
         self._device = device
+        self._head_ranks = head_ranks
         self._layers = {id(module): index for index, module in enumerate(model.modules())}
         self._known = set(inspect.signature(model.forward).parameters)
         self._replaced = model.config._attn_implementation
@@ -104,6 +109,15 @@ class DividedModel:
     def whole_call(self) -> WholeCall:
         """Around a call that is not divided: every rank computes all of it."""
         return WholeCall(self._model, self._replaced)
+
+    def with_target_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, which say how many targets it has: so many it has still when samples are left out.
+
+        Raises:
+            ValueError: labels are of another kind than one for each token.
+        """
+        counted = self._with_labels(kwargs)
+        return {**kwargs, "num_items_in_batch": counted["num_items_in_batch"]} if counted else kwargs
 
     def divide(self, kwargs: dict[str, Any]) -> DividedArguments:
         """This rank's part of the arguments of a call.
@@ -167,7 +181,11 @@ class DividedModel:
     def _mode_for(self, batch: int, length: int) -> Mode:
         if self._mode is not None:
             return self._mode
-        return choose_mode(attended(self._model, batch, length), self._group.size).mode
+        work = attended(self._model, batch, length)
+        work = dataclasses.replace(
+            work, heads=work.heads // self._head_ranks, key_heads=max(work.key_heads // self._head_ranks, 1)
+        )
+        return choose_mode(work, self._group.size).mode
 
     def _with_labels(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Labels shifted before they are divided, and what the sum of the tokens' losses is divided by."""
@@ -287,6 +305,13 @@ def attended(model: nn.Module, batch: int, length: int) -> Attended:
         length=length,
         causal=_is_causal(model),
     )
+
+
+def attention_for(arguments: Mapping[str, Any]) -> Callable[..., tuple[torch.Tensor, None]] | None:
+    """Of the keyword arguments that a model hands down in a call: what computes attention in it, None where its
+    sequences are not divided. For attention modules that do not ask ``AttentionInterface``.
+    """
+    return None if arguments.get(CALL) is None else divided_attention
 
 
 def divided_attention(

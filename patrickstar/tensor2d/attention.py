@@ -17,6 +17,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [b/r, key heads/c, s, head_dim] into those of all tokens so far."""
 
+Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of queries [b', heads, s, head_dim] to keys and values [b', key heads, s, head_dim]: [b', s, heads,
+head_dim].
+"""
+
 
 class Heads(nn.Module):
     """The attention of this rank's heads, whose queries, keys and values one layer gives, by whatever layer.
@@ -55,6 +60,7 @@ class Heads(nn.Module):
         mask: torch.Tensor | None = None,
         rotary: Rotary | None = None,
         extend: Extend | None = None,
+        mix: Mix | None = None,
     ) -> torch.Tensor:
         """What ``qkv`` takes -> [b', s, heads * head_dim], b' samples and s tokens being those that it gives.
 
@@ -63,6 +69,8 @@ class Heads(nn.Module):
             mask: of ``scaled_dot_product_attention``, [b' or 1, 1, s, s]; None: causal, or everything.
             rotary: turns queries and keys.
             extend: gives keys and values of earlier tokens too; a single query sees all of them.
+            mix: computes attention, also to what it knows of other ranks' tokens; None: that of PyTorch, to the keys
+                that are here.
         """
         sizes = [self.heads * self.head_dim, *[self.key_heads * self.head_dim] * 2]
         parts = self.qkv(hidden).split(sizes, dim=-1)
@@ -71,6 +79,8 @@ class Heads(nn.Module):
             q, k = (_turn(part, *rotary) for part in (q, k))
         if extend is not None:
             k, v = extend(k, v)
+        if mix is not None:
+            return mix(q, k, v).flatten(2)
         out = nn.functional.scaled_dot_product_attention(
             q,
             k,
@@ -97,9 +107,10 @@ class Attention(nn.Module):
         mask: torch.Tensor | None = None,
         rotary: Rotary | None = None,
         extend: Extend | None = None,
+        mix: Mix | None = None,
     ) -> torch.Tensor:
         """As :meth:`Heads.forward`, in the shape that ``out`` gives."""
-        return self.out(self.attend(hidden, mask, rotary, extend))
+        return self.out(self.attend(hidden, mask, rotary, extend, mix))
 
 
 class Heads2D(Heads):

@@ -6,6 +6,8 @@ rotary positions, residual streams, caches. Nothing here imports transformers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +34,16 @@ from patrickstar.tensor2d.styles import (
 _GATED = ("llama", "qwen2")
 _ATTENTION = ("sdpa", "eager")  # those that give masks with a value for each query and key
 
+AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
+"""As those of transformers' ``AttentionInterface``: called with the module, queries, keys, values [b, heads, s,
+head_dim] and a mask, and by name ``scaling``, ``dropout``, ``sliding_window``, ``is_causal`` and what the model hands
+down; gives [b, s, heads, head_dim].
+"""
+
+
+def _own_attention(arguments: Mapping[str, Any]) -> AttentionFunction | None:
+    return None
+
 
 class HuggingFaceAttention(nn.Module):
     """Called as attention of Hugging Face's models is.
@@ -40,13 +52,30 @@ class HuggingFaceAttention(nn.Module):
         inner: with a layer behind the heads, or without one.
         layer_idx: of this layer in caches.
         dropout: share of outputs that are dropped in training.
+        sliding_window: tokens back that a query sees, its own included, which masks say too; None: all.
+
+    Attributes:
+        attention_for: of the keyword arguments that the model hands down in a call: the function that computes
+            attention in it, or None for that of this module.
     """
 
-    def __init__(self, inner: Attention | Heads, layer_idx: int | None, dropout: float = 0.0):
+    def __init__(
+        self,
+        inner: Attention | Heads,
+        layer_idx: int | None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+    ):
         super().__init__()
         self.inner = inner
         self.layer_idx = layer_idx
         self.dropout = nn.Dropout(dropout)
+        self.sliding_window = sliding_window
+        self.attention_for: Callable[[Mapping[str, Any]], AttentionFunction | None] = _own_attention
+
+    def use_own_attention(self) -> None:
+        """In all calls, as at first."""
+        self.attention_for = _own_attention
 
     def forward(
         self,
@@ -55,7 +84,7 @@ class HuggingFaceAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Any = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        **_: Any,
+        **handed_down: Any,
     ) -> tuple[torch.Tensor, None]:
         """The output, and None for the probabilities.
 
@@ -68,13 +97,37 @@ class HuggingFaceAttention(nn.Module):
         def extend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return past_key_values.update(k, v, self.layer_idx)
 
+        function = self.attention_for(handed_down)
         out = self.inner(
             hidden_states,
             mask=attention_mask,
             rotary=position_embeddings,
             extend=None if past_key_values is None else extend,
+            mix=None if function is None else functools.partial(self._mixed, function, handed_down),
         )
         return self.dropout(out), None
+
+    def _mixed(
+        self,
+        function: AttentionFunction,
+        handed_down: Mapping[str, Any],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        heads = self.inner if isinstance(self.inner, Heads) else self.inner.attend
+        return function(
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=heads.scale,
+            dropout=heads.dropout if self.training else 0.0,
+            sliding_window=self.sliding_window,
+            is_causal=heads.is_causal,
+            **handed_down,
+        )[0]
 
 
 class DividedGPT2Attention:
@@ -115,7 +168,8 @@ class DividedLlamaAttention:
             dropout=module.attention_dropout,
         )
         out = second_linear(module.o_proj, f"{spot.name}.o_proj", spot)
-        return HuggingFaceAttention(Attention(attend, out), module.layer_idx)
+        window = getattr(module, "sliding_window", None)
+        return HuggingFaceAttention(Attention(attend, out), module.layer_idx, sliding_window=window)
 
 
 class DividedBertSelfAttention:
@@ -146,8 +200,10 @@ class DividedLlamaMLP:
         return GatedFeedForward(gate_up, down, module.act_fn)
 
 
-class CausalLoss:
-    """In the place of ``loss_function`` of a causal language model: the mean over the whole batch."""
+class TokenLoss:
+    """In the place of ``loss_function`` of a language model: the mean over the whole batch, of labels that are those of
+    their tokens (a masked language model's).
+    """
 
     def __init__(self, vocabulary: int, group: MeshGroup):
         self._vocabulary, self._group = vocabulary, group
@@ -159,19 +215,78 @@ class CausalLoss:
         vocab_size: int | None = None,
         num_items_in_batch: torch.Tensor | float | None = None,
         ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows."""
-        if shift_labels is None:
-            if labels is None:
-                raise ValueError("a loss needs labels, or shift_labels")
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        """As the losses of transformers; ``num_items_in_batch`` counts labels of all rows.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if labels is None:
+            raise ValueError("a loss needs labels")
         group = self._group
         if logits.shape[-1] == self._vocabulary:  # whole, since autograd is off: each column computes all of it
             group = MeshGroup(group.along_rows, Line(), group.everybody)
         loss = CrossEntropy2D(self._vocabulary, group, ignore_index=ignore_index)
-        return loss(logits, shift_labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+        return loss(logits, labels.reshape(logits.shape[:-1]).to(logits.device), num_items_in_batch)
+
+    def attach(self, model: Any) -> None:
+        """``model`` computes its loss so. What it gives without labels is as before."""
+        aside = _LabelsAside()
+        model.loss_function = self
+        model.register_forward_pre_hook(aside.take, with_kwargs=True)
+        model.register_forward_hook(aside.give)
+
+
+class CausalLoss(TokenLoss):
+    """Of a causal language model, whose labels are those of the tokens before them."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As ``ForCausalLMLoss`` of transformers; ``num_items_in_batch`` counts labels of all rows.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if shift_labels is None and labels is not None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return super().__call__(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+    def attach(self, model: Any) -> None:
+        """``model`` computes its loss so: its forward calls its ``loss_function``."""
+        model.loss_function = self
+
+
+class _LabelsAside:
+    """Of a model whose forward makes its loss itself, of whole logits: it never sees labels, and what it gives gets the
+    loss of the model's ``loss_function`` afterwards, whatever that is by then.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[str, Any] = {}
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Keeps labels, which are given by name, until the call is over."""
+        others = dict(kwargs)
+        self._given = {name: others.pop(name) for name in ("labels", "num_items_in_batch") if name in others}
+        return args, others
+
+    def give(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """The output with a loss, where there were labels."""
+        given, self._given = self._given, {}
+        if given.get("labels") is None:
+            return output
+        is_tuple = isinstance(output, tuple)
+        loss = module.loss_function(output[0] if is_tuple else output.logits, **given)
+        return (loss, *output) if is_tuple else type(output)(**{**output, "loss": loss})
 
 
 def layer_shape(config: Any) -> LayerShape:
@@ -259,7 +374,9 @@ PLANS: dict[str, dict[str, Style]] = {
 }
 """By ``config.model_type``."""
 
-SHARDED = ("gpt2", "llama", "qwen2")
-"""Of these, models whose every module takes each token by itself, but for attention: in one dimension too
-(:mod:`patrickstar.tensor2d.sharded_models`).
+SHARDED = {
+    kind: {name: style for name, style in plan.items() if name != "pooler.dense"} for kind, plan in PLANS.items()
+}
+"""Of these, what takes each token by itself, but for attention: in one dimension too
+(:mod:`patrickstar.tensor2d.sharded_models`). BERT's pooler takes the first token of each sequence.
 """

@@ -4,6 +4,10 @@ values from each to each.
 [Note: sums by their owner] A sum over ranks is made by the rank that keeps it: the others' summands come as they are,
 in the type of the operands, and are added in float32 in the order of ranks, rounded once. What libraries sum on the way
 is rounded at each rank, in an order that depends on the network. The bytes are the same.
+
+[Note: copies of copies] In a line of more than three ranks the owner of a panel does not send all copies: in each round
+whoever has it sends it to one who does not, so that ceil(log2 n) rounds serve n ranks, and no rank sends more copies
+than there are rounds. A line's exchanges follow each other, so what a round brings is there for the next.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from patrickstar.ranks.exchanges import Exchanges, PendingExchange, TorchExchanges
+
+_MOST_DIRECT_COPIES = 2
 
 
 class Line:
@@ -46,9 +52,20 @@ class Line:
         return self._begin_broadcast(tensor, owner)
 
     def _begin_broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
-        if self.rank != owner:
-            return self._begin(receives=[(owner, tensor)])
-        return self._begin(sends=[(rank, tensor) for rank in self._others()])
+        if self.size <= _MOST_DIRECT_COPIES + 1:
+            if self.rank != owner:
+                return self._begin(receives=[(owner, tensor)])
+            return self._begin(sends=[(rank, tensor) for rank in self._others()])
+        place, have, rounds = (self.rank - owner) % self.size, 1, []
+        while have < self.size:
+            sends, receives = [], []
+            if place < have and place + have < self.size:
+                sends = [((self.rank + have) % self.size, tensor)]
+            elif have <= place < 2 * have:
+                receives = [((self.rank - have) % self.size, tensor)]
+            rounds.append(self._begin(sends, receives))
+            have *= 2
+        return _Rounds(rounds)
 
     def send(self, tensor: torch.Tensor, owner: int) -> PendingExchange:
         """Begins to send a contiguous ``tensor`` to rank ``owner``, which calls :meth:`collect`."""
@@ -58,6 +75,20 @@ class Line:
         """Begins to receive what the others :meth:`send` to this rank, in the order of their ranks."""
         self.received_bytes["partial sums"] += sum(map(num_bytes, incoming))
         return self._begin(receives=list(zip(self._others(), incoming, strict=True)))
+
+    def swap_apart(self, step: int, outgoing: torch.Tensor, incoming: torch.Tensor, kind: str) -> PendingExchange:
+        """Begins to send a contiguous tensor to the rank ``step`` ranks after this one, round the line, and to receive
+        one of the rank as many before it.
+
+        Args:
+            step: below 0 for ranks before this one; all ranks have the same.
+            outgoing: not written until it is over.
+            incoming: of the same size, not read until then.
+            kind: in :attr:`received_bytes`.
+        """
+        self.received_bytes[kind] += num_bytes(incoming)
+        to, of = (self.rank + step) % self.size, (self.rank - step) % self.size
+        return self._begin([(to, outgoing)], [(of, incoming)])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor of each rank, by rank; all have this one's shape and dtype."""
@@ -102,6 +133,17 @@ class Line:
         if self._exchanges is None:
             raise RuntimeError("a line of one rank has nobody to exchange tensors with")
         return self._exchanges.begin(sends, receives)
+
+
+class _Rounds:
+    """Exchanges that follow each other."""
+
+    def __init__(self, rounds: Sequence[PendingExchange]):
+        self._rounds = rounds
+
+    def wait(self) -> None:
+        for pending in self._rounds:
+            pending.wait()
 
 
 class TorchLine(Line):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from patrickstar.tensor2d.panels import check_divides, sum_dtype
 from patrickstar.tensor2d.products import multiply
 from patrickstar.tensor2d.sums import replicated, total_for_everybody
 from patrickstar.tensor2d.turning import turned
+
+_TILE_LOGITS = 2**26
+"""Logits of which a float32 copy exists at a time: 256 MiB."""
 
 
 class LMHead2D(Layer2D):
@@ -144,7 +148,11 @@ class CrossEntropy2D(nn.Module):
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Of this row's tokens. The gradient is softmax - onehot."""
+    """Of this row's tokens. The gradient is softmax - onehot.
+
+    Of the logits, which are this rank's columns of the vocabulary, there is nothing but themselves and their gradient,
+    in their own dtype: what is computed in float32 exists for some tokens at a time.
+    """
 
     @staticmethod
     def forward(
@@ -152,16 +160,20 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> torch.Tensor:
         first = line.rank * logits.shape[1]
         real = min(max(vocabulary - first, 0), logits.shape[1])
-        wide = logits[:, :real].to(sum_dtype(logits.dtype))
-        most = wide.amax(-1) if real else wide.new_full(labels.shape, -math.inf)
+        dtype = sum_dtype(logits.dtype)
+        here = logits[:, :real]
+        most = here.amax(-1).to(dtype) if real else logits.new_full(labels.shape, -math.inf, dtype=dtype)
         most = line.maximum(most)
-        wide = wide - most[:, None]
         counts = labels != ignore_index
         index = labels - first
         is_here = counts & (index >= 0) & (index < real)
         index = torch.where(is_here, index, 0)
-        target = torch.where(is_here, wide.gather(1, index[:, None])[:, 0], 0.0) if real else torch.zeros_like(most)
-        total, target = line.sum(torch.stack([wide.exp_().sum(-1), target]))
+        sums = logits.new_zeros((2, len(labels)), dtype=dtype)
+        for tile in _tiles(here):
+            wide = here[tile].to(dtype) - most[tile, None]
+            sums[1, tile] = torch.where(is_here[tile], wide.gather(1, index[tile, None])[:, 0], 0.0)
+            sums[0, tile] = wide.exp_().sum(-1)
+        total, target = line.sum(sums)
         lse = total.log()
         ctx.save_for_backward(logits, lse + most, counts, is_here, index)
         ctx.real = real
@@ -171,8 +183,16 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         logits, lse, counts, is_here, index = ctx.saved_tensors
         out = torch.zeros_like(logits)
-        if ctx.real:
-            wide = (logits[:, : ctx.real].to(lse.dtype) - lse[:, None]).exp_()
-            wide.scatter_add_(1, index[:, None], -is_here[:, None].to(wide.dtype))
-            out[:, : ctx.real] = wide * (counts * grad)[:, None]
+        here = logits[:, : ctx.real]
+        for tile in _tiles(here):
+            wide = (here[tile].to(lse.dtype) - lse[tile, None]).exp_()
+            wide.scatter_add_(1, index[tile, None], -is_here[tile, None].to(wide.dtype))
+            out[tile, : ctx.real] = wide.mul_((counts[tile] * grad)[:, None])
         return out, None, None, None, None
+
+
+def _tiles(logits: torch.Tensor) -> Iterator[slice]:
+    """Rows whose elements may have copies at the same time; none where a row has no element."""
+    if logits.shape[1]:
+        each = max(_TILE_LOGITS // logits.shape[1], 1)
+        yield from (slice(begin, begin + each) for begin in range(0, len(logits), each))

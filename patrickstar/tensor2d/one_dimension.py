@@ -20,7 +20,7 @@ from torch import nn
 
 from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
 from patrickstar.tensor2d.division import Placement, Split
-from patrickstar.tensor2d.embedding import Embedding2D
+from patrickstar.tensor2d.embedding import Embedding2D, padded_vocabulary
 from patrickstar.tensor2d.feed_forward import Activation, FeedForward, GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
@@ -225,6 +225,7 @@ class LMHead1D(Layer2D):
         features: h.
         vocabulary: tokens that there are.
         group: of p rows and one column.
+        bias: whether there is one, [v/p].
         tied: the embedding whose table this layer uses; None: one of its own.
         dtype: of the table.
         device: of the table.
@@ -236,6 +237,7 @@ class LMHead1D(Layer2D):
         vocabulary: int,
         group: MeshGroup,
         *,
+        bias: bool = False,
         tied: Embedding2D | None = None,
         dtype: torch.dtype | None = None,
         device: object = None,
@@ -245,7 +247,15 @@ class LMHead1D(Layer2D):
         table = Embedding2D(vocabulary, features, group, dtype=dtype, device=device) if tied is None else tied
         self.weight = table.weight
         self.placements, self.whole_rows = dict(table.placements), dict(table.whole_rows)
+        if bias:
+            placement = Placement(Split.ROWS, padded_to=padded_vocabulary(vocabulary, group))
+            self.add_parameter("bias", (len(self.weight),), placement, dtype, device)
+            self.whole_rows["bias"] = vocabulary
+            nn.init.zeros_(self.bias)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s/p, h] -> [b, s, v/p]."""
-        return column_product(hidden, self.weight, self.group.along_rows)
+        out = column_product(hidden, self.weight, self.group.along_rows)
+        return out if self.bias is None else out + self.bias

@@ -18,18 +18,23 @@ from torch import nn
 
 from patrickstar.tensor2d.embedding import Embedding2D
 from patrickstar.tensor2d.group import MeshGroup
-from patrickstar.tensor2d.hugging_face import PLANS, CausalLoss
+from patrickstar.tensor2d.hugging_face import PLANS, CausalLoss, TokenLoss
 from patrickstar.tensor2d.styles import TWO_DIMENSIONS, Pairs, Spot, Style
 
-_CAUSAL = "ForCausalLM"
+_LOSSES: dict[str | None, type[TokenLoss]] = {
+    "ForCausalLM": CausalLoss,
+    "ForMaskedLM": TokenLoss,
+    None: CausalLoss,
+}
+"""By ``loss_type`` of transformers, which takes the first for models that say nothing."""
 
 
 def parallelize(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style] | None = None) -> None:
     """Divides the parameters of ``model`` over the mesh, module by module, in place.
 
     The model is then called on each rank with the samples of its row. What it gives has [b/r, ..., h/c]; logits have
-    [b/r, ..., v/c] where autograd is on, and the whole vocabulary where it is off. The loss of a causal language model
-    of Hugging Face is that of the whole batch, on all ranks; each calls its ``backward``.
+    [b/r, ..., v/c] where autograd is on, and the whole vocabulary where it is off. The loss of a causal or masked
+    language model of Hugging Face is that of the whole batch, on all ranks; each calls its ``backward``.
 
     Args:
         model: with the same whole values on all ranks, or on the meta device.
@@ -121,11 +126,12 @@ def _tie_again(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
 
 
 def replace_loss(model: Any, vocabulary: int, group: MeshGroup) -> None:
-    """Has a causal language model compute its loss from logits whose vocabulary is over the columns of ``group``, and
-    any other refuse labels.
+    """Has a causal or masked language model compute its loss from logits whose vocabulary is over the columns of
+    ``group``, and any other refuse labels.
     """
-    if hasattr(type(model), "loss_function") and getattr(model, "loss_type", None) in (_CAUSAL, None):
-        model.loss_function = CausalLoss(vocabulary, group)
+    kind = getattr(model, "loss_type", None)
+    if hasattr(type(model), "loss_function") and kind in _LOSSES:
+        _LOSSES[kind](vocabulary, group).attach(model)
     else:
         model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
 

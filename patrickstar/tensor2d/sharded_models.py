@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from patrickstar.tensor2d.attention import Heads
 from patrickstar.tensor2d.hugging_face import SHARDED
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.losses import whole_logits
 from patrickstar.tensor2d.one_dimension import ColumnLinear1D, LMHead1D, RowLinear1D, tall_group, wide_group
-from patrickstar.tensor2d.plans import plan_for, replace_loss, replace_modules
-from patrickstar.tensor2d.sharded_tokens import ShardedTokens
+from patrickstar.tensor2d.plans import replace_loss, replace_modules
+from patrickstar.tensor2d.sharded_tokens import ShardedTokens, causal_mask, padding_mask
 from patrickstar.tensor2d.styles import Pairs
 
 
@@ -45,7 +46,8 @@ def parallelize_1d(model: Any, line: Line) -> None:
     batch. Ranks divide s in training.
 
     Args:
-        model: a causal language model of Hugging Face, with the same whole values on all ranks or on the meta device.
+        model: a causal or masked language model of Hugging Face, with the same whole values on all ranks or on the
+            meta device.
         line: the ranks.
 
     Raises:
@@ -59,7 +61,8 @@ def parallelize_1d(model: Any, line: Line) -> None:
             f"{', '.join(sorted(SHARDED))}: take a mesh of rows and columns, or write the model with one_dimension's "
             "layers"
         )
-    heads = replace_modules(model, tall_group(line), plan_for(model), ONE_DIMENSION)
-    if heads:
+    heads = replace_modules(model, tall_group(line), SHARDED[kind], ONE_DIMENSION)
+    sees_all = any(isinstance(module, Heads) and not module.is_causal for module in model.modules())
+    ShardedTokens(line, padding_mask if sees_all else causal_mask).attach(model)
+    if heads:  # behind what divides tokens: labels and logits are those of the tokens that were given
         replace_loss(model, heads[0].vocabulary, wide_group(line))
-    ShardedTokens(line).attach(model)

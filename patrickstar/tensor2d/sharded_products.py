@@ -6,6 +6,10 @@
 [Note: tokens of one rank at a time] Tokens that are gathered travel rank by rank, one ahead of their product, and sums
 that are scattered leave rank by rank behind it, so that messages hide behind products as panels do. Inputs are kept
 sharded, and gathered again in backward.
+
+[Note: everybody to another one] Each rank begins with another one's tokens: in every exchange all ranks send to as many
+others, one each, so that none is served or asked by all at once. What is added up is added in the order of ranks, so
+exchanges changes no bit of them; the gradient of a weight, which each rank has alone, in that in which tokens come.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from typing import Any
 
 import torch
 
+from patrickstar.ranks.exchanges import PendingExchange
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.panels import Panels, PartialSums, sum_dtype, travelling
+from patrickstar.tensor2d.panels import sum_dtype
 from patrickstar.tensor2d.products import add_product
 
 TOKENS = 1
@@ -40,7 +45,8 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.line = line
-        return torch.cat([tokens @ weight.t() for tokens in _gathered(hidden, line)], dim=TOKENS)
+        parts = {rank: tokens @ weight.t() for rank, tokens in _gathered(hidden, line)}
+        return torch.cat([parts[rank] for rank in range(line.size)], dim=TOKENS)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
@@ -50,9 +56,9 @@ class _ColumnProduct(torch.autograd.Function):
             grad_hidden = _scattered_product(grad, weight, ctx.line)
         if ctx.needs_input_grad[1]:
             total = _empty_gradient(weight)
-            parts = zip(grad.chunk(ctx.line.size, TOKENS), _gathered(hidden, ctx.line), strict=True)
-            for index, (part, tokens) in enumerate(parts):
-                add_product(total, part.flatten(0, 1).t(), tokens.flatten(0, 1), beta=min(index, 1))
+            parts = grad.chunk(ctx.line.size, TOKENS)
+            for index, (rank, tokens) in enumerate(_gathered(hidden, ctx.line)):
+                add_product(total, parts[rank].flatten(0, 1).t(), tokens.flatten(0, 1), beta=min(index, 1))
             grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, None
 
@@ -70,38 +76,73 @@ class _RowProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grads_hidden = []
+        grads_hidden = {}
         total = _empty_gradient(weight) if needs_weight else None
-        parts = zip(hidden.chunk(ctx.line.size, TOKENS), _gathered(grad, ctx.line), strict=True)
-        for index, (tokens, part) in enumerate(parts):
+        tokens = hidden.chunk(ctx.line.size, TOKENS)
+        for index, (rank, part) in enumerate(_gathered(grad, ctx.line)):
             if needs_hidden:
-                grads_hidden.append(part @ weight.t())
+                grads_hidden[rank] = part @ weight.t()
             if total is not None:
-                add_product(total, tokens.flatten(0, 1).t(), part.flatten(0, 1), beta=min(index, 1))
-        grad_hidden = torch.cat(grads_hidden, TOKENS) if needs_hidden else None
+                add_product(total, tokens[rank].flatten(0, 1).t(), part.flatten(0, 1), beta=min(index, 1))
+        grad_hidden = torch.cat([grads_hidden[rank] for rank in range(ctx.line.size)], TOKENS) if needs_hidden else None
         return grad_hidden, None if total is None else total.to(weight.dtype), None
 
 
-def _gathered(shard: torch.Tensor, line: Line) -> Iterator[torch.Tensor]:
-    """Each rank's tokens, in their order, there until the next but one come ([Note: tokens of one rank at a time])."""
-    panels = Panels(shard.contiguous(), TOKENS, line.size, line)
-    for (tokens,) in travelling(panels, num_panels=line.size):
-        yield tokens
+def _gathered(shard: torch.Tensor, line: Line) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each rank and its tokens, this one's first, there until the next but one come ([Note: tokens of one rank at a
+    time], [Note: everybody to another one]).
+    """
+    mine = shard.contiguous()
+    buffers = [torch.empty_like(mine) for _ in range(min(line.size - 1, 2))]
+    if line.size > 1:
+        line.meet()
+    here = mine
+    for step in range(line.size):
+        if step + 1 < line.size:
+            coming = buffers[step % 2]
+            pending = line.swap_apart(-(step + 1), mine, coming, "panels")
+        yield (line.rank + step) % line.size, here
+        if step + 1 < line.size:
+            pending.wait()
+            here = coming
 
 
 def _scattered_product(whole: torch.Tensor, matrix: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens."""
-    shape = (whole.shape[0], whole.shape[TOKENS] // line.size, matrix.shape[1])
-    sums = PartialSums(whole.new_empty(shape), TOKENS, line.size, line)
-    for index, tokens in enumerate(whole.chunk(line.size, TOKENS)):
-        wide = sum_dtype(whole.dtype)
-        if wide == whole.dtype or not sums.keeps(index):
-            sums.add(index, tokens @ matrix)
-        else:
-            total = torch.empty(tokens.shape[0] * tokens.shape[1], matrix.shape[1], dtype=wide, device=whole.device)
-            add_product(total, tokens.flatten(0, 1), matrix, beta=0)
-            sums.add(index, total.view(*tokens.shape[:2], -1))
-    return sums.finish()
+    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens: the others' first, so that this
+    rank's own are computed while the last sums are on their way ([Note: sums by their owner], [Note: everybody to
+    another one]).
+    """
+    tokens = whole.chunk(line.size, TOKENS)
+    summands: dict[int, torch.Tensor] = {}
+    pending: PendingExchange | None = None
+    for step in range(1, line.size):
+        theirs = (tokens[(line.rank + step) % line.size] @ matrix).contiguous()
+        if pending is None:
+            line.meet()
+        sender = (line.rank - step) % line.size
+        summands[sender] = torch.empty_like(theirs)
+        before, pending = pending, line.swap_apart(step, theirs, summands[sender], "partial sums")
+        if before is not None:
+            before.wait()
+    summands[line.rank] = _wide_product(tokens[line.rank], matrix)
+    if pending is not None:
+        pending.wait()
+    if line.size == 1:
+        return summands[line.rank].to(whole.dtype)
+    total = summands[0].to(sum_dtype(whole.dtype), copy=True)
+    for rank in range(1, line.size):
+        total += summands[rank]
+    return total.to(whole.dtype)
+
+
+def _wide_product(tokens: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Not rounded to 16 bits."""
+    if sum_dtype(tokens.dtype) == tokens.dtype:
+        return tokens @ matrix
+    shape = (*tokens.shape[:-1], matrix.shape[1])
+    total = torch.empty(shape, dtype=sum_dtype(tokens.dtype), device=tokens.device)
+    add_product(total.flatten(0, 1), tokens.flatten(0, 1), matrix, beta=0)
+    return total
 
 
 def _empty_gradient(weight: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,19 +10,27 @@ from torch import nn
 
 from patrickstar.tensor2d.lines import Line
 
-_WHOLE = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
+_WHOLE = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep")
+
+Mask = Callable[[torch.Tensor, int], torch.Tensor]
+"""Which tokens [b, 1, 1 or s, s] each token sees: of the real ones [b, s'], with so many more behind."""
 
 
 class ShardedTokens:
-    """Divides the tokens of each call of a causal language model over ``line``.
+    """Divides the tokens of each call of a language model over ``line``.
+
+    Args:
+        line: the ranks.
+        mask: :func:`causal_mask` or :func:`padding_mask`.
 
     Masks and rotary positions stay those of whole sequences, since heads are divided where these are used. Where
     autograd is off, sequences may have any length: tokens that fill them up come behind all others, so that none of
     these sees them, and logits are those of the tokens that were given.
     """
 
-    def __init__(self, line: Line):
+    def __init__(self, line: Line, mask: Mask):
         self._line = line
+        self._mask = mask
         self._positions: torch.Tensor | None = None
         self._length = 0
         self._kept: int | torch.Tensor = 0
@@ -71,10 +80,12 @@ class ShardedTokens:
             positions = torch.arange(self._length, device=tokens.device)[None]
         self._positions = nn.functional.pad(positions, (0, missing))
         mine = {"input_ids": nn.functional.pad(tokens, (0, missing)), "position_ids": self._positions}
+        if given.get("token_type_ids") is not None:
+            mine["token_type_ids"] = nn.functional.pad(given["token_type_ids"], (0, missing))
         mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
         others = {name: value for name, value in given.items() if name not in _WHOLE}
         if missing or is_packed or (mask is not None and not mask.all()):
-            others["attention_mask"] = _whole_mask(torch.ones_like(tokens) if mask is None else mask, missing)
+            others["attention_mask"] = self._mask(torch.ones_like(tokens) if mask is None else mask, missing)
         return (), {**others, **mine, "use_cache": False}
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -91,8 +102,13 @@ class ShardedTokens:
         return args[:1], {**kwargs, "position_ids": self._positions}
 
 
-def _whole_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
-    """Which tokens [b, 1, s, s] each sees: those of ``given`` [b, s] before it, with ``missing`` ones behind."""
+def padding_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
+    """Each token sees all of ``given`` [b, s'] that are real: [b, 1, 1, s]."""
+    return nn.functional.pad(given.bool(), (0, missing))[:, None, None]
+
+
+def causal_mask(given: torch.Tensor, missing: int) -> torch.Tensor:
+    """Each token sees those of ``given`` [b, s'] before it: [b, 1, s, s]."""
     seen = nn.functional.pad(given.bool(), (0, missing))
     length = seen.shape[1]
     return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()

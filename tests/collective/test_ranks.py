@@ -106,7 +106,7 @@ def share_gpus(gpus):
         made.append(device)
         return _C.collective.make_c10d_communicator(group_name, members)
 
-    distributed._gpu_name = lambda device: gpus[int(os.environ["RANK"])]
+    distributed._gpu_in_use = lambda device: gpus[int(os.environ["RANK"])]
     distributed.warm_up = lambda communicators, device: None
     _C.collective.make_cuda_staged_communicator = make_staged
     with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:

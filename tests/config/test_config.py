@@ -114,14 +114,13 @@ def test_bad_bytes(value):
         ({"optimizer": {"params": {"use_hybrid_adam": 2}}}, "use_hybrid_adam is 2; it is a switch"),
         ({"tensor_parallel": {"rows": 2, "tp": {"tp_size": 2}}}, "2 x 2, and tensor_parallel.tp.tp_size is 2, which"),
         (
-            {"tensor_parallel": {"columns": 2}, "sequence_parallel": {"size": 2}},
-            "1 x 2, and sequence_parallel.size is 2: these do not go together yet; leave one of them out",
+            {"tensor_parallel": {"columns": 2, "mode": "1d"}, "sequence_parallel": {"size": 2}},
+            'which divides sequences over its columns, and sequence_parallel.size is 2; set the mode to "2d"',
         ),
         (
             {"tensor_parallel": {"rows": 2, "columns": 3, "mode": "1d"}},
             '2 x 3, and tensor_parallel.mode is "1d", which has no rows; give rows 1 and columns 6',
         ),
-        ({"tensor_parallel": {"columns": 2}, "activations": {"tile_tokens": 8}}, "and activations.tile_tokens is 8"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam'; it is a section"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"hysteresis": 0}}, "hysteresis"),

@@ -40,7 +40,7 @@ def chosen(model, rows, columns, **config):
         (Model("gpt2"), (2, 2), {"train_batch_size": 4}, TwoDimensions, "256 tokens are 8 times the hidden size"),
         (Model("gpt2", WIDE), (2, 2), {"train_batch_size": 4}, OneDimension, "256 tokens are 1 times the hidden size"),
         (Model("gpt2"), (1, 2), {}, TwoDimensions, "not known without train_micro_batch_size_per_gpu"),
-        (Model("bert"), (1, 2), {"train_batch_size": 4}, TwoDimensions, "'bert' have no plan in one dimension"),
+        (Model("bert"), (1, 2), {"train_batch_size": 4}, OneDimension, "positions of the model, 4 x 64"),
         (Model("llama"), (1, 4), {"train_batch_size": 4}, TwoDimensions, "1 x 4 (heads: 4, of keys 2)"),
         (Model("gpt2"), (1, 2), {"mode": "1d"}, OneDimension, ""),
         (Model("gpt2"), (2, 2), {"mode": "2d"}, TwoDimensions, ""),

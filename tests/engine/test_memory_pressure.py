@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from patrickstar.config import parse_config
+from patrickstar.engine.activations import ActivationRemedies
 from patrickstar.runtime import initialize_engine
+from patrickstar.tensor2d import MeshGroup, parallelize
 from tests.models import MODELS, Case, Mlp
 from tests.training import assert_same, least_device_memory, make_config, train
 
@@ -196,6 +199,14 @@ def test_remedies_are_named_where_they_apply(activations, checkpoints, named, ot
         (note,) = raised.value.__notes__
     assert [part for part in named if part not in note] == []
     assert [part for part in others if part in note] == []
+
+
+def test_remedies_of_a_divided_model_leave_its_loss():
+    """Which is never made of all logits; its MLPs can be computed in tiles."""
+    model = MODELS["llama"].build()
+    parallelize(model, MeshGroup.alone())
+    remedies = "; ".join(ActivationRemedies(model, parse_config(make_config())).texts())
+    assert TILED in remedies and FUSED not in remedies
 
 
 def test_remedies_of_other_models_are_no_keys_that_would_be_refused():

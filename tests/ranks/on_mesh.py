@@ -14,6 +14,7 @@ from torch import nn
 
 from patrickstar import RankFailure, StateError
 from patrickstar.checkpoint.blocks import ComposedTensor
+from patrickstar.module.tiled_modules import is_tiled
 from patrickstar.runtime import initialize_engine
 from tests.ranks.divided import Model, batch, rows_of
 from tests.ranks.in_turn import train_in_turn
@@ -31,6 +32,9 @@ class MeshRun:
     rows: int = 1
     columns: int = 1
     mode: str = "2d"
+    sequence: int = 1
+    """Ranks that share each sequence, with the same blocks."""
+    sequence_mode: str = "auto"
     kind: str = "plain"
     steps: int = 10
     precision: str = "fp32"
@@ -43,6 +47,8 @@ class MeshRun:
         options = {"gradient_clipping": self.clip, "default_chunk_size": 8192, **self.options}
         config = make_config(self.precision, **options)
         mesh = {"rows": self.rows, "columns": self.columns, "mode": self.mode}
+        if self.sequence > 1:
+            config["sequence_parallel"] = {"size": self.sequence, "mode": self.sequence_mode}
         return {**config, **self.options, "tensor_parallel": mesh}
 
     def batches(self) -> list[dict[str, Any]]:
@@ -52,7 +58,7 @@ class MeshRun:
 
     def own_batches(self) -> list[dict[str, Any]]:
         """Those of this rank: ranks of a mesh have the same."""
-        share = self.rows * self.columns
+        share = self.sequence * self.rows * self.columns
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         found = self.batches()
         return [{key: rows_of(value, rank // share, world // share) for key, value in one.items()} for one in found]
@@ -75,7 +81,7 @@ def train(run: MeshRun) -> dict[str, Any]:
             scales.append(engine.report()["loss_scale"])
         engine.eval()
         with torch.no_grad():
-            logits = engine(input_ids=run.batches()[0]["input_ids"]).logits
+            logits = engine.gather_tokens(engine(input_ids=run.batches()[0]["input_ids"]).logits)
         return {
             "losses": losses,
             "norms": norms,
@@ -84,6 +90,7 @@ def train(run: MeshRun) -> dict[str, Any]:
             "state": engine.state_dict(),
             "report": engine.report(),
             "num_elements": sum(p.numel() for p in engine.module.parameters()),
+            "num_tiled": sum(map(is_tiled, engine.module.modules())),
         }
 
 
@@ -117,8 +124,11 @@ def go_wrong(which: list[str]) -> list[str]:
 
     rank = int(os.environ["RANK"])
 
-    def message(build: Any, rows: int, columns: int, call: Any = None, mode: str = "2d") -> str:
-        config = make_config("fp32") | {"tensor_parallel": {"rows": rows, "columns": columns, "mode": mode}}
+    def message(
+        build: Any, rows: int, columns: int, call: Any = None, mode: str = "2d", options: dict | None = None
+    ) -> str:
+        mesh = {"tensor_parallel": {"rows": rows, "columns": columns, "mode": mode}}
+        config = make_config("fp32") | mesh | (options or {})
         torch.manual_seed(0)
         try:
             engine, _ = initialize_engine(build, 0, config)
@@ -149,6 +159,7 @@ def go_wrong(which: list[str]) -> list[str]:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 36}
     mistakes = {
         "too many columns": lambda: message(llama, 1, 3),
+        "too many for sequences": lambda: message(llama, 1, 2, options={"sequence_parallel": {"size": 2}}),
         "too many ranks": lambda: message(llama, 2, 2),
         "heads": lambda: message(Model("llama", heads).build, 1, 2),
         "features": lambda: message(Model("llama", {"intermediate_size": 33}).build, 1, 2),
@@ -158,17 +169,19 @@ def go_wrong(which: list[str]) -> list[str]:
         "other batches": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens + rank)),
         "samples": lambda: message(llama, 2, 1, lambda engine: engine(input_ids=tokens)),
         "no values": lambda: message(on_meta, 1, 2),
-        "no plan in one dimension": lambda: message(Model("bert").build, 1, 2, mode="1d"),
+        "no plan in one dimension": lambda: message(t5, 1, 2, mode="1d"),
         "tokens": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens[:, :23]), mode="1d"),
     }
     return [mistakes[name]() for name in which]
 
 
-def checkpointed(folder: str, model: str, rows: int, columns: int, mode: str = "2d") -> dict[str, Any]:
+def checkpointed(
+    folder: str, model: str, rows: int, columns: int, mode: str = "2d", sequence: int = 1
+) -> dict[str, Any]:
     """Four steps on a mesh, saved in the middle; what is there is gone on from."""
     from patrickstar.checkpoint import latest_tag
 
-    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, steps=4), False, {}
+    run, made_whole, state = MeshRun(Model(model), rows, columns, mode, sequence, steps=4), False, {}
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(run.model.build, 0, run.config())
     with engine:
@@ -205,11 +218,11 @@ def note_calls(owner: type, name: str) -> list[str]:
     return called
 
 
-def from_files(folder: str, rows: int, columns: int, mode: str) -> dict[str, Any]:
+def from_files(folder: str, rows: int, columns: int, mode: str, sequence: int = 1) -> dict[str, Any]:
     """A model whose blocks are read out of a folder of Hugging Face's, a step of it, and what it generates."""
     from patrickstar import from_pretrained
 
-    run = MeshRun(Model("llama"), rows, columns, mode, steps=1)
+    run = MeshRun(Model("llama"), rows, columns, mode, sequence, steps=1)
     engine, optimizer = initialize_engine(lambda: from_pretrained(folder), 0, run.config())
     with engine:
         (inputs,) = run.own_batches()
@@ -219,7 +232,18 @@ def from_files(folder: str, rows: int, columns: int, mode: str) -> dict[str, Any
         loss = engine(**inputs).loss
         engine.backward(loss)
         optimizer.step()
-        return {"loss": loss.item(), "tokens": tokens, "state": engine.state_dict()}
+        module, state = engine.module, engine.state_dict()
+    for use in (lambda: module(**inputs), module.state_dict, lambda: module.lm_head(torch.zeros(1, 1, 32))):
+        with pytest.raises(
+            StateError, match=r"blocks of matrices, .* is closed.* engine.state_dict\(\), whose tensors"
+        ):
+            use()
+    left = "LlamaForCausalLM has blocks of its matrices, which an engine that was closed"
+    with pytest.raises((ValueError, RankFailure), match=left):  # the other rank's may have come first
+        initialize_engine(lambda: module, 0, run.config())
+    again = run.model.build()
+    again.load_state_dict(state)
+    return {"loss": loss.item(), "tokens": tokens, "after": again(**inputs).loss.item()}
 
 
 def by_deepspeeds_names(mode: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import open_ranks
+from patrickstar.ranks.distributed import join_ranks, open_ranks
 from patrickstar.ranks.exchanges import open_exchanges
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks, nearest_meshes
 from tests.distributed import rank_outcomes, run_ranks
@@ -134,9 +134,8 @@ def test_exchanges_along_each_axis():
 
 def share_chunks():
     """With the rank that has the same column: shards, agreement within the calls of all, and who is named."""
-    with open_ranks(timeout_seconds=60) as everybody:
+    with join_ranks(timeout_seconds=60) as everybody:
         rank = everybody.context.rank
-        assert ChunkRanks.along(MeshRanks(everybody, Mesh(data=4)), Axis.DATA, Axis.SEQUENCE).gather is everybody.gather
         with everybody.guard("opening"):
             chunks = ChunkRanks.along(MeshRanks(everybody, Mesh(data=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
             assert chunks.control.call == "opening"
@@ -145,8 +144,11 @@ def share_chunks():
         chunks.gather.all_gather(whole.data_ptr(), 8)
         assert whole.tolist() == list(chunks.members)
         said = chunks.control.exchange(str(rank).encode(), "a number")
+        assert not everybody.has_collectives  # of which GPUs would have memory that nobody uses
         alone = ChunkRanks.along(MeshRanks(everybody, Mesh(rows=2, columns=2)), Axis.DATA, Axis.SEQUENCE)
         assert (alone.members, alone.control.exchange(b"mine")) == ((rank,), [b"mine"])
+        every = ChunkRanks.along(MeshRanks(everybody, Mesh(data=2, sequence=2)), Axis.DATA, Axis.SEQUENCE)
+        assert every.gather is everybody.gather and (every.gather.size, every.scatter.rank) == (4, rank)
         with pytest.raises(_C.RankMismatch) as error, everybody.guard(f"call {rank}"):
             chunks.control.exchange(b"", "something")
         return said, str(error.value)
@@ -186,10 +188,10 @@ def test_a_rank_that_dies_along_one_axis_ends_all():
 def train_with_data_alone():
     """A mesh of data only opens nothing: as many groups of torch.distributed as without one."""
     with open_ranks(timeout_seconds=60) as everybody:
-        before = len(everybody._groups)
+        before = len(everybody._groups), len(everybody._further)
         assert MeshRanks(everybody, Mesh(data=2)).along("sequence").size == 1
-        return before, len(everybody._groups), everybody._further
+        return before, (len(everybody._groups), len(everybody._further))
 
 
 def test_a_mesh_opens_nothing_by_itself():
-    assert run_ranks(2, train_with_data_alone) == [(3, 3, [])] * 2
+    assert run_ranks(2, train_with_data_alone) == [((3, 2), (3, 2))] * 2

@@ -22,7 +22,7 @@ from tests.ranks.on_mesh import (
 )
 from tests.ranks.test_training import relative_error
 
-GPT2, LLAMA, QWEN2 = Model("gpt2"), Model("llama"), Model("qwen2")
+GPT2, BERT, LLAMA, QWEN2 = Model("gpt2"), Model("bert"), Model("llama"), Model("qwen2")
 SCALE = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "hysteresis": 1}
 RUNS = [
     MeshRun(GPT2),
@@ -91,6 +91,79 @@ def test_models_are_those_of_plain_pytorch(mesh, num_runs, plain):
         assert found[0]["report"]["num_parameters"] == num_elements
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 2, "1d"), {}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.slow)
+            for mesh, options in (
+                ((1, 2), {}),
+                ((2, 1), {}),
+                ((2, 2), {"checkpointing": True}),
+                ((1, 4, "1d"), {"checkpointing": False}),
+                ((1, 2), {"sequence": 2, "sequence_mode": "ring"}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_masked_language_model(mesh, options):
+    """BERT, whose labels are those of their tokens, with padding that no token sees."""
+    run = MeshRun(BERT, kind="right")
+    rows, columns, *mode = mesh
+    num_ranks = rows * columns * options.get("sequence", 1)
+    (found,) = on_mesh(num_ranks, rows, columns, [dataclasses.replace(run, **options)], *mode)
+    assert_alike(found)
+    assert_close(found[0], train_plainly(run))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 2), {}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.slow)
+            for mesh, options in (((2, 1), {}), ((1, 2, "1d"), {}), ((1, 2), {"sequence": 2, "sequence_mode": "ring"}))
+        ),
+    ],
+    ids=str,
+)
+def test_modules_in_tiles(mesh, options, plain):
+    """MLPs some tokens at a time, also in a layer that is checkpointed; a loss and a table that are divided anyway."""
+    keys = {"activations": {"loss": "fused", "tile_tokens": 7}, "use_cpu_embedding": True}
+    rows, columns, *mode = mesh
+    run = dataclasses.replace(RUNS[3], options=keys, **options)
+    (found,) = on_mesh(rows * columns * options.get("sequence", 1), rows, columns, [run], *mode)
+    assert_alike(found)
+    assert_close(found[0], plain[3])
+    assert [rank["num_tiled"] for rank in found] == [2] * len(found)  # an MLP in each layer
+
+
+def beside_sequences(mesh, modes):
+    """Of ``modes`` of attention each the run of one of RUNS."""
+    runs = [dataclasses.replace(RUNS[index], sequence=2, sequence_mode=mode) for index, mode in modes.items()]
+    for index, found in zip(modes, on_mesh(2 * mesh[0] * mesh[1], *mesh, runs), strict=True):
+        assert_alike(found)
+        assert [rank["losses"] for rank in found] == [found[0]["losses"]] * len(found)
+        yield RUNS[index], found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "modes"),
+    [
+        ((1, 2), {1: "ring"}),
+        pytest.param((1, 2), {0: "ulysses", 1: "auto", 2: "zigzag", 3: "ring", 4: "auto"}, marks=pytest.mark.slow),
+        pytest.param((2, 1), {0: "rsa", 1: "ulysses", 2: "ring", 3: "zigzag", 4: "hybrid"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sequences_that_ranks_share_too(mesh, modes, plain):
+    """Four ranks: a sequence on two of them, each part of it over a mesh, is what one process trains."""
+    for run, found in beside_sequences(mesh, modes):
+        assert_close(found[0], plain[RUNS.index(run)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 2, "1d")], ids=str)
 def test_beside_data_parallelism(mesh):
@@ -153,6 +226,7 @@ def test_loss_scale_and_skipped_steps_are_the_same_on_all_ranks(mesh):
 REFUSED = {
     "too many columns": "a mesh of data 1 x columns 3 has 3 ranks, but the run has 2; take data 1 x columns 2, or",
     "heads": "attention: heads: 3 cannot be cut into 2 columns of a mesh of 1 x 2; take 4, or a mesh of 2 x 1",
+    "too many for sequences": "a mesh of data 1 x sequence 2 x columns 2 has 4 ranks, but the run has 2; take",
     "no plan": "T5ForConditionalGeneration (model type 't5') cannot be divided over a mesh; models of the types bert,",
 }
 REFUSED_TOO = {
@@ -163,7 +237,7 @@ REFUSED_TOO = {
     "other batches": "ranks [0, 1] share matrices, but were called with different batches",
     "samples": "dimension 0 of [3, 24]: 3 cannot be cut into 2 rows of a mesh of 2 x 1; take 4",
     "no values": "is on the meta device without values",
-    "no plan in one dimension": "(model type 'bert') cannot be divided in one dimension; models of the types gpt2, ll",
+    "no plan in one dimension": "(model type 't5') cannot be divided in one dimension; models of the types bert, gpt2",
     "tokens": "sequences of 23 tokens cannot be divided among 2 ranks; give 24",
 }
 
@@ -187,6 +261,7 @@ def test_what_cannot_be_divided_is_refused(refused):
                 ("gpt2", ((2, 2), (4, 1), (2, 1))),
                 ("llama", ((1, 2, "1d"), (1, 2), (1, 1), (1, 2, "1d"))),
                 ("gpt2", ((2, 1), (1, 2, "1d"), (1, 4, "1d"))),
+                ("llama", ((1, 2, "2d", 2), (1, 2, "2d"), (2, 1, "2d", 2), (1, 1))),
             )
         ),
     ],
@@ -199,15 +274,16 @@ def test_checkpoints_move_between_meshes(tmp_path, model, meshes):
     from patrickstar.checkpoint.stored_source import merge
 
     folder = str(tmp_path)
-    saved = run_ranks(meshes[0][0] * meshes[0][1], checkpointed, folder, model, *meshes[0])  # rows, columns, mode
+    sizes = {mesh: math.prod(part for part in mesh if isinstance(part, int)) for mesh in meshes}
+    saved = run_ranks(sizes[meshes[0]], checkpointed, folder, model, *meshes[0])  # rows, columns, mode, sequence
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert_same_bits(dict(exported.state_dict()), dict(saved[0]["half_way"]))
     for mesh in meshes[1:]:
-        for found in run_ranks(mesh[0] * mesh[1], checkpointed, folder, model, *mesh):
+        for found in run_ranks(sizes[mesh], checkpointed, folder, model, *mesh):
             assert_same_bits(found["half_way"], saved[0]["half_way"])
             assert found["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
             assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
-            assert found["made_whole"] == (meshes[0] not in ((1, 1), mesh))
+            assert found["made_whole"] == (meshes[0][:3] not in ((1, 1), mesh[:3]))
             if mesh == meshes[0]:
                 assert_same_bits(found["state"], saved[0]["state"])
     with Checkpoint.find(folder) as checkpoint:
@@ -232,7 +308,10 @@ def test_checkpoints_of_shards_of_blocks(tmp_path):
                 assert relative_error(found["state"], saved[0]["state"]) <= 1e-6
 
 
-def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
+@pytest.mark.parametrize(
+    "further", [(), pytest.param(((1, 2, "2d", 2), (2, 1, "2d", 2)), marks=pytest.mark.slow)], ids=["", "sequences"]
+)
+def test_blocks_are_read_out_of_hugging_faces_files(tmp_path, further):
     """Each rank reads whole tensors one by one; the model trains and generates as Hugging Face's does."""
     torch.manual_seed(0)
     model = LLAMA.build()
@@ -240,10 +319,11 @@ def test_blocks_are_read_out_of_hugging_faces_files(tmp_path):
     (inputs,) = MeshRun(LLAMA, steps=1).batches()
     expected = model.eval().generate(inputs["input_ids"][:2, :4], max_new_tokens=6, do_sample=False)
     loss = model.train()(**inputs).loss.item()
-    for mesh in ((1, 2, "2d"), (2, 1, "2d"), (1, 2, "1d")):
-        for found in run_ranks(2, from_files, str(tmp_path), *mesh):
+    for mesh in ((1, 2, "2d"), (2, 1, "2d"), (1, 2, "1d"), *further):
+        for found in run_ranks(2 * (len(mesh) - 2), from_files, str(tmp_path), *mesh):
             assert torch.equal(found["tokens"], expected)
             assert found["loss"] == pytest.approx(loss, rel=1e-6)
+            assert found["after"] < loss - 1e-3  # of one step, in a plain model
 
 
 @pytest.mark.parametrize(("mode", "whole"), [("2d", 0), ("auto", 5 * 32)])

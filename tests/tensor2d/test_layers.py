@@ -26,6 +26,7 @@ from patrickstar.tensor2d import (
     divide_activation,
     divide_batch,
     initialise_normal,
+    losses,
     match_replicas,
     whole_values,
 )
@@ -229,6 +230,22 @@ REFUSED = [
     (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"weight": torch.ones(4, 8)}), r"the layer has \[4, 4\]"),
     (lambda: Linear2D(4, 4, at(1, 1)).load_whole({"scale": torch.ones(4)}), "has no parameter 'scale'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_copies_some_tokens_at_a_time(dtype, monkeypatch):
+    """Also the last, fewer ones; gradients are in the dtype of logits."""
+    monkeypatch.setattr(losses, "_TILE_LOGITS", 40)
+    logits = draw(7, 11, dtype=dtype).requires_grad_()
+    labels = torch.tensor([3, -100, 0, 10, 5, 5, 2])
+    copied, plain_tiles = [], losses._tiles
+    monkeypatch.setattr(losses, "_tiles", lambda found: copied.append([*plain_tiles(found)]) or copied[-1])
+    loss = CrossEntropy2D(11, MeshGroup.alone())(logits, labels)
+    (found,) = torch.autograd.grad(loss, [logits])
+    expected = nn.functional.cross_entropy(logits.float(), labels)
+    assert gap(loss, expected) <= 1e-6
+    assert gap(found, *torch.autograd.grad(expected, [logits])) <= (1e-6 if dtype == torch.float32 else 4e-3)
+    assert copied == [[slice(0, 3), slice(3, 6), slice(6, 9)]] * 2
 
 
 def test_what_does_not_fit_is_refused():

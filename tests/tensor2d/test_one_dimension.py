@@ -131,10 +131,10 @@ def test_meshes_with_columns_are_refused():
 
 
 def test_what_has_no_plan_in_one_dimension_is_refused():
-    bert = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(hidden_size=24, num_hidden_layers=1))
-    with pytest.raises(
-        ValueError, match=r"BertForMaskedLM .* no plan in one dimension; there are plans for gpt2, llam"
-    ):
+    with pytest.raises(ValueError, match=r"Linear .* no plan in one dimension; there are plans for bert, gpt2, llam"):
+        parallelize_1d(nn.Linear(2, 2), Line())
+    bert = transformers.AutoModel.from_config(transformers.BertConfig(hidden_size=24, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"BertModel: the plan has nothing for module 'pooler.dense' \(Linear\)"):
         parallelize_1d(bert, Line())
     model = transformers.AutoModelForCausalLM.from_config(GPT2)
     line = Line()
