@@ -1,0 +1,15 @@
+"""A number of ranks that changes while a run goes on (docs/guides/elastic.md): samples and batches for any number of
+ranks, learning-rate rules, and where old and new ranks meet.
+"""
+
+from patrickstar.elastic.batches import BatchDivision, LearningRateRule, divide_batch, learning_rate_factor
+from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
+
+__all__ = [
+    "BatchDivision",
+    "ElasticLoader",
+    "ElasticSampler",
+    "LearningRateRule",
+    "divide_batch",
+    "learning_rate_factor",
+]
