@@ -72,6 +72,10 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError(f"rank is {rank}; give one from 0 to {num_ranks - 1}")
         self.rank, self.division = rank, division
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ValueError unless the global batch has equal parts for so many ranks."""
+        divide_batch(self.global_batch, num_ranks, self.max_micro_batch)
+
     division: BatchDivision
     """How the global batch is divided."""
 
