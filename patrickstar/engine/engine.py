@@ -352,7 +352,7 @@ class Engine(nn.Module):
         carried: Mapping[str, Carried] | None = None,
         rendezvous: Rendezvous | str | None = None,
         folder: str = DEFAULT_FOLDER,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float | None = None,
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
         """Goes on with another number of ranks, between two steps and without a checkpoint
@@ -368,15 +368,18 @@ class Engine(nn.Module):
             rendezvous: where processes meet; "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Not
                 used where nobody joins.
             folder: through which shards travel: of memory, and reached by all processes.
-            timeout_seconds: for processes that join to come, and to answer.
+            timeout_seconds: for processes that join to come, and to answer, less than ``rank_timeout_seconds``; None:
+                half of that, and a minute at most.
             note_phase: is told each phase as it begins.
 
         Raises:
             ResizeError: the ranks are as they were, and training can go on with them.
             RankFailure: a rank has failed in the middle: go on from a checkpoint.
             StateError: there are gradients that no step has used, or the engine cannot be resized.
-            ValueError: ranks cannot be assigned so.
+            ValueError: ranks cannot be assigned so, or the timeout is too long.
         """
+        if timeout_seconds is None:
+            timeout_seconds = min(self._session.config.rank_timeout_seconds / 2, 60.0)
         options = ResizeOptions(
             rendezvous=rendezvous,
             carried=dict(carried or {}),

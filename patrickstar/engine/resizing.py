@@ -144,6 +144,12 @@ class _Shards:
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
     """What ``Engine.resize`` describes. All ranks of the session call it."""
     _check_supported(session, "resize")
+    limit = session.config.rank_timeout_seconds
+    if not 0 < options.timeout_seconds < limit:
+        raise ValueError(
+            f"timeout_seconds is {options.timeout_seconds:g}; give more than 0 and less than rank_timeout_seconds, "
+            f"{limit:g}, for which ranks wait for the one that leads"
+        )
     check_between_steps(session, "resize")
     ranks = session.ranks
     control, is_leader = ranks.control, ranks.control.rank == 0

@@ -217,6 +217,8 @@ class Session:
         self.complete(None)
         self.stage, self._gradient_scale = Stage.IDLE, None
         self.tell_groups()
+        self.run_log = self.run_log if self.ranks.context.rank == 0 else NoRunLog()
+        self.run_log.change_ranks()
 
     def check_plan(self, saved: Plan | None) -> None:
         """Raises ValueError when the plan to begin with is for other chunks."""

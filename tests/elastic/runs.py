@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, Phase
+from patrickstar import RankFailure
+from patrickstar.checkpoint.reader import Checkpoint
+from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, Phase, ResizeError
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
@@ -59,11 +63,8 @@ def train(
     address: str,
     plan: list[int],
     precision: str = "fp32",
-    kill: tuple[int, int, Phase] | None = None,
 ) -> dict[str, Any]:
-    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. ``kill``: which process is
-    killed before which step, as which phase begins.
-    """
+    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it."""
     number = int(os.environ["RANK"])
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
@@ -71,26 +72,18 @@ def train(
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
     carried = {"schedule": schedule, "sampler": sampler}
-    result: dict[str, Any] = {"losses": {}, "seen": {}, "before": {}, "after": {}, "resized": [], "phases": []}
-
-    def note(step: int) -> Any:
-        def at(phase: Phase) -> None:
-            result["phases"].append(phase)
-            if kill == (number, step, phase):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return at
+    result: dict[str, Any] = {"losses": {}, "seen": {}, "before": {}, "after": {}, "resized": []}
 
     step = joins_before
     if joins_before > 0:
-        result["resized"].append(engine.join(carried=carried, rendezvous=address, note_phase=note(step)))
+        result["resized"].append(engine.join(carried=carried, rendezvous=address))
         step = engine._session.num_steps  # processes are taken as they come
         result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
     loader = iter(ElasticLoader(samples(), sampler))
     while step < len(plan):
         if plan[step] != engine._session.chunk_ranks.size:
             result["before"][step] = (state_of(engine, optimizer), torch.get_rng_state())
-            resized = engine.resize(plan[step], carried=carried, rendezvous=address, note_phase=note(step))
+            resized = engine.resize(plan[step], carried=carried, rendezvous=address)
             result["resized"].append(resized)
             if resized.membership is Membership.LEFT:
                 return result
@@ -109,3 +102,74 @@ def train(
     result["state"] = state_of(engine, optimizer)
     engine.close()
     return result
+
+
+def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str) -> dict[str, Any]:
+    """One process of a run of three steps with a resize before the second and one before the third, in which a process
+    is killed as a phase begins. What has become of the others is the result's ``end``.
+    """
+    number = int(os.environ["RANK"])
+    joins_before = joining_steps(plan)[number]
+    engine, optimizer = initialize_engine(
+        build, 0, make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=25)
+    )
+    sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12, seed=1)
+    options = {"carried": {"sampler": sampler}, "rendezvous": address}
+    result: dict[str, Any] = {"end": "trained"}
+
+    def note(phase: Phase) -> None:
+        if kill == (number, phase) and armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        indices, inputs, targets = next(iter(ElasticLoader(samples(), sampler)))[0]
+        engine.backward(nn.functional.mse_loss(engine(inputs).float(), targets))
+        optimizer.step()
+
+    armed = joins_before != 1
+    step = 0
+    try:
+        if joins_before > 0:
+            if joins_before == 2:
+                wait_for(Path(folder, "second"))  # the first resize is not its
+            engine.join(**options, timeout_seconds=40, note_phase=note)
+            step = joins_before
+            one_step()
+            step += 1
+        while step < len(plan):
+            if step == 2:
+                armed = True
+                engine.save_checkpoint(folder)
+                Path(folder, "second").touch()
+            elif step == 1:
+                armed = False
+            if step > 0:
+                if step == 2:
+                    result["before"] = state_of(engine, optimizer)
+                resized = engine.resize(plan[step], **options, timeout_seconds=12, note_phase=note)
+                result["end"] = "resized"
+                if resized.membership is Membership.LEFT:
+                    return {"end": "left"}
+            one_step()
+            step += 1
+        engine.close()
+    except ResizeError:
+        if joins_before == 2:
+            return {"end": "not joined"}
+        result |= {"end": "stayed", "after": state_of(engine, optimizer)}
+        one_step()
+        result["num_steps"] = engine._session.num_steps
+        engine.close()
+    except RankFailure:
+        result = {"end": "failed"}
+    if number == 0 and result["end"] != "stayed":
+        checkpoint = Checkpoint.find(folder)
+        result["checkpoint_steps"] = checkpoint.manifest.state["num_steps"]
+        checkpoint.close()
+    return result
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
