@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,6 +45,8 @@ from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 
 _ARRAYS = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
+
+_REFUSAL = "refusal"  # a key of an invitation
 
 
 class Carried(Protocol):
@@ -169,7 +171,11 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if num_joining > 0:
                     meeting = options.meeting_place()
                     guests = meeting.gather(num_joining, options.timeout_seconds)
-                    _check_guests(session, guests, options.carried)
+                    try:
+                        _check_guests(session, guests, options.carried)
+                    except ResizeError as error:
+                        _send_away(meeting, guests, str(error))
+                        raise
                 plan = _make_plan(session, former, guests, options.folder)
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
@@ -200,8 +206,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
-                if is_leader:
-                    _remove_files(shards, plan)
+                        _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
+                _remove_files(shards, plan)  # whoever comes first: the leader may be gone
         return _change(session, plan, shards, control.rank, plan.new_rank(control.rank), options)
 
 
@@ -219,7 +225,10 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
     number = meeting.arrive(_description(session, options.carried))
     with meeting.beating(number):
         options.note_phase(Phase.PUBLISH)
-        plan = _Plan(**meeting.invitation(number, options.timeout_seconds))
+        invitation = meeting.invitation(number, options.timeout_seconds)
+        if _REFUSAL in invitation:
+            raise ResizeError(f"this process did not join: {invitation[_REFUSAL]}")
+        plan = _Plan(**invitation)
         options.note_phase(Phase.CHECK)
         rank = plan.new_rank(None, number)
         assert rank is not None
@@ -309,6 +318,7 @@ def _change(
             if new == 0:
                 _remove_files(shards, plan)
     except BaseException as error:
+        _remove_files(shards, plan)  # nobody can go on with them
         session.abandon(error)
         raise
     received = [move for move in shards.moves if move.target == new]
@@ -373,6 +383,12 @@ def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> l
         shards = (layout.shard_of(param) for param in range(len(params.chunked)))
         found.append([(begin, begin + numel) for begin, numel, _ in shards])
     return found
+
+
+def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
+    """Tells those that wait for an invitation that none comes; who has one waits for the decision."""
+    for number in guests:
+        meeting.invite(number, {_REFUSAL: why})
 
 
 # Agreement among old ranks, and with those that join.

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from patrickstar import RankFailure
-from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, Phase, ResizeError
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
@@ -62,9 +61,12 @@ def joining_steps(plan: list[int]) -> list[int]:
 def train(
     address: str,
     plan: list[int],
+    folder: str,
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it."""
+    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
+    ``folder``.
+    """
     number = int(os.environ["RANK"])
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
@@ -83,7 +85,7 @@ def train(
     while step < len(plan):
         if plan[step] != engine._session.chunk_ranks.size:
             result["before"][step] = (state_of(engine, optimizer), torch.get_rng_state())
-            resized = engine.resize(plan[step], carried=carried, rendezvous=address)
+            resized = engine.resize(plan[step], carried=carried, rendezvous=address, folder=folder)
             result["resized"].append(resized)
             if resized.membership is Membership.LEFT:
                 return result
@@ -140,17 +142,16 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         while step < len(plan):
             if step == 2:
                 armed = True
+                result["before"] = state_of(engine, optimizer)
                 engine.save_checkpoint(folder)
                 Path(folder, "second").touch()
             elif step == 1:
                 armed = False
             if step > 0:
-                if step == 2:
-                    result["before"] = state_of(engine, optimizer)
-                resized = engine.resize(plan[step], **options, timeout_seconds=12, note_phase=note)
+                resized = engine.resize(plan[step], **options, folder=folder, timeout_seconds=12, note_phase=note)
                 result["end"] = "resized"
                 if resized.membership is Membership.LEFT:
-                    return {"end": "left"}
+                    return {**result, "end": "left"}
             one_step()
             step += 1
         engine.close()
@@ -162,14 +163,25 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         result["num_steps"] = engine._session.num_steps
         engine.close()
     except RankFailure:
-        result = {"end": "failed"}
-    if number == 0 and result["end"] != "stayed":
-        checkpoint = Checkpoint.find(folder)
-        result["checkpoint_steps"] = checkpoint.manifest.state["num_steps"]
-        checkpoint.close()
+        result["end"] = "failed"
     return result
 
 
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.05)
+
+
+def join_with_another_model(address: str) -> dict[str, Any]:
+    """The second of two processes has another model than the first, which is to go on alone."""
+    joins = os.environ["RANK"] == "1"
+    engine, optimizer = initialize_engine(
+        (lambda: nn.Linear(16, 1)) if joins else build, 0, make_config("fp32", default_chunk_size=16384)
+    )
+    with engine:
+        before = state_of(engine, optimizer)
+        try:
+            engine.join(rendezvous=address, timeout_seconds=60) if joins else engine.resize(2, rendezvous=address)
+        except ResizeError as error:
+            return {"error": str(error), "before": before, "after": state_of(engine, optimizer)}
+        return {"error": ""}

@@ -7,11 +7,14 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 
 from patrickstar.elastic import Phase, serve_rendezvous
+from patrickstar.runtime import initialize_engine
 from tests.distributed import rank_outcomes
-from tests.elastic.runs import joining_steps, kill_and_go_on
+from tests.elastic.runs import build, joining_steps, kill_and_go_on, state_of
 from tests.elastic.test_resize import ALONE, assert_same
+from tests.training import make_config
 
 UNDECIDED = (Phase.GATHER, Phase.PUBLISH, Phase.CHECK)
 """Phases as which a process that joins may be killed and old ranks are what they were."""
@@ -46,6 +49,7 @@ def check(plan, victim, phase, folder):
     assert killed.returncode == (0 if leaves_before else -signal.SIGKILL), killed.output
     for outcome in others:
         assert outcome.returncode == 0, outcome.output  # nobody hangs, nobody has an error but those expected
+    assert not list(folder.glob("patrickstar-*"))  # shared memory is not left behind
     ends = [outcome.value["end"] for outcome in others]
     if leaves_before:
         assert ends == ["resized"]
@@ -57,8 +61,16 @@ def check(plan, victim, phase, folder):
     else:
         assert set(ends) <= {"failed", "left", "not joined"}
         assert "resized" not in ends
-    if not leaves_before and "stayed" not in ends and victim != LEADER:
-        assert outcomes[LEADER].value["checkpoint_steps"] == 2  # of its last checkpoint it can go on
+    befores = [outcome.value["before"] for outcome in others if "before" in outcome.value]
+    engine, optimizer = initialize_engine(build, 0, make_config(default_chunk_size=16384))
+    with engine:  # in any case its last checkpoint is one from which the job could go on
+        engine.load_checkpoint(folder)
+        loaded = state_of(engine, optimizer)
+        assert loaded["steps"] == 2
+        for before in befores:
+            assert_same(before, loaded)
+        engine.backward(engine(torch.ones(1, 16)).square().mean())
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("plan", "victim", "phase"), FEW)

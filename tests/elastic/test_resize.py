@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 import torch
 
 from patrickstar.elastic import Membership, serve_rendezvous
-from patrickstar.elastic.published import DEFAULT_FOLDER
 from tests.distributed import run_ranks
 from tests.elastic.runs import GLOBAL_BATCH, joining_steps, train
 
 ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def run(plan, precision="fp32"):
+def run(plan, folder, precision):
     store = serve_rendezvous("127.0.0.1", 0)
     return run_ranks(
         len(joining_steps(plan)),
         train,
         f"127.0.0.1:{store.port}",
         plan,
+        str(folder),
         precision,
         environment=lambda number: ALONE,
         timeout_seconds=150,
@@ -35,10 +32,9 @@ def assert_same(one, other):
         assert torch.equal(value, other[name]), name
 
 
-def check(plan, precision, loss_tolerance):
-    begin = time.time()
-    processes = run(plan, precision)
-    straight = run([1] * len(plan), precision)[0]
+def check(plan, folder, precision, loss_tolerance):
+    processes = run(plan, folder, precision)
+    straight = run([1] * len(plan), folder, precision)[0]
     for step in range(len(plan)):
         seen = [sample for process in processes for sample in process["seen"].get(step, [])]
         assert sorted(seen) == sorted(straight["seen"][step])
@@ -60,18 +56,18 @@ def check(plan, precision, loss_tolerance):
     last = [resized for process in processes for resized in process["resized"][-1:]]
     assert sum(resized.membership is Membership.LEFT for resized in last) == len(processes) - plan[-1]
     assert sum(resized.received_bytes for resized in last if resized.membership is Membership.RANK) > 0
-    assert not any(path.stat().st_mtime > begin for path in Path(DEFAULT_FOLDER).glob("patrickstar-*"))
+    assert not list(folder.iterdir())
     return processes
 
 
-def test_one_two_four_three_and_one_rank():
+def test_one_two_four_three_and_one_rank(tmp_path):
     """Every value, moment, count and random number is the same to the bit across each resize; losses are those of one
     rank within rounding, and each sample of the epoch is seen once.
     """
-    check([1, 2, 4, 3, 1], "fp32", 1e-4)
+    check([1, 2, 4, 3, 1], tmp_path, "fp32", 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_one_two_three_and_one_rank_in_16_bits(precision):
-    check([1, 1, 2, 2, 3, 3, 1, 1], precision, 0.1)
+def test_one_two_three_and_one_rank_in_16_bits(precision, tmp_path):
+    check([1, 1, 2, 2, 3, 3, 1, 1], tmp_path, precision, 0.1)
