@@ -313,8 +313,7 @@ def _change(
                     item.set_ranks(new, len(plan.former))
 
             options.note_phase(Phase.CONFIRM)
-            failed = failed_ranks(ranks, None)
-            assert not failed
+            ranks.meet()
             if new == 0:
                 _remove_files(shards, plan)
     except BaseException as error:
