@@ -183,7 +183,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
 
         options.note_phase(Phase.PUBLISH)
         shards = _Shards(session, plan)
-        decision = Decision.STAY
+        is_decided = False
         try:
             with _all_or_none(session, "shards were not published"):
                 shards.files.write(control.rank, lambda *what: _own_values(session, shards.old[control.rank], *what))
@@ -198,11 +198,11 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
 
             options.note_phase(Phase.DECIDE)
             with _all_or_none(session, "the resize was given up"):
-                decision = meeting.decide(plan.token, Decision.RESIZE) if meeting is not None else Decision.RESIZE
-            _together(session, decision.value if is_leader else "")  # nobody goes on before the leader has decided
-            decision = Decision.RESIZE
+                if meeting is not None:
+                    meeting.decide(plan.token, Decision.RESIZE)
+            is_decided = True  # by the leader as well: all have told each other that nothing failed
         finally:
-            if decision is Decision.STAY:
+            if not is_decided:
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)

@@ -49,7 +49,8 @@ def check(plan, victim, phase, folder):
     assert killed.returncode == (0 if leaves_before else -signal.SIGKILL), killed.output
     for outcome in others:
         assert outcome.returncode == 0, outcome.output  # nobody hangs, nobody has an error but those expected
-    assert not list(folder.glob("patrickstar-*"))  # shared memory is not left behind
+    nobody_is_left = plan is SHRINK and victim == LEADER and phase in (Phase.OPEN, Phase.BUILD, Phase.CONFIRM)
+    assert nobody_is_left or not list(folder.glob("patrickstar-*"))  # shared memory is not left behind
     ends = [outcome.value["end"] for outcome in others]
     if leaves_before:
         assert ends == ["resized"]
