@@ -192,6 +192,7 @@ def _run_rank(folder):
     import torch
 
     torch.set_num_threads(1)
+    result = Path(folder, f"result-{os.environ['RANK']}")  # a resize gives the process another rank
     function, args, timeout_seconds = pickle.loads(Path(folder, "task").read_bytes())
     faulthandler.dump_traceback_later(max(timeout_seconds - 3, 1))  # where it is when it is about to be killed
     value, error = None, ""
@@ -200,7 +201,6 @@ def _run_rank(folder):
     except BaseException as raised:
         traceback.print_exc()
         error = f"{type(raised).__name__}: {raised}"
-    result = Path(folder, f"result-{os.environ['RANK']}")
     result.write_bytes(pickle.dumps((value, error)))
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()

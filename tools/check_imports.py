@@ -20,6 +20,7 @@ LAYERS = {
     "diagnostics": 0,
     "ranks": 0,
     "checkpoint": 1,
+    "elastic": 1,
     "lr_schedules": 1,
     "machine": 1,
     "monitor": 1,

@@ -16,6 +16,7 @@ from patrickstar.deepspeed.accumulation import Accumulation, CallersAccumulation
 from patrickstar.deepspeed.config_answers import ConfigAnswers
 from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
 from patrickstar.deepspeed.saving import SavingEngine
+from patrickstar.elastic.phases import Resized
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.session import Session
@@ -254,6 +255,22 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def resize(self, *args: Any, **kwargs: Any) -> Resized:
+        """Not supported yet: micro-steps, samples and the data loader of this engine belong to a number of ranks.
+
+        Raises:
+            StateError: always.
+        """
+        raise _C.StateError("the engine of patrickstar.initialize keeps its ranks; use initialize_engine to resize one")
+
+    def join(self, *args: Any, **kwargs: Any) -> Resized:
+        """Not supported yet, as :meth:`resize`.
+
+        Raises:
+            StateError: always.
+        """
+        return self.resize()
 
     def close(self) -> None:
         """As :meth:`patrickstar.engine.engine.Engine.close`; logs are written out."""

@@ -29,6 +29,8 @@ class Core:
     runtime: _C.Runtime
     segments: ExpandableSegments
     """To be closed after the runtime."""
+    chunk_numel: int
+    """The size of chunks that the layout was made with, in elements."""
 
 
 def build_core(
@@ -38,6 +40,7 @@ def build_core(
     context: DistributedContext,
     chunk_ranks: ChunkRanks,
     budgets: Budgets,
+    chunk_numel: int | None = None,
 ) -> Core:
     """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
     other rank.
@@ -49,11 +52,14 @@ def build_core(
         context: of this rank.
         chunk_ranks: those that share its chunks.
         budgets: of memory.
+        chunk_numel: the size of chunks in elements; None: what suits the budgets.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
     """
     size = _choose_chunk_size(module, params, config, budgets)
+    if chunk_numel is not None:
+        size = dataclasses.replace(size, numel=chunk_numel)
     master = bf16_master(config.optimizer.speculation, chunk_ranks.size)
     layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, master)
     segments = ExpandableSegments(context.device, budgets.device_bytes)
@@ -67,7 +73,7 @@ def build_core(
     except BaseException:
         segments.close()
         raise
-    return Core(layout=layout, runtime=runtime, segments=segments)
+    return Core(layout=layout, runtime=runtime, segments=segments, chunk_numel=size.numel)
 
 
 def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, budgets: Budgets) -> ChunkSize:

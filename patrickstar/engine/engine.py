@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,13 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
+from patrickstar.elastic.phases import Phase, Resized
+from patrickstar.elastic.published import DEFAULT_FOLDER
+from patrickstar.elastic.rendezvous import Rendezvous
 from patrickstar.engine.engine_export import export_session
 from patrickstar.engine.engine_state import Scheduler, load_session, save_session
 from patrickstar.engine.interrupts import deferred_signals
+from patrickstar.engine.resizing import Carried, ResizeOptions, join_session, resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
 from patrickstar.engine.whole_values import load_whole_state, whole_state
@@ -339,6 +343,83 @@ class Engine(nn.Module):
     def make_stall_sampler(self) -> StallSampler:
         """What traces a step now and then, and says for how much of it the device waited, and for what."""
         return make_stall_sampler(self._session)
+
+    def resize(
+        self,
+        num_ranks: int,
+        *,
+        leaving: Sequence[int] | None = None,
+        carried: Mapping[str, Carried] | None = None,
+        rendezvous: Rendezvous | str | None = None,
+        folder: str = DEFAULT_FOLDER,
+        timeout_seconds: float | None = None,
+        note_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> Resized:
+        """Goes on with another number of ranks, between two steps and without a checkpoint
+        (docs/guides/elastic.md). All ranks call it alike; as many processes as are wanted beyond them call
+        :meth:`join`. Parameters, moments, step counts, loss scale and this process's random numbers keep their bits.
+
+        Args:
+            num_ranks: from now on.
+            leaving: the ranks that end, rank 0 not among them; None: as few as possible, those whose shards are of
+                least use.
+            carried: by name, what has a state that a process that joins takes over: schedules of learning rates, an
+                ``ElasticSampler``. The same names on all processes.
+            rendezvous: where processes meet; "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Not
+                used where nobody joins.
+            folder: through which shards travel: of memory, and reached by all processes.
+            timeout_seconds: for processes that join to come, and to answer, less than ``rank_timeout_seconds``; None:
+                half of that, and a minute at most.
+            note_phase: is told each phase as it begins.
+
+        Raises:
+            ResizeError: the ranks are as they were, and training can go on with them.
+            RankFailure: a rank has failed in the middle: go on from a checkpoint.
+            StateError: there are gradients that no step has used, or the engine cannot be resized.
+            ValueError: ranks cannot be assigned so, or the timeout is too long.
+        """
+        if timeout_seconds is None:
+            timeout_seconds = min(self._session.config.rank_timeout_seconds / 2, 60.0)
+        options = ResizeOptions(
+            rendezvous=rendezvous,
+            carried=dict(carried or {}),
+            folder=folder,
+            timeout_seconds=timeout_seconds,
+            note_phase=note_phase,
+        )
+        with deferred_signals() as signals, signals.allowed():
+            return resize_session(self._session, num_ranks, leaving, options)
+
+    def join(
+        self,
+        *,
+        carried: Mapping[str, Carried] | None = None,
+        rendezvous: Rendezvous | str | None = None,
+        timeout_seconds: float = 600.0,
+        note_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> Resized:
+        """Makes this process one of the ranks that call :meth:`resize`: with their values, step, learning rates, loss
+        scale, and rank 0's random numbers. The engine was made alone, of the same model with the same configuration.
+
+        Args:
+            carried: by name, what takes over the state of theirs.
+            rendezvous: as given to :meth:`resize`.
+            timeout_seconds: to be invited.
+            note_phase: is told each phase as it begins.
+
+        Raises:
+            ResizeError: this process did not join; its engine is as it was.
+            RankFailure: a rank has failed in the middle.
+        """
+        options = ResizeOptions(
+            rendezvous=rendezvous,
+            carried=dict(carried or {}),
+            folder="",
+            timeout_seconds=timeout_seconds,
+            note_phase=note_phase,
+        )
+        with deferred_signals() as signals, signals.allowed():
+            return join_session(self._session, options)
 
     def close(self) -> None:
         """Turns the module back into an ordinary one and frees all chunks. May be called twice.

@@ -45,11 +45,16 @@ class HybridAdam(torch.optim.Optimizer):
         self._built = True
         session.expected_options = self._group_options
         session.read_groups = lambda: self.param_groups
+        session.tell_groups = self._tell_groups
+        self._tell_groups()
+
+    def _tell_groups(self) -> None:
+        session = self._session
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if isinstance(param, ChunkedParameter):
                     session.runtime.set_group(param._patrickstar.id, index)
-        session.managed.make_optimizer(self.param_groups, managed_optimizer(config.optimizer))
+        session.managed.make_optimizer(self.param_groups, managed_optimizer(session.config.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``: parameters of the module that are in no group so far, with

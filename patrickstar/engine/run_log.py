@@ -44,6 +44,9 @@ class NoRunLog:
     def resume(self) -> None:
         """After a checkpoint was loaded whose steps are counted on."""
 
+    def change_ranks(self) -> None:
+        """After the session was reopened with another number of ranks."""
+
 
 class RunLog(NoRunLog):
     """See the module's docstring; of rank 0.
@@ -82,6 +85,12 @@ class RunLog(NoRunLog):
     def resume(self) -> None:
         """Lines count on."""
         self._monitor.load_state_dict({"num_steps": self._session.num_steps, "num_samples": 0})
+
+    def change_ranks(self) -> None:
+        """Logs how the run goes on; lines count samples of the new ranks."""
+        self._monitor.change_ranks(len(self._session.ranks.members))
+        self._has_said_plan, self._num_steps = False, 0
+        logger.info("%s", start_line(self._session))
 
     def _say_plan(self) -> None:
         """As soon as it is known what bounds the step, or when that will not be known."""
@@ -122,8 +131,8 @@ def make_monitor(session: Session, options: MonitorOptions, loss_of: LossOf = Lo
 
 
 def make_stall_sampler(session: Session) -> StallSampler:
-    """What traces a step of the session's engine now and then."""
-    return StallSampler(session.runtime.start_stall_trace, session.runtime.take_stalls)
+    """What traces a step of the session's engine now and then; a resize gives the session another runtime."""
+    return StallSampler(lambda: session.runtime.start_stall_trace(), lambda: session.runtime.take_stalls())
 
 
 def start_line(session: Session) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from patrickstar.engine.run_log import NoRunLog
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.machine.budgets import Budgets
-from patrickstar.module.adoption import AdoptedParams, MovedRest
+from patrickstar.module.adoption import AdoptedParams, FormerHandle, MovedRest
 from patrickstar.module.compiled.dynamo import Compiler, check_no_compiled_autograd, outside_of_graphs
 from patrickstar.module.compiled.units import CompiledUnits, check_compiled
 from patrickstar.module.converted_module import ConvertedModule
@@ -46,7 +46,7 @@ from patrickstar.module.managed import ManagedParams
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
-from patrickstar.module.preprocess import plan_params
+from patrickstar.module.preprocess import SortedParams, plan_params
 from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers, make_profiler
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -146,6 +146,8 @@ class Session:
         """The options that the next step is expected to use (none: not known)."""
         self.read_groups: Callable[[], list[dict[str, Any]]] = list
         """Gives the optimizer's groups; a host may put another list in their place."""
+        self.tell_groups: Callable[[], None] = lambda: None
+        """Tells the core, and what stays with PyTorch, which parameter is in which of the optimizer's groups."""
         self.num_steps = 0
         """Optimizer steps so far, skipped ones too."""
         self.plan_of_params = plan_params(
@@ -153,13 +155,7 @@ class Session:
         )
         self.num_parameters = matrices.num_elements(module.parameters())
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
-        core = build_core(module, self.plan_of_params, config, self.ranks.context, chunk_ranks, budgets)
-        self._teardown = _Teardown()
-        self._teardown.callback(matrices.close)
-        self._teardown.callback(core.segments.close)
-        self._teardown.callback(core.runtime.close)
-        self.layout, self.runtime = core.layout, core.runtime
-        self.observer = Observer(self.runtime)
+        self._open_core(budgets, None)
         self._params: AdoptedParams | None = None
         self._is_inside = False  # a forward or a backward
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
@@ -174,6 +170,56 @@ class Session:
         self.run_log: NoRunLog = NoRunLog()
         """What the log says of forwards, backwards and steps."""
         note_open_session(self)
+
+    def _open_core(self, budgets: Budgets, chunk_numel: int | None) -> None:
+        core = build_core(
+            self.module, self.plan_of_params, self.config, self.ranks.context, self.chunk_ranks, budgets, chunk_numel
+        )
+        self._teardown = _Teardown()
+        self._teardown.callback(self.matrices.close)
+        self._teardown.callback(core.segments.close)
+        self._teardown.callback(core.runtime.close)
+        self.layout, self.runtime, self.chunk_numel = core.layout, core.runtime, core.chunk_numel
+        self.observer = Observer(self.runtime)
+
+    def params_now(self) -> SortedParams:
+        """The module's parameters, with which of them are trained by now ([Note: unfreezing])."""
+        chunked = [
+            dataclasses.replace(spec, trained=spec.param._patrickstar.trainable) for spec in self.plan_of_params.chunked
+        ]
+        return SortedParams(chunked=chunked, managed=self.managed.params)
+
+    def vacate(self) -> list[FormerHandle]:
+        """Closes the core and what depends on the present ranks; the module's parameters have no memory then. For
+        :meth:`reopen` with others. All ranks must call it.
+        """
+        self._kept_plan.close()
+        self.plan_of_params = self.params_now()
+        assert self._params is not None  # complete
+        former = self._params.vacate()
+        self._teardown.close()
+        self.ranks.close()
+        return former
+
+    def reopen(
+        self,
+        mesh: MeshRanks,
+        chunk_ranks: ChunkRanks,
+        matrices: Matrices,
+        budgets: Budgets,
+        chunk_numel: int,
+        former: Sequence[FormerHandle],
+        fill: Callable[[int], None],
+    ) -> None:
+        """After :meth:`vacate`, with other ranks; ``fill`` writes a parameter's value by its id."""
+        self.mesh, self.ranks, self.chunk_ranks, self.matrices = mesh, mesh.everybody, chunk_ranks, matrices
+        self._open_core(budgets, chunk_numel)
+        self.adopt(None).take_over(former, fill)
+        self.complete(None)
+        self.stage, self._gradient_scale = Stage.IDLE, None
+        self.tell_groups()
+        self.run_log = self.run_log if self.ranks.context.rank == 0 else NoRunLog()
+        self.run_log.change_ranks()
 
     def check_plan(self, saved: Plan | None) -> None:
         """Raises ValueError when the plan to begin with is for other chunks."""

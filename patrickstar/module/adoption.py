@@ -7,8 +7,9 @@ batch of values (a chunk's, or a unit of a model on the meta device) exists in b
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -23,6 +24,18 @@ from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_
 logger = logging.getLogger("patrickstar")
 
 _UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormerHandle:
+    """What a parameter in a chunk was, whichever chunks it goes into next; the fields are a ``ParamHandle``'s."""
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    trainable: bool
+    original_dtype: torch.dtype
+    original_device: torch.device
 
 
 class AdoptedParams:
@@ -169,6 +182,56 @@ class AdoptedParams:
                 self._give_back(param_id, None)
             self.runtime.release_chunk(chunk)
         self._taken.clear()
+
+    def vacate(self) -> list[FormerHandle]:
+        """Frees all chunks, for :meth:`take_over` with others: parameters are ordinary ones meanwhile that keep their
+        shapes and have no memory. Gives what they were, by id. All of them were taken.
+        """
+        former = []
+        for spec in self.specs:
+            handle: ParamHandle = spec.param._patrickstar
+            fields = {field.name: getattr(handle, field.name) for field in dataclasses.fields(FormerHandle)}
+            former.append(FormerHandle(**fields))
+            with _C.HostAllocations():
+                become_ordinary(spec.param, torch.zeros(1, dtype=spec.compute_dtype).expand(handle.shape))
+        for chunk in range(len(self._chunks)):
+            self.runtime.release_chunk(chunk)
+        self._taken.clear()
+        return former
+
+    def take_over(self, former: Sequence[FormerHandle], fill: Callable[[int], None]) -> None:
+        """Parameters that :meth:`vacate` has left are views of these chunks.
+
+        Args:
+            former: what it gave.
+            fill: writes the value of a parameter, by its id, into this runtime.
+        """
+        self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
+        for chunk, params in enumerate(self._chunks):
+            for param_id in params:
+                was, offset = former[param_id], self.layout.placement(param_id)[1]
+                fill(param_id)
+                self._become_view(param_id, chunk, offset, was)
+                self._taken.add(param_id)
+            self._missing[chunk] = 0
+            self.runtime.seal_storage(chunk)
+
+    def _become_view(self, param_id: int, chunk: int, offset: int, was: FormerHandle) -> None:
+        spec, storage = self.specs[param_id], self._storages[chunk]
+        handle = ParamHandle(
+            id=param_id,
+            chunk=chunk,
+            storage=storage._cdata,
+            offset=offset,
+            observer=self._observer,
+            uses=self._observer.uses,
+            **vars(was),
+        )
+        with torch.no_grad():
+            view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
+            view.set_(storage, offset, was.shape, was.stride)
+        spec.param.grad = None
+        become_chunked(spec.param, view, handle)
 
     def _give_back(self, param_id: int, values: torch.Tensor | None) -> None:
         param = self.specs[param_id].param

@@ -37,7 +37,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What does not change in a run."""
+    """What does not change in a run, but for the number of ranks."""
 
     num_parameters: int
     """Number of elements in all parameters of the whole model, on all ranks together."""
@@ -164,6 +164,10 @@ class StepMonitor:
     def drop_losses(self) -> None:
         """The losses of the present step count no more: its gradients were forgotten."""
         self._losses.drop_step()
+
+    def change_ranks(self, num_ranks: int) -> None:
+        """Samples and tokens are counted for so many ranks from now on."""
+        self._facts = dataclasses.replace(self._facts, num_ranks=num_ranks)
 
     def end_step(self, lr: float | None = None) -> None:
         """After each optimizer step, skipped ones too; ``lr`` is what its first group ran with."""

@@ -336,6 +336,40 @@ def join_ranks(
     return groups
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank a process is from now on, and who serves the store of the ranks' world."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    """Of rank 0, which serves the store."""
+    port: int
+    """Free on it."""
+
+
+def move_to_world(place: Place) -> None:
+    """This process leaves the world that it is in, whose groups were closed, and is in that of ``place`` when it opens
+    ranks the next time. The environment says what torchrun would: libraries read it. A ``torch.distributed`` that is
+    still there ends with all its groups.
+    """
+    global _num_world_users
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        _num_world_users = 0
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
+        MASTER_ADDR=place.host,
+        MASTER_PORT=str(place.port),
+    )
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
 def num_ranks_to_come() -> int:
     """How many ranks `open_ranks` will find, before it is called."""
     if dist.is_available() and dist.is_initialized():
@@ -409,17 +443,17 @@ def _attempt() -> str:
 # rank that is quicker than the others would reach the one that is about to end. So it lasts as long as the process, and
 # the worlds that are made of it have places of their own in it.
 _stores: dict[tuple[str, int], dist.Store] = {}
-_num_worlds = 0
+_num_worlds: dict[tuple[str, int], int] = {}
+"""Worlds that this process has made of each store."""
 
 
 def _world_store(rank: int, timeout: datetime.timedelta) -> dist.Store:
     """An empty place for one world in the store of this process's run."""
-    global _num_worlds
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if address not in _stores:
         _stores[address] = _rendezvous_store(*address, rank, timeout)
-    _num_worlds += 1
-    return dist.PrefixStore(f"attempt_{_attempt()}/world_{_num_worlds}", _stores[address])
+    _num_worlds[address] = _num_worlds.get(address, 0) + 1
+    return dist.PrefixStore(f"attempt_{_attempt()}/world_{_num_worlds[address]}", _stores[address])
 
 
 def _rendezvous_store(host: str, port: int, rank: int, timeout: datetime.timedelta) -> dist.Store:

@@ -1,0 +1,215 @@
+"""Where old ranks and processes that join meet: a store of ``torch.distributed`` that outlives all of them.
+
+    store = serve_rendezvous("127.0.0.1", 29600)      # whoever starts the processes, as long as the run lasts
+    rendezvous = Rendezvous.at("127.0.0.1:29600")     # each process
+
+Old rank 0 leads. A process that joins says who it is and waits; the leader picks as many as it needs, gives each an
+invitation, reads their answers, and decides. [Note: decision of a resize] The decision is one key that is written once.
+Before it is there, old ranks have all they had; once it says "resize", nobody goes back.
+
+Who waits for somebody watches that one's heartbeat, so that a process that was killed is missed within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from patrickstar import _C
+from patrickstar.ranks.failures import first_line, own_connection
+
+ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
+"""The environment variable that names the store, "host:port"."""
+_PREFIX = "patrickstar/elastic"
+_BEAT_SECONDS = 0.2
+_GONE_SECONDS = 5.0  # without a heartbeat; a loaded machine is slow
+_POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 60.0
+
+
+class ResizeError(_C.StateError):
+    """The ranks were not changed. Old ranks, all of which get it, can go on as before; a process that was to join
+    cannot.
+    """
+
+    on_all_ranks = True
+
+
+class Decision(enum.Enum):
+    """What becomes of a resize."""
+
+    RESIZE = "resize"
+    STAY = "stay"
+
+
+def serve_rendezvous(host: str, port: int) -> dist.Store:
+    """A store that serves a rendezvous as long as it is held: by the process that starts the others, which is no rank.
+
+    Args:
+        host: the name or address of this machine by which the others reach it.
+        port: 0 for a free one (the store's ``port`` says which).
+    """
+    timeout = datetime.timedelta(seconds=_CONNECT_SECONDS)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+class Rendezvous:
+    """One process's connection to the store. One thread."""
+
+    def __init__(self, store: dist.Store):
+        self._base = own_connection(store, _CONNECT_SECONDS)
+        self._store = dist.PrefixStore(_PREFIX, self._base)
+
+    @classmethod
+    def at(cls, address: str | None = None) -> Rendezvous:
+        """The one at "host:port"; None: that of the environment's ``PATRICKSTAR_ELASTIC``.
+
+        Raises:
+            ValueError: there is no address, or it is none.
+            RankFailure: nobody serves it there.
+        """
+        address = os.environ.get(ADDRESS_VARIABLE) if address is None else address
+        host, _, port = (address or "").rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(
+                f"the rendezvous is {address!r}; give host:port of patrickstar.elastic.serve_rendezvous, or set "
+                f"{ADDRESS_VARIABLE} to it"
+            )
+        timeout = datetime.timedelta(seconds=_CONNECT_SECONDS)
+        try:
+            return cls(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+        except RuntimeError as error:
+            raise _C.RankFailure(f"nobody serves a rendezvous at {address} ({first_line(error)})") from error
+
+    # The leader.
+
+    def gather(self, num_joining: int, timeout_seconds: float) -> dict[int, dict[str, Any]]:
+        """Waits for so many processes that want to join and are alive; gives what each said, by its number.
+
+        Raises:
+            ResizeError: they did not come within the timeout.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        beats: dict[int, tuple[bytes, float]] = {}
+        alive: list[int] = []
+        while len(alive) < num_joining:
+            if time.monotonic() > deadline:
+                raise ResizeError(
+                    f"{num_joining} processes were to join and {len(alive)} came within {timeout_seconds:g} s; start "
+                    "them with patrickstar.elastic.join, or resize to fewer ranks"
+                )
+            alive = []
+            for number in range(1, self._store.add("arrived", 0) + 1):
+                if self._store.check([f"taken/{number}"]):
+                    continue
+                beat = self._get(f"beat/{number}")
+                first, _ = beats.setdefault(number, (beat, time.monotonic()))
+                if beat != first and time.monotonic() - beats[number][1] < _GONE_SECONDS:
+                    alive.append(number)
+                if time.monotonic() - beats[number][1] >= _GONE_SECONDS:
+                    beats[number] = (beat, time.monotonic())  # it must show itself alive again
+            time.sleep(_POLL_SECONDS)
+        chosen = alive[:num_joining]
+        for number in chosen:
+            self._store.set(f"taken/{number}", "1")
+        return {number: json.loads(self._store.get(f"member/{number}")) for number in chosen}
+
+    def invite(self, number: int, invitation: Mapping[str, Any]) -> None:
+        """Tells a process that was gathered what it needs to know."""
+        self._store.set(f"invitation/{number}", json.dumps(invitation))
+
+    def answers(self, numbers: list[int], timeout_seconds: float) -> None:
+        """Waits until all that were invited are ready.
+
+        Raises:
+            ResizeError: one is not: it says why, or it is gone.
+        """
+        for number in numbers:
+            said = self._wait(f"answer/{number}", f"beat/{number}", timeout_seconds, f"process {number} that joins")
+            if said != "ready":
+                raise ResizeError(f"process {number} cannot join: {said}")
+
+    def decide(self, token: str, decision: Decision) -> Decision:
+        """Writes the decision, which the first to write it makes."""
+        return Decision(self._store.compare_set(f"decision/{token}", "", decision.value).decode())
+
+    # A process that joins.
+
+    def arrive(self, description: Mapping[str, Any]) -> int:
+        """Says that this process wants to join; gives its number. A heartbeat follows (:meth:`beating`)."""
+        number = self._store.add("arrived", 1)
+        self._store.set(f"member/{number}", json.dumps(description))
+        return number
+
+    def invitation(self, number: int, timeout_seconds: float) -> dict[str, Any]:
+        """Waits for it.
+
+        Raises:
+            ResizeError: none came within the timeout.
+        """
+        return json.loads(self._wait(f"invitation/{number}", None, timeout_seconds, "the ranks that train"))
+
+    def answer(self, number: int, problem: str | None) -> None:
+        """None: this process is ready to join."""
+        self._store.set(f"answer/{number}", problem or "ready")
+
+    def decision(self, token: str, timeout_seconds: float) -> Decision:
+        """Waits for it.
+
+        Raises:
+            ResizeError: the leader is gone, or the timeout is over.
+        """
+        return Decision(self._wait(f"decision/{token}", f"beat/{token}", timeout_seconds, "the rank that leads"))
+
+    # Both.
+
+    @contextlib.contextmanager
+    def beating(self, name: int | str) -> Iterator[None]:
+        """Within it a thread shows this process alive, as the process of a number or the leader of a token."""
+        store = dist.PrefixStore(_PREFIX, own_connection(self._base, _CONNECT_SECONDS))
+        over = threading.Event()
+
+        def run() -> None:
+            count = 0
+            with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits for it says so
+                while not over.is_set():
+                    count += 1
+                    store.set(f"beat/{name}", str(count))
+                    over.wait(_BEAT_SECONDS)
+
+        thread = threading.Thread(target=run, name="patrickstar-rendezvous", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_GONE_SECONDS)
+
+    def _get(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _wait(self, key: str, beat_key: str | None, timeout_seconds: float, whom: str) -> str:
+        now = time.monotonic()
+        deadline, beat, seen_at = now + timeout_seconds, b"", now
+        try:
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if beat_key is not None and (latest := self._get(beat_key)) != beat:
+                    beat, seen_at = latest, now
+                if beat_key is not None and now - seen_at > _GONE_SECONDS:
+                    raise ResizeError(f"{whom}: no sign of life for {_GONE_SECONDS:g} s; see its output")
+                if now > deadline:
+                    raise ResizeError(f"{whom}: no word within {timeout_seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+            return self._store.get(key).decode()
+        except dist.DistError as error:
+            raise ResizeError(f"the rendezvous' store is gone ({first_line(error)})") from error

@@ -1,0 +1,187 @@
+"""What processes of an elastic run do in these tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar import RankFailure
+from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, Phase, ResizeError
+from patrickstar.runtime import initialize_engine
+from tests.training import make_config
+
+NUM_SAMPLES, GLOBAL_BATCH, WIDTH = 120, 12, 96
+
+
+def build() -> nn.Module:
+    """Of several chunks of 16 K elements, so that two ranks and more have shards of them."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(16, 4 * WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Dropout(0.0),
+        nn.Linear(WIDTH, 1),
+    )
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=generator)
+    return torch.utils.data.TensorDataset(torch.arange(NUM_SAMPLES), inputs, inputs.sin().sum(1, keepdim=True))
+
+
+def state_of(engine: Any, optimizer: Any) -> dict[str, Any]:
+    """All that must not change in a resize."""
+    found = {name: value.clone() for name, value in engine.state_dict().items()}
+    state = optimizer.state_dict()
+    for index, entry in state["state"].items():
+        found |= {f"{index} {key}": value.clone() for key, value in entry.items()}
+    found["scaler"] = torch.tensor([float(value) for value in state.get("loss_scaler", {}).values()])
+    found["steps"] = torch.tensor(engine._session.num_steps)
+    found["lr"] = torch.tensor(state["param_groups"][0]["lr"])
+    return found
+
+
+def joining_steps(plan: list[int]) -> list[int]:
+    """Of each process of a run whose step k has ``plan[k]`` ranks, the step before which it comes: 0 for the first."""
+    steps = [0]
+    for step, (before, now) in enumerate(zip(plan, plan[1:], strict=False), 1):
+        steps += [step] * (now - before)
+    return steps
+
+
+def train(
+    address: str,
+    plan: list[int],
+    folder: str,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
+    ``folder``.
+    """
+    number = int(os.environ["RANK"])
+    joins_before = joining_steps(plan)[number]
+    config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
+    engine, optimizer = initialize_engine(build, 0, config)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
+    carried = {"schedule": schedule, "sampler": sampler}
+    result: dict[str, Any] = {"losses": {}, "seen": {}, "before": {}, "after": {}, "resized": []}
+
+    step = joins_before
+    if joins_before > 0:
+        result["resized"].append(engine.join(carried=carried, rendezvous=address))
+        step = engine._session.num_steps  # processes are taken as they come
+        result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
+    loader = iter(ElasticLoader(samples(), sampler))
+    while step < len(plan):
+        if plan[step] != engine._session.chunk_ranks.size:
+            result["before"][step] = (state_of(engine, optimizer), torch.get_rng_state())
+            resized = engine.resize(plan[step], carried=carried, rendezvous=address, folder=folder)
+            result["resized"].append(resized)
+            if resized.membership is Membership.LEFT:
+                return result
+            result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
+        micro_batches = next(loader)
+        optimizer.zero_grad()
+        for indices, inputs, targets in micro_batches:
+            loss = nn.functional.mse_loss(engine(inputs).float(), targets)
+            engine.backward(loss / len(micro_batches))
+            result["losses"].setdefault(step, []).append(loss.item())
+            result["seen"].setdefault(step, []).extend(indices.tolist())
+        optimizer.step()
+        schedule.step()
+        torch.rand(number + 1)  # processes' generators stand at different places
+        step += 1
+    result["state"] = state_of(engine, optimizer)
+    engine.close()
+    return result
+
+
+def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str) -> dict[str, Any]:
+    """One process of a run of three steps with a resize before the second and one before the third, in which a process
+    is killed as a phase begins. What has become of the others is the result's ``end``.
+    """
+    number = int(os.environ["RANK"])
+    joins_before = joining_steps(plan)[number]
+    engine, optimizer = initialize_engine(
+        build, 0, make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=25)
+    )
+    sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12, seed=1)
+    options = {"carried": {"sampler": sampler}, "rendezvous": address}
+    result: dict[str, Any] = {"end": "trained"}
+
+    def note(phase: Phase) -> None:
+        if kill == (number, phase) and armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        indices, inputs, targets = next(iter(ElasticLoader(samples(), sampler)))[0]
+        engine.backward(nn.functional.mse_loss(engine(inputs).float(), targets))
+        optimizer.step()
+
+    armed = joins_before != 1
+    step = 0
+    try:
+        if joins_before > 0:
+            if joins_before == 2:
+                wait_for(Path(folder, "second"))  # the first resize is not its
+            engine.join(**options, timeout_seconds=40, note_phase=note)
+            step = joins_before
+            one_step()
+            step += 1
+        while step < len(plan):
+            if step == 2:
+                armed = True
+                result["before"] = state_of(engine, optimizer)
+                engine.save_checkpoint(folder)
+                Path(folder, "second").touch()
+            elif step == 1:
+                armed = False
+            if step > 0:
+                resized = engine.resize(plan[step], **options, folder=folder, timeout_seconds=12, note_phase=note)
+                result["end"] = "resized"
+                if resized.membership is Membership.LEFT:
+                    return {**result, "end": "left"}
+            one_step()
+            step += 1
+        engine.close()
+    except ResizeError:
+        if joins_before == 2:
+            return {"end": "not joined"}
+        result |= {"end": "stayed", "after": state_of(engine, optimizer)}
+        one_step()
+        result["num_steps"] = engine._session.num_steps
+        engine.close()
+    except RankFailure:
+        result["end"] = "failed"
+    return result
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def join_with_another_model(address: str) -> dict[str, Any]:
+    """The second of two processes has another model than the first, which is to go on alone."""
+    joins = os.environ["RANK"] == "1"
+    engine, optimizer = initialize_engine(
+        (lambda: nn.Linear(16, 1)) if joins else build, 0, make_config("fp32", default_chunk_size=16384)
+    )
+    with engine:
+        before = state_of(engine, optimizer)
+        try:
+            engine.join(rendezvous=address, timeout_seconds=60) if joins else engine.resize(2, rendezvous=address)
+        except ResizeError as error:
+            return {"error": str(error), "before": before, "after": state_of(engine, optimizer)}
+        return {"error": ""}

@@ -1,0 +1,61 @@
+"""What a resize refuses leaves the engine as it was, with an error that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar.elastic import ElasticSampler, ResizeError, serve_rendezvous
+from patrickstar.runtime import initialize_engine
+from tests.distributed import run_ranks
+from tests.elastic.runs import build, join_with_another_model, state_of
+from tests.elastic.test_resize import ALONE, assert_same
+from tests.training import make_config
+
+
+def test_an_engine_that_is_refused_a_resize_goes_on(tmp_path):
+    engine, optimizer = initialize_engine(build, 0, make_config(default_chunk_size=16384))
+    with engine:
+        inputs = torch.randn(4, 16)
+        engine.backward(engine(inputs).square().mean())
+        with pytest.raises(patrickstar.StateError, match="between backward and step"):
+            engine.resize(1)
+        optimizer.step()
+        before = state_of(engine, optimizer)
+        with pytest.raises(ResizeError, match="5 ranks"):
+            engine.resize(5, carried={"sampler": ElasticSampler(100, 12, 3)}, rendezvous="127.0.0.1:1")
+        with pytest.raises(ResizeError, match="PATRICKSTAR_ELASTIC"):
+            engine.resize(2)
+        with pytest.raises(ResizeError, match="1 processes were to join and 0 came within 0.1 s"):
+            store = serve_rendezvous("127.0.0.1", 0)
+            engine.resize(2, rendezvous=f"127.0.0.1:{store.port}", timeout_seconds=0.1)
+        with pytest.raises(ResizeError, match="No such file"):
+            engine.resize(1, folder=str(tmp_path / "missing"))
+        with pytest.raises(ValueError, match="less than rank_timeout_seconds"):
+            engine.resize(1, timeout_seconds=1e6)
+        assert_same(before, state_of(engine, optimizer))
+        engine.resize(1, folder=str(tmp_path))
+        assert_same(before, state_of(engine, optimizer))
+        engine.backward(engine(inputs).square().mean())
+        optimizer.step()
+        assert not torch.equal(before["0.weight"], engine.state_dict()["0.weight"])
+
+
+def test_two_engines_and_that_of_initialize_are_refused():
+    first, _ = initialize_engine(lambda: nn.Linear(2, 2))
+    second, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+    with first, second:
+        with pytest.raises(patrickstar.StateError, match="2 engines are open"):
+            first.resize(1)
+        with pytest.raises(patrickstar.StateError, match="keeps its ranks"):
+            second.resize(1)
+
+
+def test_a_process_with_another_model_is_sent_away():
+    store = serve_rendezvous("127.0.0.1", 0)
+    results = run_ranks(2, join_with_another_model, f"127.0.0.1:{store.port}", environment=lambda number: ALONE)
+    for result in results:
+        assert "differs in the model's parameters" in result["error"]
+        assert_same(result["before"], result["after"])

@@ -1,0 +1,73 @@
+"""Training that changes its number of ranks, against the same training on one rank that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patrickstar.elastic import Membership, serve_rendezvous
+from tests.distributed import run_ranks
+from tests.elastic.runs import GLOBAL_BATCH, joining_steps, train
+
+ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def run(plan, folder, precision):
+    store = serve_rendezvous("127.0.0.1", 0)
+    return run_ranks(
+        len(joining_steps(plan)),
+        train,
+        f"127.0.0.1:{store.port}",
+        plan,
+        str(folder),
+        precision,
+        environment=lambda number: ALONE,
+        timeout_seconds=150,
+    )
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def check(plan, folder, precision, loss_tolerance):
+    processes = run(plan, folder, precision)
+    straight = run([1] * len(plan), folder, precision)[0]
+    for step in range(len(plan)):
+        seen = [sample for process in processes for sample in process["seen"].get(step, [])]
+        assert sorted(seen) == sorted(straight["seen"][step])
+        assert len(set(seen)) == GLOBAL_BATCH
+        losses = [loss for process in processes for loss in process["losses"].get(step, [])]
+        means = [torch.tensor(some).mean() for some in (losses, straight["losses"][step])]
+        torch.testing.assert_close(*means, rtol=loss_tolerance, atol=loss_tolerance)
+    for step in range(1, len(plan)):
+        before = [process["before"][step] for process in processes if step in process["before"]]
+        after = [process["after"][step] for process in processes if step in process["after"]]
+        if plan[step] != plan[step - 1]:
+            assert len(after) == plan[step]
+            assert len(before) == plan[step - 1]
+        for state, _ in after:
+            assert_same(before[0][0], state)
+        for process in processes:
+            if step in process["before"] and step in process["after"]:
+                assert torch.equal(process["before"][step][1], process["after"][step][1])
+    last = [resized for process in processes for resized in process["resized"][-1:]]
+    assert sum(resized.membership is Membership.LEFT for resized in last) == len(processes) - plan[-1]
+    assert sum(resized.received_bytes for resized in last if resized.membership is Membership.RANK) > 0
+    assert not list(folder.iterdir())
+    return processes
+
+
+def test_one_two_four_three_and_one_rank(tmp_path):
+    """Every value, moment, count and random number is the same to the bit across each resize; losses are those of one
+    rank within rounding, and each sample of the epoch is seen once.
+    """
+    check([1, 2, 4, 3, 1], tmp_path, "fp32", 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_one_two_three_and_one_rank_in_16_bits(precision, tmp_path):
+    check([1, 1, 2, 2, 3, 3, 1, 1], tmp_path, precision, 0.1)
