@@ -50,6 +50,10 @@ class StateType(_Enum):
 
     FLOAT32: ClassVar[StateType]
     LOWER_HALF: ClassVar[StateType]
+    BFLOAT16: ClassVar[StateType]
+    SIGNED8: ClassVar[StateType]
+    UNSIGNED8: ClassVar[StateType]
+    NONE: ClassVar[StateType]
 
 @final
 class ArrayKind(_Enum):

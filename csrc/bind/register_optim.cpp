@@ -99,7 +99,7 @@ struct AdamArrays {
   StateType master_type = StateType::kFloat32;
 
   optim::AdamRange range(int64_t begin, int64_t numel) const {
-    return {pointer<char>(master) + begin * element_size(master_type),
+    return {pointer<char>(master) + state_offset(master_type, begin),
             pointer<float>(momentum) + begin,
             pointer<float>(variance) + begin,
             pointer<const void>(offset(grad, grad_dtype, begin)),

@@ -26,7 +26,11 @@ void register_types(py::module_& module) {
       .value("FLOAT16", DType::kFloat16);
   py::enum_<StateType>(module, "StateType", "Element type of an optimizer state (common/dtype.h).")
       .value("FLOAT32", StateType::kFloat32)
-      .value("LOWER_HALF", StateType::kLowerHalf);
+      .value("LOWER_HALF", StateType::kLowerHalf)
+      .value("BFLOAT16", StateType::kBFloat16)
+      .value("SIGNED8", StateType::kSigned8)
+      .value("UNSIGNED8", StateType::kUnsigned8)
+      .value("NONE", StateType::kNone);
   py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)

@@ -84,11 +84,11 @@ struct ChunkSpec {
       case ArrayKind::kGradSum:
         return shard_numel * element_size(DType::kFloat32);
       case ArrayKind::kMaster:
-        return shard_numel * element_size(states.master);
+        return state_bytes(states.master, shard_numel);
       case ArrayKind::kMomentum:
-        return shard_numel * element_size(states.momentum);
+        return state_bytes(states.momentum, shard_numel);
       case ArrayKind::kVariance:
-        return shard_numel * element_size(states.variance);
+        return state_bytes(states.variance, shard_numel);
     }
     return 0;
   }

@@ -152,7 +152,7 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
       jobs.back().range.numel += numel;
     } else {
       jobs.push_back(
-          {{array(ArrayKind::kMaster) + offset * element_size(spec.states.master), state(ArrayKind::kMomentum, offset),
+          {{array(ArrayKind::kMaster) + state_offset(spec.states.master, offset), state(ArrayKind::kMomentum, offset),
             state(ArrayKind::kVariance, offset), at(target.grad, offset, target.grad_dtype),
             at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
             new_state(1, offset), new_state(2, offset), spec.states.master},

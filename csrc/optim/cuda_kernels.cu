@@ -144,7 +144,7 @@ static_assert(kSquaresLanes == 64, "the fold in squares() takes two warps");
 }  // namespace
 
 void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t stream) {
-  const bool aligned = is_aligned(range.master, kFloatPack * element_size(range.master_type)) &&
+  const bool aligned = is_aligned(range.master, state_bytes(range.master_type, kFloatPack)) &&
                        is_aligned(range.momentum, 16) && is_aligned(range.variance, 16) &&
                        is_aligned(range.grad, kFloatPack * element_size(range.grad_dtype)) &&
                        is_aligned(range.param, kFloatPack * element_size(range.param_dtype));
@@ -200,6 +200,15 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cu
     squares<decltype(type)::value><<<blocks, kSquaresLanes, 0, stream>>>(x, numel, partials);
     check_launch("sum_squares", numel);
   });
+}
+
+void expand_state(StateType type, const void* data, const float*, float* out, int64_t numel, cudaStream_t stream) {
+  if (type == StateType::kFloat32) cast_to_float(data, DType::kFloat32, out, numel, stream);
+}
+
+void compress_state(const float* in, StateType type, void* out, float*, int64_t numel, const RandomKey&,
+                    cudaStream_t stream) {
+  if (type == StateType::kFloat32) cast_from_float(in, out, DType::kFloat32, numel, stream);
 }
 
 }  // namespace patrickstar::optim::cuda

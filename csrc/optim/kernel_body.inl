@@ -37,6 +37,7 @@
 #define PS_LOOP __attribute__((noinline)) void
 #define PS_STEP inline __attribute__((always_inline)) void
 #define PS_INLINE __attribute__((always_inline))
+#define PS_FLOATS inline __attribute__((always_inline)) float*
 
 template <class V, DType kType>
 inline __attribute__((always_inline)) typename V::Float load(const void* base, int64_t i) {
@@ -83,6 +84,10 @@ PS_STEP for_range(int64_t begin, int64_t end, const Step& step) {
 // ---- Adam ----------------------------------------------------------------------------------------
 
 enum class ParamStore { kNone, kCached, kStreaming };
+
+// Of float32, as all loops over moments read and write them.
+PS_FLOATS momentum_of(const AdamRange& r) { return static_cast<float*>(r.momentum); }
+PS_FLOATS variance_of(const AdamRange& r) { return static_cast<float*>(r.variance); }
 
 // Elements per turn of the main loop: whole cache lines of each stream.
 constexpr int64_t kStride = 32;
@@ -147,7 +152,7 @@ struct SplitMaster {
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
     return V::join(static_cast<const uint16_t*>(r.param) + i, static_cast<const uint16_t*>(r.master) + i,
-                   V::load(r.variance + i));
+                   V::load(variance_of(r) + i));
   }
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float variance(typename V::Float stored) {
@@ -162,7 +167,7 @@ struct SplitMaster {
   static PS_STEP put(const AdamRange& r, int64_t i, ParamStore, States&, typename V::Float p) {
     V::store16(static_cast<uint16_t*>(r.param) + i, V::to_bf16(p));
     V::store16(static_cast<uint16_t*>(r.master) + i, V::lower(p));
-    V::store(r.variance + i, V::with_sign(V::magnitude(V::load(r.variance + i)), V::tie(p)));
+    V::store(variance_of(r) + i, V::with_sign(V::magnitude(V::load(variance_of(r) + i)), V::tie(p)));
   }
   static PS_STEP prefetch(const AdamRange& r, int64_t i) {
     prefetch_lines<2>(static_cast<const uint16_t*>(r.param) + i);
@@ -174,18 +179,18 @@ struct SplitMaster {
 struct StatesInPlace {
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(r.momentum + i, x);
+    V::store(momentum_of(r) + i, x);
   }
   template <class V>
   PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(r.variance + i, x);
+    V::store(variance_of(r) + i, x);
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
     V::store(static_cast<float*>(r.master) + i, x);
   }
-  const float* momentum(const AdamRange& r, int64_t i) const { return r.momentum + i; }
-  const float* variance(const AdamRange& r, int64_t i) const { return r.variance + i; }
+  const float* momentum(const AdamRange& r, int64_t i) const { return momentum_of(r) + i; }
+  const float* variance(const AdamRange& r, int64_t i) const { return variance_of(r) + i; }
 };
 
 // or in a ring that stays in the first-level cache, while new states go nowhere: the parameter alone is wanted. Vectors
@@ -225,12 +230,12 @@ struct StatesApart : StatesUnwritten {
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
     StatesUnwritten::put_momentum<V>(r, i, x);
-    put<V>(r.new_momentum + i, x);
+    put<V>(static_cast<float*>(r.new_momentum) + i, x);
   }
   template <class V>
   PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
     StatesUnwritten::put_variance<V>(r, i, x);
-    put<V>(r.new_variance + i, x);
+    put<V>(static_cast<float*>(r.new_variance) + i, x);
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
@@ -249,14 +254,14 @@ inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange
 template <class V, DType kGrad, class Master, class States>
 PS_STEP update_momentum(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad, Master>(r, c, i);
-  const auto m = V::load(r.momentum + i);
+  const auto m = V::load(momentum_of(r) + i);
   states.template put_momentum<V>(r, i, V::quiet(V::fma(c.one_minus_beta1, V::sub(g, m), m)));
 }
 
 template <class V, DType kGrad, class Master, class States>
 PS_STEP update_variance(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad, Master>(r, c, i);
-  const auto stored = V::load(r.variance + i);
+  const auto stored = V::load(variance_of(r) + i);
   const auto v = V::mul(c.beta2, Master::template variance<V>(stored));
   const auto next = V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v));
   states.template put_variance<V>(r, i, Master::template next_variance<V>(next, stored));
@@ -278,8 +283,8 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
   constexpr int64_t kLine = 64;
   constexpr int64_t kSkewBytes = kSkew * 4;
   Master::prefetch(r, i);
-  const auto* momentum = reinterpret_cast<const char*>(r.momentum + i) + kPrefetchBytes + kSkewBytes;
-  const auto* variance = reinterpret_cast<const char*>(r.variance + i) + kPrefetchBytes + 2 * kSkewBytes;
+  const auto* momentum = reinterpret_cast<const char*>(momentum_of(r) + i) + kPrefetchBytes + kSkewBytes;
+  const auto* variance = reinterpret_cast<const char*>(variance_of(r) + i) + kPrefetchBytes + 2 * kSkewBytes;
   const auto* grad = reinterpret_cast<const char*>(static_cast<const typename Storage<kGrad>::Element*>(r.grad) + i);
   for (int64_t k = 0; k < kStride * 4; k += kLine) {
     __builtin_prefetch(momentum + k);
@@ -354,7 +359,7 @@ struct BetweenScales {
   template <class V>
   PS_STEP momentum(const AdamConstants<V>& c, int64_t i) {
     const auto g = load<V, kHalf>(r.grad, i);
-    const auto m = V::load(r.momentum + i);
+    const auto m = V::load(momentum_of(r) + i);
     const auto at = [&](typename V::Float scale)
                         PS_INLINE { return V::fma(c.one_minus_beta1, V::sub(V::mul(g, scale), m), m); };
     at_least.put_momentum<V>(r, i, at(c.grad_scale));
@@ -363,7 +368,7 @@ struct BetweenScales {
   template <class V>
   PS_STEP variance(const AdamConstants<V>& c, int64_t i) {
     const auto g = load<V, kHalf>(r.grad, i);
-    const auto v = V::mul(c.beta2, V::load(r.variance + i));
+    const auto v = V::mul(c.beta2, V::load(variance_of(r) + i));
     const auto at = [&](typename V::Float scale) PS_INLINE {
       const auto scaled = V::mul(g, scale);
       return V::fma(V::mul(c.one_minus_beta2, scaled), scaled, v);
@@ -405,8 +410,8 @@ struct BetweenScales {
     for (; lanes != 0 && count < open.capacity; lanes &= lanes - 1) {
       const int64_t i = first + __builtin_ctz(lanes);
       open.master[count] = static_cast<const float*>(r.master)[i];
-      open.momentum[count] = r.momentum[i];
-      open.variance[count] = r.variance[i];
+      open.momentum[count] = momentum_of(r)[i];
+      open.variance[count] = variance_of(r)[i];
       open.grad[count] = static_cast<const uint16_t*>(r.grad)[i];
       open.index[count] = static_cast<uint16_t>(i);
       ++count;
@@ -594,6 +599,16 @@ void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) {
       [&] { with_dtype(x_dtype, [&](auto type) { add_loop<DType::kFloat32, type.value>(sum, x, numel); }); });
 }
 
+// ---- States of fewer bytes ---------------------------------------------------------------------------
+
+void expand_state(StateType type, const void* data, const float*, float* out, int64_t numel) {
+  if (type == StateType::kFloat32) cast_to_float_loop<DType::kFloat32>(data, out, numel);
+}
+
+void compress_state(const float* in, StateType type, void* out, float*, int64_t numel, const RandomKey&) {
+  if (type == StateType::kFloat32) cast_from_float_loop<DType::kFloat32>(in, out, numel);
+}
+
 // ---- Sum of squares --------------------------------------------------------------------------------
 
 // The lanes' sums over whole rows of kSquaresLanes elements, as many lanes at a time as registers hold.
@@ -643,9 +658,10 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 constexpr CpuKernels table(const char* isa) {
   return CpuKernels{isa,          adam,        adam_param,      adam_param_between, adam_param_open,
                     split_master, join_master, cast_from_float, cast_to_float,      add,
-                    add_to_float, sum_squares};
+                    add_to_float, sum_squares, expand_state,    compress_state};
 }
 
+#undef PS_FLOATS
 #undef PS_LOOP
 #undef PS_STEP
 #undef PS_INLINE

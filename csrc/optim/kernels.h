@@ -100,25 +100,59 @@ struct AdamScalars {
   float step_size;
 };
 
+// [Note: random bits] Where a new state or parameter is rounded stochastically, the bits of element i of a range are a
+// function of (a, b, first + i) alone. With one key for each step and parameter, and `first` counted from the parameter's
+// first element, results depend neither on placement nor on how ranges are cut.
+struct RandomKey {
+  uint32_t a = 0;
+  uint32_t b = 0;
+  int64_t first = 0;
+};
+
+// The finalizer of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
+constexpr uint64_t mix_key(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+// `first`: of the range, in the parameter.
+constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64_t first) {
+  constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15u;
+  uint64_t x = mix_key(seed + kGoldenRatio);
+  x = mix_key(x + kGoldenRatio * static_cast<uint64_t>(step + 1));
+  x = mix_key(x + kGoldenRatio * static_cast<uint64_t>(param + 1));
+  return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32), first};
+}
+
 // One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
 // are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted. With `new_*`
 // the old states stay as they are and the new ones go there (all three or none, apart from everything else).
 //
-// With lower halves as its master `param` is bfloat16, apart from `grad` and never null; it is read as well, and the new
-// states take the old ones' place.
+// With lower halves as its master, or none, `param` is bfloat16, apart from `grad` and never null; it is read as well,
+// and the new states take the old ones' place.
+//
+// States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its last
+// one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
 struct AdamRange {
-  void* master;  // of `master_type`
-  float* momentum;
-  float* variance;
+  void* master;    // of `master_type`; null where that is kNone
+  void* momentum;  // of `momentum_type`
+  void* variance;  // of `variance_type`
   const void* grad;
   void* param;
   DType grad_dtype;
   DType param_dtype;
   int64_t numel;
   float* new_master = nullptr;
-  float* new_momentum = nullptr;
-  float* new_variance = nullptr;
-  StateType master_type = StateType::kFloat32;
+  void* new_momentum = nullptr;
+  void* new_variance = nullptr;
+  StateType master_type = StateType::kFloat32;    // or kLowerHalf, or kNone: `param` is all there is
+  StateType momentum_type = StateType::kFloat32;  // or kBFloat16, kSigned8
+  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8
+  float* momentum_scales = nullptr;
+  float* variance_scales = nullptr;
+  float* new_momentum_scales = nullptr;
+  float* new_variance_scales = nullptr;
+  RandomKey key = {};
 };
 
 // One ISA's functions. Obtained from cpu_kernels() or cpu_kernels_named(); tables are constant.
@@ -149,6 +183,11 @@ struct CpuKernels {
   void (*add_to_float)(float* sum, const void* x, DType x_dtype, int64_t numel);
   // partials[b] for every block b of x, see [Note: one order of summation]
   void (*sum_squares)(const void* x, DType dtype, int64_t numel, double* partials);
+  // A state of `type` (no lower halves) as float32, and back: what adam reads, and what it stores of the values `in` as a
+  // momentum. `scales` is null but for 8 bits.
+  void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
+  void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
+                         const RandomKey& key);
 };
 
 // The widest ISA this processor has, or the one that PATRICKSTAR_ISA names (scalar, avx2, avx512).
