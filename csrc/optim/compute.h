@@ -46,7 +46,7 @@ class HostCompute : public Compute {
   // which are in `store`.
   virtual void adam_param_between(const std::vector<AdamJob>& jobs) = 0;
   virtual void adam_param_open(const std::vector<AdamJob>& jobs) = 0;
-  // [Note: split masters]
+  // [Note: split masters]; `variance` is null where that is of fewer bytes.
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                            int64_t numel) = 0;

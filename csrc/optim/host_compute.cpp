@@ -88,13 +88,14 @@ class PoolCompute final : public HostCompute {
   }
   void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
     split(numel, [&](int64_t i, int64_t size) {
-      kernels_.split_master(master + i, param + i, lower + i, variance + i, size);
+      kernels_.split_master(master + i, param + i, lower + i, variance == nullptr ? nullptr : variance + i, size);
     });
   }
   void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                    int64_t numel) override {
-    split(numel,
-          [&](int64_t i, int64_t size) { kernels_.join_master(param + i, lower + i, variance + i, master + i, size); });
+    split(numel, [&](int64_t i, int64_t size) {
+      kernels_.join_master(param + i, lower + i, variance == nullptr ? nullptr : variance + i, master + i, size);
+    });
   }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {

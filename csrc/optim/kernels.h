@@ -31,6 +31,42 @@
 // So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
 // split; arithmetic yields none but the canonical one.
 //
+// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16). The parameter beside it is therefore
+// rounded to nearest with ties away from zero, so that 16 bits hold every distance: the master stays exact, and the
+// parameter differs from round(master) where that is a tie whose upper half is even, about once in 2^17 values.
+//
+// [Note: states of fewer bytes] They are expanded to float32, which is exact, and updated by the operations above. The
+// parameter is made of the new moments as they are then; after that these are stored in fewer bits. So nothing but what
+// the next step reads is rounded.
+//
+// [Note: random bits] bfloat16 states are rounded stochastically: 16 random bits r are added to the bits of the float32,
+// and the lower half is cut off, so that the mean over r is the value. (A NaN becomes 0x7fc0, infinities stay; what is
+// above the largest bfloat16 may become infinite.) A bfloat16 parameter without master
+// is rounded so too. Element i of a range with key (a, b, first) has the random bits
+//
+//   x = uint32(first + i) ^ a
+//   x = (x ^ x >> 16) * 0x7feb352d
+//   x = ((x ^ x >> 15) + b) * 0x846ca68b
+//   x = x ^ x >> 16                            r = x >> 16 for momentum, x & 0xffff for variance
+//   y = lowbias32(x + 0x9e3779b9)              r = y >> 16 for the parameter
+//
+// x is lowbias32 (C. Wellons 2018, "Prospecting for Hash Functions", which was searched for how evenly each input bit
+// flips each output bit), with a key at both of its multiplications. That is no generator for cryptography,
+// nor need it be: rounding asks for bits that are uniform, and not correlated with values or with the same element's in
+// other steps. Elements 2^32 apart share their bits.
+//
+// [Note: states of 8 bits] Blocks of kStateBlock elements, by the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861;
+// create_dynamic_map of bitsandbytes), signed for momentum and unsigned for variance; dynamic_map.h has the constants.
+//
+//   scale = the largest magnitude in the block; inverse = 1 / scale
+//   code = the entry nearest to x * inverse    found by the operations in dynamic_map.h
+//   x = map(code) * scale
+//
+// The codes of a signed map are those of bitsandbytes less 127, so that zero bytes are zero; those of an unsigned map are
+// the same. A block whose scale is below 2^-126 (the inverse might overflow) gets the scale 0, codes of zero. One with a
+// NaN or an infinity gets a NaN as its scale and is all NaN from then on. The signed map has no entry for -1, so a block
+// whose largest magnitude is negative loses 0.7 % of that.
+//
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are. A
 // 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of its
 // last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale give
@@ -100,9 +136,8 @@ struct AdamScalars {
   float step_size;
 };
 
-// [Note: random bits] Where a new state or parameter is rounded stochastically, the bits of element i of a range are a
-// function of (a, b, first + i) alone. With one key for each step and parameter, and `first` counted from the parameter's
-// first element, results depend neither on placement nor on how ranges are cut.
+// Of [Note: random bits]: with one for each step and parameter, and `first` counted from the parameter's first element,
+// results depend neither on placement nor on how ranges are cut.
 struct RandomKey {
   uint32_t a = 0;
   uint32_t b = 0;
@@ -129,7 +164,7 @@ constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64
 // the old states stay as they are and the new ones go there (all three or none, apart from everything else).
 //
 // With lower halves as its master, or none, `param` is bfloat16, apart from `grad` and never null; it is read as well,
-// and the new states take the old ones' place.
+// the new states take the old ones' place, and adam alone takes such a range.
 //
 // States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its last
 // one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
@@ -168,7 +203,8 @@ struct CpuKernels {
                              OpenValues* open);
   // These others, now that the scale is known.
   void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
-  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is
+  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is. `variance` is null where
+  // that is of fewer bytes.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
   // and back
   void (*join_master)(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
