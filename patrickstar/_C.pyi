@@ -936,8 +936,8 @@ class optim:
         """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
 
         ``master``, ``momentum`` and ``variance`` are float32 or StateArrays, ``grad`` and ``param`` of their dtypes;
-        ``param`` may be ``grad``, or 0. ``threads``: a pool, or how many threads. ``key``: by default zeros. ``kwargs``:
-        the fields of AdamScalars, all of them.
+        ``param`` may be ``grad``, or 0. ``threads``: a pool, or how many threads. ``key``: by default zeros.
+        ``kwargs``: the fields of AdamScalars, all of them.
         Raises ValueError for null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
         """
 
