@@ -141,6 +141,8 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "16.1b": GptShape(4096, 78, 16, 50304, 1024, checkpointing=True),
     "18.5b": GptShape(4096, 90, 16, 50304, 1024, checkpointing=True),
     "21b": GptShape(8192, 25, 64, 50304, 1024, checkpointing=True),
+    "25b": GptShape(8192, 30, 64, 50304, 1024, checkpointing=True),
+    "31b": GptShape(8192, 37, 64, 50304, 1024, checkpointing=True),
     "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
 }
 

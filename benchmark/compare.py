@@ -45,7 +45,7 @@ from benchmark.compare_report import Comparison, format_table, plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
 from benchmark.systems.launcher import run_system
 from patrickstar.command.flags import CommandParser, memory_size
-from patrickstar.config import Speculation
+from patrickstar.config import Speculation, States
 from patrickstar.sizes import parse_size_with_unit
 
 _WHOLE_GPU = "all"
@@ -81,6 +81,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=[member.value for member in Speculation],
         default=Speculation.AUTO.value,
         help="PatrickStar's optimizer.speculation; 'commit' updates in backward for good, as no peer does",
+    )
+    parser.add_argument(
+        "--states",
+        choices=[member.value for member in States],
+        default=States.FP32.value,
+        help="PatrickStar's optimizer.states; peers keep float32",
     )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(
@@ -120,6 +126,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             warmup=args.warmup,
             steps=args.steps,
             compiled=args.compile,
+            states=args.states,
         )
         for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)

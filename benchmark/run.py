@@ -8,7 +8,7 @@ time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twel
 ``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism), ``long``
 (steps of one long sequence, with attention kept for backward and computed again), ``tensor2d`` (blocks of a GPT whose
 matrices GPUs share: in two dimensions, in one, and by PyTorch's DTensor), ``optimus`` (the same in one dimension and in
-two on 4 to 64 GPUs, simulated).
+two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of a GPT-2 by what its optimizer states are stored in).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CASES = (
     "long",
     "tensor2d",
     "optimus",
+    "quality",
 )
 
 

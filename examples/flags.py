@@ -47,6 +47,9 @@ def _add_memory_arguments(memory: Any) -> None:
     memory.add_argument("--host-memory", metavar="BYTES", help="host budget for model data (default: most of it)")
     memory.add_argument("--chunk-size", type=int, metavar="N", help="elements per chunk (default: the library's)")
     memory.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    memory.add_argument(
+        "--states", choices=["fp32", "bf16", "8bit"], default="fp32", help="what momentum and variance are stored in"
+    )
     memory.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default=precision, help="of the computation")
 
 
@@ -135,7 +138,7 @@ def checkpoints(args: argparse.Namespace, stage: str | None = None) -> Path:
 def engine_config(args: argparse.Namespace) -> dict:
     """The PatrickStar configuration that the flags ask for."""
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": (0.9, 0.95)}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": (0.9, 0.95)}, "states": args.states},
         "gradient_clipping": args.clip,
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,

@@ -50,6 +50,10 @@ class StateType(_Enum):
 
     FLOAT32: ClassVar[StateType]
     LOWER_HALF: ClassVar[StateType]
+    BFLOAT16: ClassVar[StateType]
+    SIGNED8: ClassVar[StateType]
+    UNSIGNED8: ClassVar[StateType]
+    NONE: ClassVar[StateType]
 
 @final
 class ArrayKind(_Enum):
@@ -821,6 +825,7 @@ class optim:
     """Adam's leaf kernels and the loss scaler (a submodule)."""
 
     OPEN_LOG_BYTES: ClassVar[int]
+    STATE_BLOCK: ClassVar[int]
     OPEN_PIECE: ClassVar[int]
     SQUARES_BLOCK: ClassVar[int]
 
@@ -862,39 +867,94 @@ class optim:
     def supported_isas() -> list[str]:
         """The ISAs this processor has, narrowest first."""
 
+    class StateArray:
+        """An array of an optimizer state: its type, its address, and that of its scales, which states of 8 bits have.
+
+        Where one is asked for, an address alone is an array of float32. (csrc/common/dtype.h)
+        """
+
+        def __init__(self, data: int, type: StateType = StateType.FLOAT32, scales: int = 0) -> None: ...
+
+    class RandomKey:
+        """What random bits are made of (csrc/optim/kernels.h, random bits)."""
+
+        def __init__(self, a: int = 0, b: int = 0, first: int = 0) -> None: ...
+        @property
+        def a(self) -> int: ...
+        @property
+        def b(self) -> int: ...
+        @property
+        def first(self) -> int: ...
+
+    @staticmethod
+    def random_key(seed: int, step: int, param: int, first: int) -> optim.RandomKey:
+        """The key of one step and parameter, for a range that starts at its element ``first``."""
+
+    @staticmethod
+    def expand_state(isa: str, state: optim.StateArray, out: int, numel: int) -> None:
+        """The values of a state, in float32."""
+
+    @staticmethod
+    def compress_state(
+        isa: str, in_: int, state: optim.StateArray, numel: int, *, key: optim.RandomKey | None = None
+    ) -> None:
+        """Stores float32 values as ``adam`` stores a momentum."""
+
+    @staticmethod
+    def cuda_expand_state(type: StateType, data: int, scales: int, out: int, numel: int, stream: int) -> None:
+        """As ``expand_state``."""
+
+    @staticmethod
+    def cuda_compress_state(
+        in_: int,
+        type: StateType,
+        out: int,
+        scales: int,
+        numel: int,
+        stream: int,
+        *,
+        key: optim.RandomKey | None = None,
+    ) -> None:
+        """As ``compress_state``."""
+
     @staticmethod
     def adam(
         isa: str,
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
         param_dtype: DType,
         numel: int,
         threads: int | ThreadPool,
+        *,
+        key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
         """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
 
-        ``master``, ``momentum`` and ``variance`` are float32, ``grad`` and ``param`` of their dtypes; ``param`` may be
-        ``grad``, or 0. ``threads``: a pool, or how many threads. ``kwargs``: the fields of AdamScalars, all of them.
+        ``master``, ``momentum`` and ``variance`` are float32 or StateArrays, ``grad`` and ``param`` of their dtypes;
+        ``param`` may be ``grad``, or 0. ``threads``: a pool, or how many threads. ``key``: by default zeros.
+        ``kwargs``: the fields of AdamScalars, all of them.
         Raises ValueError for null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
         """
 
     @staticmethod
     def adam_param(
         isa: str,
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
         param_dtype: DType,
         numel: int,
         threads: int | ThreadPool,
+        *,
+        key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
         """As ``adam``, but nothing is written but ``param``, which is apart from ``grad``."""
@@ -902,9 +962,9 @@ class optim:
     @staticmethod
     def adam_param_between(
         isa: str,
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
@@ -922,9 +982,9 @@ class optim:
     @staticmethod
     def adam_param_open(
         isa: str,
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
@@ -939,16 +999,18 @@ class optim:
     @staticmethod
     def adam_apart(
         isa: str,
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
         param_dtype: DType,
         numel: int,
         num_threads: int,
-        new_states: Sequence[int],
+        new_states: Sequence[optim.StateArray],
+        *,
+        key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
         """As ``adam``, but the new states go to ``new_states`` (master, momentum, variance), and the old ones stay."""
@@ -1015,15 +1077,17 @@ class optim:
 
     @staticmethod
     def cuda_adam(
-        master: int,
-        momentum: int,
-        variance: int,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
         grad: int,
         grad_dtype: DType,
         param: int,
         param_dtype: DType,
         numel: int,
         stream: int,
+        *,
+        key: optim.RandomKey | None = None,
         **kwargs: float,
     ) -> None:
         """As ``adam``."""

@@ -50,7 +50,7 @@ from patrickstar.command.plan_report import (
     length_lines,
     refusal_lines,
 )
-from patrickstar.config import ActivationOffload, LossComputation, Speculation
+from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -157,6 +157,10 @@ def _parser(prog: str) -> CommandParser:
         help="optimizer.speculation",
     )  # fmt: skip
     engine.add_argument(
+        "--states", choices=[member.value for member in States], default=States.FP32.value,
+        help="optimizer.states: what momentum and variance are stored in",
+    )  # fmt: skip
+    engine.add_argument(
         "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
         help="activations.offload: whose activations may leave the device between forward and backward",
     )  # fmt: skip
@@ -208,6 +212,7 @@ def _question(args: argparse.Namespace) -> Question:
             host_bytes=args.host_memory or _in_words(host_memory.default_budget_bytes()),
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
+            states=States(args.states),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),
         ),

@@ -54,6 +54,8 @@ class Job:
     """Timed steps."""
     compiled: str = "no"
     """One of :data:`COMPILED`."""
+    states: str = "fp32"
+    """PatrickStar's ``optimizer.states``."""
 
     @property
     def shape(self) -> Shape:

@@ -75,9 +75,9 @@ class InTrainer:
         self.version = patrickstar.__version__
         self.device = training_device()
         config = engine_config(job)
-        speculation = config["optimizer"]["speculation"]
+        decided = {key: config["optimizer"][key] for key in ("speculation", "states")}
         config = {key: value for key, value in config.items() if key not in _DECIDED}
-        config["optimizer"] = {"speculation": speculation}
+        config["optimizer"] = decided
         options = {
             "per_device_train_batch_size": job.batch,
             "max_steps": _MANY_STEPS,

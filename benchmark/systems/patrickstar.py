@@ -27,6 +27,7 @@ def training_options(job: Job) -> TrainingOptions:
     return TrainingOptions(
         **ADAMW,
         speculation=job.speculation,
+        states=job.states,
         clipping=job.clipping,
         chunk_numel=_CHUNK_NUMEL,
         gpu_memory=job.gpu_bytes,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -86,6 +87,9 @@ void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
   });
 }
 
+// By default that of zeros.
+using OptionalKey = std::optional<optim::RandomKey>;
+
 // A pool that the caller keeps, or the number of threads of one for this call.
 using Threads = std::variant<ThreadPool*, int>;
 
@@ -93,34 +97,73 @@ Address offset(Address address, DType dtype, int64_t elements) {
   return address + static_cast<Address>(elements * element_size(dtype));
 }
 
+// An array of a state; from Python, an address alone is one of float32.
+struct StateArray {
+  StateType type = StateType::kFloat32;
+  Address data = 0;
+  Address scales = 0;
+
+  void* at(int64_t index) const { return data == 0 ? nullptr : pointer<char>(data) + state_offset(type, index); }
+  float* scales_at(int64_t index) const { return scales == 0 ? nullptr : pointer<float>(scales) + index / kStateBlock; }
+};
+
 struct AdamArrays {
-  Address master, momentum, variance, grad, param;
+  StateArray master, momentum, variance;
+  Address grad, param;
   DType grad_dtype, param_dtype;
-  StateType master_type = StateType::kFloat32;
+  optim::RandomKey key = {};
 
   optim::AdamRange range(int64_t begin, int64_t numel) const {
-    return {pointer<char>(master) + begin * element_size(master_type),
-            pointer<float>(momentum) + begin,
-            pointer<float>(variance) + begin,
-            pointer<const void>(offset(grad, grad_dtype, begin)),
-            param == 0 ? nullptr : pointer<void>(offset(param, param_dtype, begin)),
-            grad_dtype,
-            param_dtype,
-            numel,
-            nullptr,
-            nullptr,
-            nullptr,
-            master_type};
+    optim::AdamRange result{};
+    result.master = master.at(begin);
+    result.momentum = momentum.at(begin);
+    result.variance = variance.at(begin);
+    result.grad = pointer<const void>(offset(grad, grad_dtype, begin));
+    result.param = param == 0 ? nullptr : pointer<void>(offset(param, param_dtype, begin));
+    result.grad_dtype = grad_dtype;
+    result.param_dtype = param_dtype;
+    result.numel = numel;
+    result.master_type = master.type;
+    result.momentum_type = momentum.type;
+    result.variance_type = variance.type;
+    result.momentum_scales = momentum.scales_at(begin);
+    result.variance_scales = variance.scales_at(begin);
+    result.key = {key.a, key.b, key.first + begin};
+    return result;
   }
 };
 
+void check_state(const char* name, const StateArray& array, std::initializer_list<StateType> types) {
+  PS_CHECK(std::find(types.begin(), types.end(), array.type) != types.end(), ArgumentError, name,
+           " cannot be of this StateType (", static_cast<int>(array.type),
+           "); optim/kernels.h lists those it can be of");
+  PS_CHECK(array.data != 0 || array.type == StateType::kNone, ArgumentError, name,
+           " is null; only param may be 0 (no compute copy), and a master of StateType.NONE");
+  PS_CHECK((array.scales != 0) == is_8_bit(array.type), ArgumentError, name, " has ", array.scales == 0 ? "no " : "",
+           "scales, which states of 8 bits alone have; give their address with those, and 0 with others");
+}
+
 void check_arrays(const AdamArrays& arrays, int64_t numel) {
   if (numel == 0) return;
-  PS_CHECK(arrays.master != 0 && arrays.momentum != 0 && arrays.variance != 0 && arrays.grad != 0, ArgumentError,
-           "master, momentum, variance and grad must not be null; only param may be 0 (no compute copy)");
+  check_state("master", arrays.master, {StateType::kFloat32, StateType::kLowerHalf, StateType::kNone});
+  check_state("momentum", arrays.momentum, {StateType::kFloat32, StateType::kBFloat16, StateType::kSigned8});
+  check_state("variance", arrays.variance, {StateType::kFloat32, StateType::kBFloat16, StateType::kUnsigned8});
+  PS_CHECK(arrays.grad != 0, ArgumentError, "grad is null; only param may be 0 (no compute copy)");
+  PS_CHECK(
+      arrays.master.type == StateType::kFloat32 ||
+          (arrays.param != 0 && arrays.param != arrays.grad && arrays.param_dtype == DType::kBFloat16),
+      ArgumentError,
+      "param must be bfloat16 and apart from grad where the master is not of float32: it is part of the state; give "
+      "it memory of its own, or a float32 master");
   PS_CHECK(arrays.param != arrays.grad || element_size(arrays.param_dtype) == element_size(arrays.grad_dtype),
            ArgumentError, "param has the address of grad, but elements of ", element_size(arrays.param_dtype),
            " bytes where grad's have ", element_size(arrays.grad_dtype), "; give param memory of its own");
+}
+
+// Of passes that leave the old states as they are.
+void check_whole_master(const AdamArrays& arrays) {
+  PS_CHECK(arrays.master.type == StateType::kFloat32, ArgumentError,
+           "this pass leaves the old values as they are, which needs a float32 master; give one, or call adam");
 }
 
 void check_half(DType grad_dtype, DType param_dtype) {
@@ -157,8 +200,9 @@ optim::AdamScalars scalars_of(const py::kwargs& kwargs) {
 }
 
 constexpr const char* kAdamDoc =
-    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32, grad "
-    "and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number of threads. Keyword "
+    "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32 "
+    "or a StateArray each, grad and param of their dtypes; param may be grad, or 0. threads: a ThreadPool, or a number "
+    "of threads. Keyword "
     "arguments: the fields of AdamScalars, all of them. "
     "Raises ValueError for null arrays, an ISA this processor lacks, or a param over a grad of another size.";
 
@@ -167,34 +211,38 @@ using AdamKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range, c
 void register_adam(py::module_& module, const char* name, AdamKernel kernel, const char* doc) {
   module.def(
       name,
-      [kernel](const std::string& isa, Address master, Address momentum, Address variance, Address grad,
-               DType grad_dtype, Address param, DType param_dtype, int64_t numel, Threads threads,
-               const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+      [kernel](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
+               Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, Threads threads,
+               const OptionalKey& key, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   variance,    grad,
+                                param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const auto update = kernels_of(isa).*kernel;
         check_arrays(arrays, numel);
+        if (kernel == &optim::CpuKernels::adam_param) check_whole_master(arrays);
         const auto part = [&](int64_t begin, int64_t size) { update(arrays.range(begin, size), scalars); };
         const py::gil_scoped_release release;
         if (ThreadPool* const* pool = std::get_if<ThreadPool*>(&threads)) return split(**pool, numel, part);
         split(std::get<int>(threads), numel, part);
       },
       doc, py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"));
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("threads"),
+      py::kw_only(), py::arg("key") = py::none());
 }
 
 // [Note: settled values]
 void register_settled_values(py::module_& module) {
   module.def(
       "adam_param_between",
-      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, int num_threads, float most_grad_scale, Address logs,
-         const py::kwargs& scalars_by_name) {
+      [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+         float most_grad_scale, Address logs, const py::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
         check_half(grad_dtype, param_dtype);
+        check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           OpenLog& log = pointer<OpenLog>(logs)[piece];
@@ -210,14 +258,15 @@ void register_settled_values(py::module_& module) {
       py::arg("most_grad_scale"), py::arg("logs"));
   module.def(
       "adam_param_open",
-      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
+      [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
          const py::kwargs& scalars_by_name) {
         const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
         check_half(grad_dtype, param_dtype);
+        check_whole_master(arrays);
         const py::gil_scoped_release release;
         split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
           kernels.adam_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
@@ -234,8 +283,13 @@ void register_split_masters(py::module_& module) {
       "adam_split",
       [](const std::string& isa, Address lower, Address momentum, Address variance, Address grad, DType grad_dtype,
          Address param, int64_t numel, int num_threads, const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{lower, momentum,   variance,         grad,
-                                param, grad_dtype, DType::kBFloat16, StateType::kLowerHalf};
+        const AdamArrays arrays{{StateType::kLowerHalf, lower},
+                                {StateType::kFloat32, momentum},
+                                {StateType::kFloat32, variance},
+                                grad,
+                                param,
+                                grad_dtype,
+                                DType::kBFloat16};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
@@ -265,32 +319,82 @@ void register_split_masters(py::module_& module) {
       py::arg("master"), py::arg("numel"), ReleaseGil());
 }
 
+// States of fewer bytes.
+void register_states(py::module_& module) {
+  module.attr("STATE_BLOCK") = kStateBlock;
+  py::class_<StateArray>(module, "StateArray",
+                         "An array of an optimizer state: its type, its address, and that of its scales, which states "
+                         "of 8 bits have (common/dtype.h). An address alone is one of float32.")
+      .def(py::init([](Address data, StateType type, Address scales) { return StateArray{type, data, scales}; }),
+           py::arg("data"), py::arg("type") = StateType::kFloat32, py::arg("scales") = 0);
+  py::implicitly_convertible<py::int_, StateArray>();
+  py::class_<optim::RandomKey>(module, "RandomKey", "What random bits are made of (optim/kernels.h, random bits).")
+      .def(py::init([](uint32_t a, uint32_t b, int64_t first) { return optim::RandomKey{a, b, first}; }),
+           py::arg("a") = 0, py::arg("b") = 0, py::arg("first") = 0)
+      .def("__repr__",
+           [](const optim::RandomKey& key) {
+             return "optim.RandomKey(" + std::to_string(key.a) + ", " + std::to_string(key.b) + ", " +
+                    std::to_string(key.first) + ")";
+           })
+      .def_readonly("a", &optim::RandomKey::a)
+      .def_readonly("b", &optim::RandomKey::b)
+      .def_readonly("first", &optim::RandomKey::first);
+  module.def("random_key", &optim::random_key,
+             "The key of one step and parameter, for a range that starts at its element first.", py::arg("seed"),
+             py::arg("step"), py::arg("param"), py::arg("first"));
+  module.def(
+      "expand_state",
+      [](const std::string& isa, const StateArray& state, Address out, int64_t numel) {
+        kernels_of(isa).expand_state(state.type, state.at(0), state.scales_at(0), pointer<float>(out), numel);
+      },
+      "The values of a state, in float32.", py::arg("isa"), py::arg("state"), py::arg("out"), py::arg("numel"),
+      ReleaseGil());
+  module.def(
+      "compress_state",
+      [](const std::string& isa, Address in, const StateArray& state, int64_t numel, const OptionalKey& key) {
+        kernels_of(isa).compress_state(pointer<const float>(in), state.type, state.at(0), state.scales_at(0), numel,
+                                       key.value_or(optim::RandomKey{}));
+      },
+      "Stores float32 values as adam stores a momentum.", py::arg("isa"), py::arg("in_"), py::arg("state"),
+      py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
+}
+
 void register_cpu_kernels(py::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
-                "As adam, but nothing is written but param, which is apart from grad.");
+                "As adam, but nothing is written but param, which is apart from grad; the master is of float32.");
   module.def(
       "adam_apart",
-      [](const std::string& isa, Address master, Address momentum, Address variance, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, int num_threads, const std::array<Address, 3>& new_states,
-         const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+      [](const std::string& isa, const StateArray& master, const StateArray& momentum, const StateArray& variance,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+         const std::array<StateArray, 3>& new_states, const OptionalKey& key, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   variance,    grad,
+                                param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         const optim::CpuKernels& kernels = kernels_of(isa);
         check_arrays(arrays, numel);
+        check_whole_master(arrays);
+        const auto& [new_master, new_momentum, new_variance] = new_states;
+        if (numel > 0) {
+          check_state("new master", new_master, {master.type});
+          check_state("new momentum", new_momentum, {momentum.type});
+          check_state("new variance", new_variance, {variance.type});
+        }
         const py::gil_scoped_release release;
         split(num_threads, numel, [&](int64_t begin, int64_t size) {
           optim::AdamRange range = arrays.range(begin, size);
-          range.new_master = pointer<float>(new_states[0]) + begin;
-          range.new_momentum = pointer<float>(new_states[1]) + begin;
-          range.new_variance = pointer<float>(new_states[2]) + begin;
+          range.new_master = static_cast<float*>(new_states[0].at(begin));
+          range.new_momentum = new_states[1].at(begin);
+          range.new_variance = new_states[2].at(begin);
+          range.new_momentum_scales = new_states[1].scales_at(begin);
+          range.new_variance_scales = new_states[2].scales_at(begin);
           kernels.adam(range, scalars);
         });
       },
       "As adam, but the new master, momentum and variance go to new_states and the old ones stay as they are.",
       py::arg("isa"), py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"),
       py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
-      py::arg("new_states"));
+      py::arg("new_states"), py::kw_only(), py::arg("key") = py::none());
   module.def(
       "cast_from_float",
       [](const std::string& isa, Address in, Address out, DType out_dtype, int64_t numel, int num_threads) {
@@ -359,22 +463,47 @@ cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(s
 void register_cuda_kernels(py::module_& module) {
   module.def(
       "cuda_adam",
-      [](Address master, Address momentum, Address variance, Address grad, DType grad_dtype, Address param,
-         DType param_dtype, int64_t numel, Address stream, const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum, variance, grad, param, grad_dtype, param_dtype};
+      [](const StateArray& master, const StateArray& momentum, const StateArray& variance, Address grad,
+         DType grad_dtype, Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   variance,    grad,
+                                param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         check_arrays(arrays, numel);
         const py::gil_scoped_release release;
         optim::cuda::adam(arrays.range(0, numel), scalars, stream_of(stream));
       },
       kAdamDoc, py::arg("master"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("grad_dtype"),
-      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"));
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"), py::kw_only(),
+      py::arg("key") = py::none());
+  module.def(
+      "cuda_expand_state",
+      [](StateType type, Address data, Address scales, Address out, int64_t numel, Address stream) {
+        optim::cuda::expand_state(type, pointer<const void>(data), pointer<const float>(scales), pointer<float>(out),
+                                  numel, stream_of(stream));
+      },
+      py::arg("type"), py::arg("data"), py::arg("scales"), py::arg("out"), py::arg("numel"), py::arg("stream"),
+      ReleaseGil());
+  module.def(
+      "cuda_compress_state",
+      [](Address in, StateType type, Address out, Address scales, int64_t numel, Address stream,
+         const OptionalKey& key) {
+        optim::cuda::compress_state(pointer<const float>(in), type, pointer<void>(out), pointer<float>(scales), numel,
+                                    key.value_or(optim::RandomKey{}), stream_of(stream));
+      },
+      py::arg("in_"), py::arg("type"), py::arg("out"), py::arg("scales"), py::arg("numel"), py::arg("stream"),
+      py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
   module.def(
       "cuda_adam_split",
       [](Address lower, Address momentum, Address variance, Address grad, DType grad_dtype, Address param,
          int64_t numel, Address stream, const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{lower, momentum,   variance,         grad,
-                                param, grad_dtype, DType::kBFloat16, StateType::kLowerHalf};
+        const AdamArrays arrays{{StateType::kLowerHalf, lower},
+                                {StateType::kFloat32, momentum},
+                                {StateType::kFloat32, variance},
+                                grad,
+                                param,
+                                grad_dtype,
+                                DType::kBFloat16};
         const optim::AdamScalars scalars = scalars_of(scalars_by_name);
         check_arrays(arrays, numel);
         const py::gil_scoped_release release;
@@ -463,6 +592,7 @@ void register_optim(py::module_& module) {
   optim_module.attr("OPEN_LOG_BYTES") = sizeof(OpenLog);
   optim_module.def("isa", [] { return optim::cpu_kernels().isa; }, "The ISA whose kernels this process uses.");
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
+  register_states(optim_module);
   register_cpu_kernels(optim_module);
   register_cpu_sums(optim_module);
   register_settled_values(optim_module);

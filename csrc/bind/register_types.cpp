@@ -1,5 +1,6 @@
 #include "bind/bind.h"
 #include "chunk/chunk_store.h"
+#include "chunk/layout.h"
 #include "common/check.h"
 #include "common/dtype.h"
 #include "common/types.h"
@@ -26,7 +27,20 @@ void register_types(py::module_& module) {
       .value("FLOAT16", DType::kFloat16);
   py::enum_<StateType>(module, "StateType", "Element type of an optimizer state (common/dtype.h).")
       .value("FLOAT32", StateType::kFloat32)
-      .value("LOWER_HALF", StateType::kLowerHalf);
+      .value("LOWER_HALF", StateType::kLowerHalf)
+      .value("BFLOAT16", StateType::kBFloat16)
+      .value("SIGNED8", StateType::kSigned8)
+      .value("UNSIGNED8", StateType::kUnsigned8)
+      .value("NONE", StateType::kNone);
+  py::class_<StateFormat>(module, "StateFormat", "The types of a parameter's optimizer states (chunk/layout.h).")
+      .def(py::init([](StateType master, StateType momentum, StateType variance) {
+             return StateFormat{master, momentum, variance};
+           }),
+           py::arg("master") = StateType::kFloat32, py::arg("momentum") = StateType::kFloat32,
+           py::arg("variance") = StateType::kFloat32)
+      .def_readonly("master", &StateFormat::master)
+      .def_readonly("momentum", &StateFormat::momentum)
+      .def_readonly("variance", &StateFormat::variance);
   py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)

@@ -12,29 +12,34 @@ namespace {
 
 int64_t rounded_up(int64_t numel, int64_t multiple) { return (numel + multiple - 1) / multiple * multiple; }
 
+int64_t alignment_of(const ParamSpec& param, const Sharding& sharding) {
+  if (sharding.num_ranks > 1) return kShardAlignment;
+  return is_8_bit(param.states.momentum) || is_8_bit(param.states.variance) ? kStateBlock : kAlignment;
+}
+
 }  // namespace
 
-Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding,
-                    StateType bf16_master) {
+Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding) {
   PS_CHECK(sharding.num_ranks >= 1 && sharding.rank >= 0 && sharding.rank < sharding.num_ranks, ArgumentError, "rank ",
            sharding.rank, " of ", sharding.num_ranks, " ranks: give a rank from 0 to one less than their number");
-  const int64_t alignment = sharding.num_ranks > 1 ? kShardAlignment : kAlignment;
   PS_CHECK(chunk_numel >= kAlignment, ArgumentError, "default_chunk_size is ", chunk_numel, " elements, the least is ",
            kAlignment, "; choose 64 * 1024 or more");
-  PS_CHECK(bf16_master == StateType::kFloat32 || sharding.num_ranks == 1, ArgumentError,
-           "masters are to be split, but ", sharding.num_ranks,
-           " ranks share a chunk; with several ranks masters are float32");
   Layout layout;
   layout.chunk_numel_ = chunk_numel;
   layout.sharding_ = sharding;
   layout.params_ = params;
   layout.placements_.resize(params.size());
-  std::map<std::pair<DType, bool>, ChunkId> open;  // the chunk being filled, per class
+  std::map<std::tuple<DType, bool, StateFormat>, ChunkId> open;  // the chunk being filled, per class
   for (size_t id = 0; id < params.size(); ++id) {
     const ParamSpec& param = params[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
-    const int64_t need = rounded_up(param.numel, alignment);
-    const auto key = std::make_pair(param.dtype, param.trainable);
+    const bool splits = param.states.master != StateType::kFloat32;
+    PS_CHECK(!splits || param.dtype == DType::kBFloat16, ArgumentError, "parameter ", id, " is ",
+             dtype_name(param.dtype), ", and only masters of bfloat16 values are split; give it a float32 master");
+    PS_CHECK(!splits || sharding.num_ranks == 1, ArgumentError, "masters are to be split, but ", sharding.num_ranks,
+             " ranks share a chunk; with several ranks masters are float32");
+    const int64_t need = rounded_up(param.numel, alignment_of(param, sharding));
+    const auto key = std::make_tuple(param.dtype, param.trainable, param.states);
     auto found = open.find(key);
     const bool fits = found != open.end() && layout.chunk(found->second).numel + need <= chunk_numel;
     ChunkId chunk;
@@ -42,8 +47,7 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
       chunk = found->second;
     } else {
       chunk = layout.num_chunks();
-      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, {}});
-      if (param.dtype == DType::kBFloat16) layout.chunks_.back().states.master = bf16_master;
+      layout.chunks_.push_back({0, 0, param.dtype, param.trainable, {}, param.states});
       // An oversized parameter does not close the chunk being filled: smaller ones that follow still fit there.
       if (need <= chunk_numel) open[key] = chunk;
     }

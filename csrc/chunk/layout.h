@@ -2,8 +2,8 @@
 //
 // Parameters are packed in the order given (the order of registration, which for nearly all models is
 // the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
-// of a chunk have the same compute dtype and are all trainable or all frozen, so a frozen chunk carries
-// no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk of its own.
+// of a chunk have the same compute dtype and states of the same types, and are all trainable or all frozen, so a frozen
+// chunk carries no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk of its own.
 //
 // [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the r-th.
 // The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "common/dtype.h"
@@ -25,12 +26,6 @@ namespace patrickstar {
 
 // 128 elements are 256 bytes in 16 bits and 512 in 32: enough for any vector load and for TMA.
 constexpr int64_t kAlignment = 128;
-
-struct ParamSpec {
-  int64_t numel = 0;
-  DType dtype = DType::kFloat32;  // compute dtype
-  bool trainable = true;
-};
 
 constexpr int64_t kShardAlignment = 4096;
 
@@ -59,10 +54,33 @@ struct ParamShard {
 // until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h): it stays
 // where the states are, and a gradient has memory of its own until its update, which should therefore be early. So this
 // is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
+//
+// Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h). Of 8
+// bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;
   StateType variance = StateType::kFloat32;
+
+  StateType of(ArrayKind kind) const {
+    return kind == ArrayKind::kMaster ? master : kind == ArrayKind::kMomentum ? momentum : variance;
+  }
+  friend bool operator<(const StateFormat& a, const StateFormat& b) {
+    return std::tie(a.master, a.momentum, a.variance) < std::tie(b.master, b.momentum, b.variance);
+  }
+};
+
+// Where an element of an optimizer state is, and the scale of the block that it begins; null but for 8 bits.
+struct StatePlace {
+  void* data = nullptr;
+  float* scales = nullptr;
+};
+
+struct ParamSpec {
+  int64_t numel = 0;
+  DType dtype = DType::kFloat32;  // compute dtype
+  bool trainable = true;
+  StateFormat states;  // when it is trainable
 };
 
 struct ChunkSpec {
@@ -84,24 +102,37 @@ struct ChunkSpec {
       case ArrayKind::kGradSum:
         return shard_numel * element_size(DType::kFloat32);
       case ArrayKind::kMaster:
-        return shard_numel * element_size(states.master);
       case ArrayKind::kMomentum:
-        return shard_numel * element_size(states.momentum);
       case ArrayKind::kVariance:
-        return shard_numel * element_size(states.variance);
+        return state_bytes(states.of(kind), shard_numel);
     }
     return 0;
   }
+  // Of element `index` of the state that lies at `array`.
+  StatePlace state_place(ArrayKind kind, void* array, int64_t index) const {
+    const StateType type = states.of(kind);
+    auto* bytes = static_cast<char*>(array);
+    float* scales = is_8_bit(type) ? reinterpret_cast<float*>(bytes + scales_offset(shard_numel, index)) : nullptr;
+    return {bytes + state_offset(type, index), scales};
+  }
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
+  // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
+  bool draws_random_bits() const {
+    return states.momentum == StateType::kBFloat16 || states.variance == StateType::kBFloat16;
+  }
+  // Whether the state, or a part of it, is one of the arrays that a split master consists of.
+  bool is_in_split(ArrayKind kind) const {
+    if (!splits_master()) return false;
+    return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
+  }
   bool derives_param() const { return trainable && !splits_master(); }
 };
 
 class Layout {
  public:
-  // `bf16_master` is for chunks that compute in bfloat16. Throws ArgumentError when chunk_numel < kAlignment, a parameter
-  // has no elements, or masters are to be split between several ranks.
-  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {},
-                     StateType bf16_master = StateType::kFloat32);
+  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, or masters are to be split between
+  // several ranks or are not those of bfloat16 values.
+  static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
   // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
   void train(ChunkId id);

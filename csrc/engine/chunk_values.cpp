@@ -48,8 +48,9 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   values = part(values, shard);
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
-  if (spec.splits_master() && kind != ArrayKind::kMomentum) return write_split(param, kind, values, home);
+  if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
   pager_.ensure_state({chunk, kind}, home);
+  if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
   write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
 }
@@ -94,25 +95,26 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   make_split(chunk, home);
+  const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
+  float* signs = lends_sign ? piece.variance.data() : nullptr;
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
     const ArrayId variance{chunk, ArrayKind::kVariance};
     copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
-    read_bytes(variance, float_bytes(first), piece.variance.data(), float_bytes(numel));
+    if (lends_sign) read_bytes(variance, float_bytes(first), signs, float_bytes(numel));
     if (kind == ArrayKind::kVariance) {
       for (size_t i = 0; i < static_cast<size_t>(numel); ++i) {
         piece.variance[i] = std::copysign(piece.values[i], piece.variance[i]);
       }
     } else {
-      memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(),
-                                          piece.variance.data(), numel);
+      memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(), signs, numel);
       write_bytes({chunk, layout.param_home()}, half_bytes(first), {piece.param.data(), Tier::kHost},
                   half_bytes(numel));
       write_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost}, half_bytes(numel));
     }
-    write_bytes(variance, float_bytes(first), {piece.variance.data(), Tier::kHost}, float_bytes(numel));
+    if (lends_sign) write_bytes(variance, float_bytes(first), {signs, Tier::kHost}, float_bytes(numel));
   }
 }
 
@@ -120,19 +122,63 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
+  const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
+  float* signs = lends_sign ? piece.variance.data() : nullptr;
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
-    read_bytes({chunk, ArrayKind::kVariance}, float_bytes(first), piece.variance.data(), float_bytes(numel));
+    if (lends_sign) read_bytes({chunk, ArrayKind::kVariance}, float_bytes(first), signs, float_bytes(numel));
     if (kind == ArrayKind::kVariance) {
       for (int64_t i = 0; i < numel; ++i) values[begin + i] = std::fabs(piece.variance[static_cast<size_t>(i)]);
       continue;
     }
     read_bytes({chunk, layout.param_home()}, half_bytes(first), piece.param.data(), half_bytes(numel));
     read_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
-    memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), piece.variance.data(), values + begin,
-                                       numel);
+    memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), signs, values + begin, numel);
+  }
+}
+
+// A state of fewer bytes. What read_compressed() gave is stored as it was.
+void ChunkValues::write_compressed(ParamId param, ArrayKind kind, ParamValues values) {
+  const Layout& layout = store_.layout();
+  const ArrayId id{layout.placement(param).chunk, kind};
+  const ChunkSpec& spec = layout.chunk(id.chunk);
+  const StateType type = spec.states.of(kind);
+  const ParamShard shard = layout.shard_of(param);
+  std::vector<float> piece(static_cast<size_t>(std::min(kPieceNumel, shard.numel)));
+  std::vector<char> stored(static_cast<size_t>(state_bytes(type, static_cast<int64_t>(piece.size()))));
+  std::vector<float> scales(static_cast<size_t>(num_state_blocks(static_cast<int64_t>(piece.size()))));
+  for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
+    const int64_t first = shard.offset + begin;
+    copy_to_host(piece.data(), {values.data + begin, values.where}, float_bytes(numel));
+    memory_.host_compute().compress_state(piece.data(), type, stored.data(), scales.data(), numel,
+                                          {0, 0, shard.begin + begin});
+    write_bytes(id, state_offset(type, first), {stored.data(), Tier::kHost}, state_offset(type, numel));
+    if (!is_8_bit(type)) continue;
+    write_bytes(id, scales_offset(spec.shard_numel, first), {scales.data(), Tier::kHost},
+                float_bytes(num_state_blocks(numel)));
+  }
+}
+
+void ChunkValues::read_compressed(ParamId param, ArrayKind kind, float* values) {
+  const Layout& layout = store_.layout();
+  const ArrayId id{layout.placement(param).chunk, kind};
+  const ChunkSpec& spec = layout.chunk(id.chunk);
+  const StateType type = spec.states.of(kind);
+  const ParamShard shard = layout.shard_of(param);
+  const int64_t most = std::min(kPieceNumel, shard.numel);
+  std::vector<char> stored(static_cast<size_t>(state_bytes(type, most)));
+  std::vector<float> scales(static_cast<size_t>(num_state_blocks(most)));
+  for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
+    const int64_t first = shard.offset + begin;
+    read_bytes(id, state_offset(type, first), stored.data(), state_offset(type, numel));
+    if (is_8_bit(type)) {
+      read_bytes(id, scales_offset(spec.shard_numel, first), scales.data(), float_bytes(num_state_blocks(numel)));
+    }
+    memory_.host_compute().expand_state(type, stored.data(), scales.data(), values + begin, numel);
   }
 }
 
@@ -207,8 +253,10 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   if (shard.numel == 0) return;
   if (!memory_.array(id).exists()) {  // a moment before the first step
     std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
-  } else if (layout.chunk(id.chunk).splits_master() && (kind == ArrayKind::kMaster || kind == ArrayKind::kVariance)) {
+  } else if (layout.chunk(id.chunk).is_in_split(kind)) {
     read_split(param, kind, values);
+  } else if (kind != ArrayKind::kGradSum && layout.chunk(id.chunk).states.of(kind) != StateType::kFloat32) {
+    read_compressed(param, kind, values);
   } else {
     read_bytes(id, float_bytes(shard.offset), values, float_bytes(shard.numel));
   }

@@ -47,6 +47,9 @@ class ChunkValues {
   void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   void read_split(ParamId param, ArrayKind kind, float* values);
   void make_split(ChunkId chunk, Tier home);
+  // [Note: states of fewer bytes], likewise.
+  void write_compressed(ParamId param, ArrayKind kind, ParamValues values);
+  void read_compressed(ParamId param, ArrayKind kind, float* values);
   // Bytes of an array, on the tier where it is; returns when they are there.
   void read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
   void write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);

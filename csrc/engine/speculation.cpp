@@ -1,6 +1,7 @@
 #include "engine/speculation.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace patrickstar {
 
@@ -38,13 +39,13 @@ void Speculation::expect(std::vector<GroupOptions> groups, ScaleBounds scales) {
   scales_ = scales;
 }
 
-void Speculation::choose(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
+void Speculation::choose(const std::vector<NewBytes>& sizes) {
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
   chosen_ = std::move(choice.chosen);
   chosen_bytes_ = 0;
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (chosen_[chunk] != Ahead::kNothing) chosen_bytes_ += sizes[chunk].second;
+    if (chosen_[chunk] != Ahead::kNothing) chosen_bytes_ += sizes[chunk].param;
   }
   reserve(std::move(choice.blocks));
 }
@@ -68,13 +69,14 @@ HostBlock Speculation::try_allocate_param(int64_t num_bytes) {
   return allows(num_bytes) ? arena_.try_allocate_prepared(num_bytes) : HostBlock{};
 }
 
-NewValues Speculation::try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes) {
+NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
   NewValues values;
-  values.param = try_allocate_param(param_bytes);
+  values.param = try_allocate_param(size.param);
   const bool is_sure = scales_.is_exact() && failures_ == 0;
-  const bool everything = ahead(chunk) == Ahead::kEverything && is_sure && allows(3 * state_bytes);
+  const bool everything = ahead(chunk) == Ahead::kEverything && is_sure &&
+                          allows(std::accumulate(size.states.begin(), size.states.end(), int64_t{0}));
   if (!values.param || !everything) return values;
-  for (HostBlock& block : values.states) block = arena_.try_allocate_prepared(state_bytes);
+  for (size_t i = 0; i < size.states.size(); ++i) values.states[i] = arena_.try_allocate_prepared(size.states[i]);
   const bool complete = std::all_of(values.states.begin(), values.states.end(),
                                     [](const HostBlock& block) { return static_cast<bool>(block); });
   if (!complete) values.states = {};

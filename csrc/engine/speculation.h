@@ -57,9 +57,8 @@ class Speculation {
   const ScaleBounds& expected_scales() const { return scales_; }
 
   // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
-  // `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one whose states are not on
-  // the host.
-  void choose(const std::vector<std::pair<int64_t, int64_t>>& sizes);
+  // `sizes` by chunk.
+  void choose(const std::vector<NewBytes>& sizes);
   bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
   // The next choice is made anew: other chunks have their states on the host.
   void forget_choice() { chosen_.clear(); }
@@ -75,7 +74,7 @@ class Speculation {
   // Memory for the new parameters of a chunk: an empty block when there is none, or not yet.
   HostBlock try_allocate_param(int64_t num_bytes);
   // Memory for as many of a chunk's new values as are to be computed ahead; the same.
-  NewValues try_allocate(ChunkId chunk, int64_t state_bytes, int64_t param_bytes);
+  NewValues try_allocate(ChunkId chunk, const NewBytes& size);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
   // Before a backward, when chunks were chosen: memory for values that are open, where the scale is not known exactly.
   void prepare_open();

@@ -13,6 +13,9 @@ const char* at(const void* data, int64_t offset, DType dtype) {
   return static_cast<const char*>(data) + offset * element_size(dtype);
 }
 
+// Of random bits that states of fewer bytes are rounded with: the same in every run, as all else is.
+constexpr uint64_t kRandomSeed = 0;
+
 // The float32 constants of one step, from the options in binary64 (kernels.h).
 optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
   const auto step = static_cast<double>(step_count);
@@ -112,15 +115,18 @@ std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewValues& values) c
   if (!values.has_states()) return {};
   const Layout& layout = store_.layout();
   const OptimizerArrays kinds = optimizer_arrays();
+  const ChunkSpec& spec = layout.chunk(chunk);
   std::vector<Carry> result;
-  for (ParamId param : layout.chunk(chunk).params) {
+  for (ParamId param : spec.params) {
     const ParamShard shard = layout.shard_of(param);
     if (gradients_.has(param) || shard.numel == 0) continue;
-    const int64_t offset = shard.offset;
-    const int64_t num_bytes = shard.numel * static_cast<int64_t>(sizeof(float));
     for (size_t i = 0; i < values.states.size(); ++i) {
-      const auto* from = static_cast<const float*>(store_.array({chunk, kinds.kinds[i]}).block.data);
-      result.push_back({from + offset, static_cast<float*>(values.states[i].data) + offset, num_bytes});
+      const ArrayKind kind = kinds.kinds[i];
+      const StateType type = spec.states.of(kind);
+      const StatePlace from = spec.state_place(kind, store_.array({chunk, kind}).block.data, shard.offset);
+      const StatePlace to = spec.state_place(kind, values.states[i].data, shard.offset);
+      result.push_back({from.data, to.data, state_offset(type, shard.numel)});
+      if (from.scales != nullptr) result.push_back({from.scales, to.scales, num_state_blocks(shard.numel) * 4});
     }
   }
   return result;
@@ -134,11 +140,13 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     const ArrayRecord& record = store_.array({chunk, kind});
     return static_cast<char*>(target.on_device ? record.slot.data : record.block.data);
   };
-  const auto state = [&](ArrayKind kind, int64_t offset) { return reinterpret_cast<float*>(array(kind)) + offset; };
+  const auto state = [&](ArrayKind kind, int64_t offset) { return spec.state_place(kind, array(kind), offset); };
   const auto new_state = [&](size_t index, int64_t offset) {
-    return target.apart == nullptr ? nullptr : static_cast<float*>(target.apart->states[index].data) + offset;
+    if (target.apart == nullptr) return StatePlace{};
+    return spec.state_place(optimizer_arrays().kinds[index], target.apart->states[index].data, offset);
   };
-  // Neighbours of one group and step count are updated as one range.
+  const bool draws = spec.draws_random_bits();
+  // Neighbours of one group and step count are updated as one range, unless each has random bits of its own.
   int64_t end = -1;
   std::pair<int, int64_t> last_key{-1, -1};
   for (ParamId param : spec.params) {
@@ -148,15 +156,33 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     const int64_t numel = shard.numel;
     const int group = group_of_[static_cast<size_t>(param)];
     const std::pair<int, int64_t> key{group, step_counts_[static_cast<size_t>(param)] + 1};
-    if (offset == end && key == last_key) {
+    if (offset == end && key == last_key && !draws) {
       jobs.back().range.numel += numel;
     } else {
-      jobs.push_back(
-          {{array(ArrayKind::kMaster) + offset * element_size(spec.states.master), state(ArrayKind::kMomentum, offset),
-            state(ArrayKind::kVariance, offset), at(target.grad, offset, target.grad_dtype),
-            at(target.param, offset, spec.dtype), target.grad_dtype, spec.dtype, numel, new_state(0, offset),
-            new_state(1, offset), new_state(2, offset), spec.states.master},
-           make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
+      const StatePlace momentum = state(ArrayKind::kMomentum, offset);
+      const StatePlace variance = state(ArrayKind::kVariance, offset);
+      const StatePlace new_momentum = new_state(1, offset);
+      const StatePlace new_variance = new_state(2, offset);
+      optim::AdamRange range{state(ArrayKind::kMaster, offset).data,
+                             momentum.data,
+                             variance.data,
+                             at(target.grad, offset, target.grad_dtype),
+                             at(target.param, offset, spec.dtype),
+                             target.grad_dtype,
+                             spec.dtype,
+                             numel};
+      range.new_master = static_cast<float*>(new_state(0, offset).data);
+      range.new_momentum = new_momentum.data;
+      range.new_variance = new_variance.data;
+      range.master_type = spec.states.master;
+      range.momentum_type = spec.states.momentum;
+      range.variance_type = spec.states.variance;
+      range.momentum_scales = momentum.scales;
+      range.variance_scales = variance.scales;
+      range.new_momentum_scales = new_momentum.scales;
+      range.new_variance_scales = new_variance.scales;
+      range.key = optim::random_key(kRandomSeed, key.second, param, shard.begin);
+      jobs.push_back({range, make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
     }
     end = offset + numel;
     last_key = key;

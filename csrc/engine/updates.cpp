@@ -67,12 +67,11 @@ void Updates::choose_speculation() {
 
 void Updates::choose_chunks() {
   const Layout& layout = store_.layout();
-  std::vector<std::pair<int64_t, int64_t>> sizes(static_cast<size_t>(layout.num_chunks()));
+  std::vector<NewBytes> sizes(static_cast<size_t>(layout.num_chunks()));
   bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (!has_states(chunk, Tier::kHost)) continue;
-    sizes[static_cast<size_t>(chunk)] = {layout.num_bytes({chunk, ArrayKind::kMaster}),
-                                         layout.num_bytes(param_of(chunk))};
+    sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
     any = true;
   }
   if (any) speculation_.choose(sizes);
@@ -159,8 +158,7 @@ void Updates::speculate(ChunkId chunk) {
   const ScaleBounds& scales = speculation_.expected_scales();
   const ChunkSpec& spec = store_.chunk(chunk);
   if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
-  NewValues values =
-      speculation_.try_allocate(chunk, store_.num_bytes({chunk, ArrayKind::kMaster}), store_.num_bytes(grad));
+  NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
   if (!values.param) return;
   values.is_settled = scales.is_exact();
   UpdateTarget target{};

@@ -31,6 +31,10 @@ class Compute {
   virtual void add(void* sum, const void* x, DType dtype, int64_t numel) = 0;
   virtual void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) = 0;
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
+  // As CpuKernels' of the same names; `scales` is null but for 8 bits.
+  virtual void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) = 0;
+  virtual void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,
+                              const RandomKey& key) = 0;
 };
 
 // What only host memory needs.
@@ -42,7 +46,7 @@ class HostCompute : public Compute {
   // which are in `store`.
   virtual void adam_param_between(const std::vector<AdamJob>& jobs) = 0;
   virtual void adam_param_open(const std::vector<AdamJob>& jobs) = 0;
-  // [Note: split masters]
+  // [Note: split masters]; `variance` is null where that is of fewer bytes.
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                            int64_t numel) = 0;

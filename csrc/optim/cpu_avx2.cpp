@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "optim/cpu_isa.h"
+#include "optim/dynamic_map.h"
 
 #pragma GCC target("avx2,fma,f16c")
 
@@ -93,6 +94,46 @@ struct Vector {
   static Float magnitude(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
   static Float with_sign(Float x, Float sign) { return _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign)); }
 
+  using Int = __m256i;
+  using Half = __m128i;
+  static Int bits(Float x) { return _mm256_castps_si256(x); }
+  static Float floats(Int x) { return _mm256_castsi256_ps(x); }
+  static Int set_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static Int count_from(uint32_t first) {
+    return _mm256_add_epi32(set_int(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int mul_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+  static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
+  static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
+  static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static Int min_int(Int a, Int b) { return _mm256_min_epi32(a, b); }
+  template <int kBits>
+  static Int shift_right(Int a) {
+    return _mm256_srli_epi32(a, kBits);
+  }
+  static Int signs(Int a) { return _mm256_srai_epi32(a, 31); }
+  static Int less(Float a, Float b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+  static Float where_nonzero(Int a, Float x) {
+    return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(a, _mm256_setzero_si256())), x);
+  }
+  static Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+  static Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
+  static Half upper(Int a) {
+    const __m256i high = _mm256_srli_epi32(a, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  }
+  static Int load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load8(p)); }
+  static Int load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(load8(p)); }
+  static void store8(uint8_t* p, Int a) {
+    const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(0xff));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
+  using Table = __m256;
+  static Table table(const float* eight) { return _mm256_loadu_ps(eight); }
+  static Float lookup(Table table, Int index) { return _mm256_permutevar8x32_ps(table, index); }
+
   static Squares zero_squares() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
   static Squares add_squares(Squares sums, Float x) {
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
@@ -105,6 +146,7 @@ struct Vector {
   }
 
  private:
+  static __m128i load8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   static __m128i load16(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 };
 

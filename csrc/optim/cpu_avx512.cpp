@@ -7,9 +7,11 @@
 #include <cstdint>
 
 #include "optim/cpu_isa.h"
+#include "optim/dynamic_map.h"
 
 // GCC 12's own header initialises "undefined" vectors by themselves (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
 
 namespace patrickstar::optim {
@@ -88,6 +90,38 @@ struct Vector {
   static Float magnitude(Float x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
   static Float with_sign(Float x, Float sign) { return _mm512_or_ps(x, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); }
 
+  using Int = __m512i;
+  using Half = __m256i;
+  static Int bits(Float x) { return _mm512_castps_si512(x); }
+  static Float floats(Int x) { return _mm512_castsi512_ps(x); }
+  static Int set_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static Int count_from(uint32_t first) {
+    return _mm512_add_epi32(set_int(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int mul_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+  static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
+  static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
+  static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static Int min_int(Int a, Int b) { return _mm512_min_epi32(a, b); }
+  template <int kBits>
+  static Int shift_right(Int a) {
+    return _mm512_srli_epi32(a, kBits);
+  }
+  static Int signs(Int a) { return _mm512_srai_epi32(a, 31); }
+  static Int less(Float a, Float b) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)); }
+  static Float where_nonzero(Int a, Float x) { return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(a, a), x); }
+  static Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
+  static Half upper(Int a) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16)); }
+  static Int load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load8(p)); }
+  static Int load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(load8(p)); }
+  static void store8(uint8_t* p, Int a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
+  // Twice, since four bits of an index are used.
+  using Table = __m512;
+  static Table table(const float* eight) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(eight)); }
+  static Float lookup(Table table, Int index) { return _mm512_permutexvar_ps(index, table); }
+
   static Squares zero_squares() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
   static Squares add_squares(Squares sums, Float x) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
@@ -100,6 +134,7 @@ struct Vector {
   }
 
  private:
+  static __m128i load8(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256i load16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 };
 

@@ -6,6 +6,7 @@
 #endif
 
 #include "optim/cpu_isa.h"
+#include "optim/dynamic_map.h"
 
 namespace patrickstar::optim {
 

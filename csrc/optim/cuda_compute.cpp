@@ -36,6 +36,15 @@ class CudaCompute final : public Compute {
     const c10::cuda::CUDAGuard guard(device_);
     cuda::sum_squares(x, dtype, numel, partials, stream());
   }
+  void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::expand_state(type, data, scales, out, numel, stream());
+  }
+  void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,
+                      const RandomKey& key) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::compress_state(in, type, out, scales, numel, key, stream());
+  }
 
  private:
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }

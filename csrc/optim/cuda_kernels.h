@@ -15,5 +15,9 @@ void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel, cu
 void add(void* sum, const void* x, DType dtype, int64_t numel, cudaStream_t stream);
 void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel, cudaStream_t stream);
 void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cudaStream_t stream);
+void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel,
+                  cudaStream_t stream);
+void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel, const RandomKey& key,
+                    cudaStream_t stream);
 
 }  // namespace patrickstar::optim::cuda

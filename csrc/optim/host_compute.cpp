@@ -8,26 +8,40 @@ namespace patrickstar::optim {
 namespace {
 
 constexpr int64_t kGrain = 16 * kSquaresBlock;  // elements: 128 KiB of 16-bit data, and whole blocks of statistics
-static_assert(kGrain % kOpenPiece == 0);
+static_assert(kGrain % kOpenPiece == 0 && kOpenPiece % kStateBlock == 0);
 
 void* at(void* data, DType dtype, int64_t index) { return static_cast<char*>(data) + index * element_size(dtype); }
 const void* at(const void* data, DType dtype, int64_t index) {
   return static_cast<const char*>(data) + index * element_size(dtype);
 }
 
+void* at(void* state, StateType type, int64_t index) {
+  return state == nullptr ? nullptr : static_cast<char*>(state) + state_offset(type, index);
+}
+const void* at(const void* state, StateType type, int64_t index) {
+  return static_cast<const char*>(state) + state_offset(type, index);
+}
+
+float* scales_at(float* scales, int64_t index) { return scales == nullptr ? nullptr : scales + index / kStateBlock; }
+
+// `begin` is a multiple of kStateBlock where states are of 8 bits.
 AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
-  return {static_cast<char*>(range.master) + begin * element_size(range.master_type),
-          range.momentum + begin,
-          range.variance + begin,
-          at(range.grad, range.grad_dtype, begin),
-          range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin),
-          range.grad_dtype,
-          range.param_dtype,
-          end - begin,
-          range.new_master == nullptr ? nullptr : range.new_master + begin,
-          range.new_momentum == nullptr ? nullptr : range.new_momentum + begin,
-          range.new_variance == nullptr ? nullptr : range.new_variance + begin,
-          range.master_type};
+  AdamRange part = range;
+  part.master = at(range.master, range.master_type, begin);
+  part.momentum = at(range.momentum, range.momentum_type, begin);
+  part.variance = at(range.variance, range.variance_type, begin);
+  part.grad = at(range.grad, range.grad_dtype, begin);
+  part.param = range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin);
+  part.numel = end - begin;
+  part.new_master = range.new_master == nullptr ? nullptr : range.new_master + begin;
+  part.new_momentum = at(range.new_momentum, range.momentum_type, begin);
+  part.new_variance = at(range.new_variance, range.variance_type, begin);
+  part.momentum_scales = scales_at(range.momentum_scales, begin);
+  part.variance_scales = scales_at(range.variance_scales, begin);
+  part.new_momentum_scales = scales_at(range.new_momentum_scales, begin);
+  part.new_variance_scales = scales_at(range.new_variance_scales, begin);
+  part.key.first += begin;
+  return part;
 }
 
 // Of one thread, for one piece at a time.
@@ -45,10 +59,11 @@ class PoolCompute final : public HostCompute {
   explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
 
   void adam(const std::vector<AdamJob>& jobs) override {
-    run(jobs, 1, [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam(range, job.scalars); });
+    run(jobs, kStateBlock,
+        [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam(range, job.scalars); });
   }
   void adam_param(const std::vector<AdamJob>& jobs) override {
-    run(jobs, 1,
+    run(jobs, kStateBlock,
         [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam_param(range, job.scalars); });
   }
   void adam_param_between(const std::vector<AdamJob>& jobs) override {
@@ -73,13 +88,14 @@ class PoolCompute final : public HostCompute {
   }
   void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
     split(numel, [&](int64_t i, int64_t size) {
-      kernels_.split_master(master + i, param + i, lower + i, variance + i, size);
+      kernels_.split_master(master + i, param + i, lower + i, variance == nullptr ? nullptr : variance + i, size);
     });
   }
   void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                    int64_t numel) override {
-    split(numel,
-          [&](int64_t i, int64_t size) { kernels_.join_master(param + i, lower + i, variance + i, master + i, size); });
+    split(numel, [&](int64_t i, int64_t size) {
+      kernels_.join_master(param + i, lower + i, variance == nullptr ? nullptr : variance + i, master + i, size);
+    });
   }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
@@ -101,6 +117,19 @@ class PoolCompute final : public HostCompute {
   void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) override {
     split(numel, [&](int64_t begin, int64_t size) {
       kernels_.sum_squares(at(x, dtype, begin), dtype, size, partials + begin / kSquaresBlock);
+    });
+  }
+  void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) override {
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.expand_state(type, at(data, type, begin), scales + (is_8_bit(type) ? begin / kStateBlock : 0),
+                            out + begin, size);
+    });
+  }
+  void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,
+                      const RandomKey& key) override {
+    split(numel, [&](int64_t begin, int64_t size) {
+      kernels_.compress_state(in + begin, type, at(out, type, begin), scales_at(scales, begin), size,
+                              {key.a, key.b, key.first + begin});
     });
   }
 

@@ -37,6 +37,9 @@
 #define PS_LOOP __attribute__((noinline)) void
 #define PS_STEP inline __attribute__((always_inline)) void
 #define PS_INLINE __attribute__((always_inline))
+#define PS_FLOATS inline __attribute__((always_inline)) float*
+#define PS_FLOAT inline __attribute__((always_inline)) typename V::Float
+#define PS_INT inline __attribute__((always_inline)) typename V::Int
 
 template <class V, DType kType>
 inline __attribute__((always_inline)) typename V::Float load(const void* base, int64_t i) {
@@ -80,9 +83,291 @@ PS_STEP for_range(int64_t begin, int64_t end, const Step& step) {
   for (; i < end; ++i) step(ScalarLane(), i);
 }
 
+// ---- States of fewer bytes ---------------------------------------------------------------------------
+
+// [Note: random bits] of element `first + i` and those after it, 32 for each.
+template <class V>
+struct RandomBits {
+  typename V::Int a, b, multiplier1, multiplier2;
+  uint32_t first;
+
+  explicit RandomBits(const RandomKey& key)
+      : a(V::set_int(key.a)),
+        b(V::set_int(key.b)),
+        multiplier1(V::set_int(0x7feb352du)),
+        multiplier2(V::set_int(0x846ca68bu)),
+        first(static_cast<uint32_t>(key.first)) {}
+
+  PS_INT states(int64_t i) const {
+    auto x = V::xor_int(V::count_from(first + static_cast<uint32_t>(i)), a);
+    x = V::mul_int(V::xor_int(x, V::template shift_right<16>(x)), multiplier1);
+    x = V::xor_int(x, V::template shift_right<15>(x));
+    x = V::mul_int(V::add_int(x, b), multiplier2);
+    return V::xor_int(x, V::template shift_right<16>(x));
+  }
+  PS_INT param(int64_t i) const {
+    auto x = V::add_int(states(i), V::set_int(0x9e3779b9u));
+    x = V::mul_int(V::xor_int(x, V::template shift_right<16>(x)), multiplier1);
+    x = V::mul_int(V::xor_int(x, V::template shift_right<15>(x)), multiplier2);
+    return V::template shift_right<16>(x);
+  }
+};
+
+// The 16 random bits that a state is rounded with.
+struct UpperBits {
+  template <class V>
+  static PS_INT of(typename V::Int x) {
+    return V::template shift_right<16>(x);
+  }
+};
+struct LowerBits {
+  template <class V>
+  static PS_INT of(typename V::Int x) {
+    return V::and_int(x, V::set_int(0xffffu));
+  }
+};
+
+// The upper half of a split master whose variance is of fewer bytes: rounded to nearest, away from zero halfway.
+template <class V>
+inline __attribute__((always_inline)) typename V::Half half_away(typename V::Float x) {
+  return V::upper(V::add_int(V::bits(x), V::set_int(0x8000u)));
+}
+
+// Memory beyond what is read now, in elements.
+constexpr int64_t kBlockAhead = 2 * kStateBlock;
+
+template <class V>
+struct SignedCodes {
+  typename V::Table slope, offset, start, steps, first, last;
+
+  // (One that the compiler writes would be for other instructions.)
+  SignedCodes()
+      : slope(V::table(kSignedMap.slope_by_exponent)),
+        offset(V::table(kSignedMap.offset_by_exponent)),
+        start(V::table(kSignedMap.start)),
+        steps(V::table(kSignedMap.steps)),
+        first(V::table(kSignedMap.first)),
+        last(V::table(kSignedMap.last)) {}
+
+  static PS_INT load(const uint8_t* codes) { return V::load_i8(codes); }
+  PS_FLOAT value(typename V::Int code) const {
+    const auto x = V::to_float(code);
+    const auto exponent = V::template shift_right<23>(V::bits(x));
+    const auto y =
+        V::where_nonzero(code, V::fma(V::magnitude(x), V::lookup(slope, exponent), V::lookup(offset, exponent)));
+    return V::floats(V::xor_int(V::bits(y), V::and_int(V::bits(x), V::set_int(0x80000000u))));
+  }
+  // Of the entry nearest to |x|; there is none of value -1.
+  static PS_INT code(typename V::Int entry, typename V::Float x) {
+    const auto sign = V::signs(V::bits(x));
+    const auto magnitude = V::min_int(entry, V::add_int(V::set_int(128), sign));
+    return V::add_int(V::xor_int(magnitude, sign), V::template shift_right<31>(sign));
+  }
+};
+
+template <class V>
+struct UnsignedCodes {
+  typename V::Table slope, offset, start, steps, first, last;
+
+  // (One that the compiler writes would be for other instructions.)
+  UnsignedCodes()
+      : slope(V::table(kUnsignedMap.slope_by_exponent)),
+        offset(V::table(kUnsignedMap.offset_by_exponent)),
+        start(V::table(kUnsignedMap.start)),
+        steps(V::table(kUnsignedMap.steps)),
+        first(V::table(kUnsignedMap.first)),
+        last(V::table(kUnsignedMap.last)) {}
+
+  static PS_INT load(const uint8_t* codes) { return V::load_u8(codes); }
+  PS_FLOAT value(typename V::Int code) const {
+    const auto entry = V::to_float(V::add_int(code, V::set_int(1)));
+    const auto exponent = V::template shift_right<23>(V::bits(entry));
+    return V::fma(entry, V::lookup(slope, exponent), V::lookup(offset, exponent));
+  }
+  static PS_INT code(typename V::Int entry, typename V::Float) { return V::add_int(entry, V::set_int(0xffffffffu)); }
+};
+
+template <class V, template <class> class Codes>
+PS_INT nearest_code(const Codes<V>& codes, typename V::Float scaled) {
+  const auto x = V::magnitude(scaled);
+  const auto guess = V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset));
+  auto section = V::round_to_int(V::max(guess, V::set(0.0f)));
+  section = V::add_int(section, V::less(x, V::lookup(codes.start, section)));
+  const auto entry = V::fma(x, V::lookup(codes.steps, section), V::lookup(codes.first, section));
+  return codes.code(V::round_to_int(V::min(entry, V::lookup(codes.last, section))), scaled);
+}
+
+template <template <class> class Codes>
+PS_LOOP expand_block(const uint8_t* data, float scale, float* out, int64_t numel) {
+  const Codes<Vector> codes;
+  const Codes<ScalarLane> single;
+  __builtin_prefetch(data + kBlockAhead);
+  __builtin_prefetch(data + kBlockAhead + 64);
+  __builtin_prefetch(data + kBlockAhead + 128);
+  __builtin_prefetch(data + kBlockAhead + 192);
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
+    Vector::store(out + i, Vector::mul(codes.value(codes.load(data + i)), Vector::set(scale)));
+  }
+  for (; i < numel; ++i) out[i] = single.value(single.load(data + i)) * scale;
+}
+
+// As bits: those of a NaN are above infinity's, which are above all others.
+struct Largest {
+  uint32_t magnitude = 0;
+  uint32_t positive = 0;
+};
+
+PS_LOOP find_largest(const float* in, int64_t numel, Largest* out) {
+  uint32_t magnitudes[Vector::kWidth];
+  uint32_t positives[Vector::kWidth];
+  auto most = Vector::set_int(0);
+  auto most_positive = Vector::set_int(0);
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
+    const auto x = Vector::load(in + i);
+    most = Vector::max_int(most, Vector::bits(Vector::magnitude(x)));
+    most_positive = Vector::max_int(most_positive, Vector::bits(x));  // as signed numbers
+  }
+  __builtin_memcpy(magnitudes, &most, sizeof(magnitudes));
+  __builtin_memcpy(positives, &most_positive, sizeof(positives));
+  Largest result;
+  for (const uint32_t lane : magnitudes) result.magnitude = lane > result.magnitude ? lane : result.magnitude;
+  for (const uint32_t lane : positives) result.positive = lane > result.positive ? lane : result.positive;
+  for (; i < numel; ++i) {
+    const uint32_t bits = bits_of(in[i]);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > result.magnitude) result.magnitude = magnitude;
+    if (bits == magnitude && bits > result.positive) result.positive = bits;
+  }
+  *out = result;
+}
+
+template <template <class> class Codes>
+PS_LOOP compress_block(const float* in, uint8_t* data, float* scale, int64_t numel) {
+  Largest most;
+  find_largest(in, numel, &most);
+  if (most.magnitude < kLeastScaleBits || most.magnitude >= 0x7f800000u) {
+    *scale = float_of(most.magnitude < kLeastScaleBits ? 0 : 0x7fc00000u);
+    for (int64_t i = 0; i < numel; ++i) data[i] = 0;
+    return;
+  }
+  *scale = float_of(most.magnitude == most.positive ? most.magnitude : most.magnitude | 0x80000000u);
+  const float inverse = 1.0f / *scale;
+  const Codes<Vector> codes;
+  const Codes<ScalarLane> single;
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
+    const auto x = Vector::mul(Vector::load(in + i), Vector::set(inverse));
+    Vector::store8(data + i, nearest_code<Vector, Codes>(codes, x));
+  }
+  for (; i < numel; ++i) {
+    ScalarLane::store8(data + i, nearest_code<ScalarLane, Codes>(single, in[i] * inverse));
+  }
+}
+
+template <class Bits>
+PS_LOOP round_to_bf16(const float* in, uint16_t* out, int64_t numel, const RandomKey& key) {
+  const RandomBits<Vector> random(key);
+  const RandomBits<ScalarLane> single(key);
+  const auto round = [&](auto lane, int64_t i, const auto& bits) PS_INLINE {
+    using V = decltype(lane);
+    const auto x = V::bits(V::quiet(V::load(in + i)));
+    V::store16(out + i, V::upper(V::add_int(x, Bits::template of<V>(bits.states(i)))));
+  };
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) round(Vector(), i, random);
+  for (; i < numel; ++i) round(ScalarLane(), i, single);
+}
+
+template <DType kIn>
+PS_LOOP expand_loop(const void* in, float* out, int64_t numel) {
+  for_range(0, numel, [&](auto lane, int64_t i) PS_INLINE {
+    using V = decltype(lane);
+    using Element = typename Storage<kIn>::Element;
+    __builtin_prefetch(static_cast<const Element*>(in) + i + kBlockAhead);
+    V::store(out + i, load<V, kIn>(in, i));
+  });
+}
+
+// A range of any length; `data` and `scales` are those of its first element.
+inline void expand(StateType type, const void* data, const float* scales, float* out, int64_t numel) {
+  const auto* codes = static_cast<const uint8_t*>(data);
+  switch (type) {
+    case StateType::kFloat32:
+      return expand_loop<DType::kFloat32>(data, out, numel);
+    case StateType::kBFloat16:
+      return expand_loop<DType::kBFloat16>(data, out, numel);
+    case StateType::kSigned8:
+    case StateType::kUnsigned8:
+      for (int64_t i = 0; i < numel; i += kStateBlock) {
+        const int64_t size = numel - i < kStateBlock ? numel - i : kStateBlock;
+        const float scale = scales[i / kStateBlock];
+        if (type == StateType::kSigned8) {
+          expand_block<SignedCodes>(codes + i, scale, out + i, size);
+        } else {
+          expand_block<UnsignedCodes>(codes + i, scale, out + i, size);
+        }
+      }
+      return;
+    case StateType::kLowerHalf:
+    case StateType::kNone:
+      return;
+  }
+}
+
+template <class Bits>
+inline void compress(const float* in, StateType type, void* out, float* scales, int64_t numel, const RandomKey& key) {
+  auto* codes = static_cast<uint8_t*>(out);
+  switch (type) {
+    case StateType::kFloat32:
+      return expand_loop<DType::kFloat32>(in, static_cast<float*>(out), numel);
+    case StateType::kBFloat16:
+      return round_to_bf16<Bits>(in, static_cast<uint16_t*>(out), numel, key);
+    case StateType::kSigned8:
+    case StateType::kUnsigned8:
+      for (int64_t i = 0; i < numel; i += kStateBlock) {
+        const int64_t size = numel - i < kStateBlock ? numel - i : kStateBlock;
+        if (type == StateType::kSigned8) {
+          compress_block<SignedCodes>(in + i, codes + i, scales + i / kStateBlock, size);
+        } else {
+          compress_block<UnsignedCodes>(in + i, codes + i, scales + i / kStateBlock, size);
+        }
+      }
+      return;
+    case StateType::kLowerHalf:
+    case StateType::kNone:
+      return;
+  }
+}
+
+void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) {
+  with_ieee_arithmetic([&] { expand(type, data, scales, out, numel); });
+}
+
+void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel, const RandomKey& key) {
+  with_ieee_arithmetic([&] { compress<UpperBits>(in, type, out, scales, numel, key); });
+}
+
+// Bytes from a state's first element to `index`, a multiple of kStateBlock.
+inline int64_t bytes_to(StateType type, int64_t index) {
+  return type == StateType::kFloat32                                    ? 4 * index
+         : type == StateType::kNone                                     ? 0
+         : type == StateType::kSigned8 || type == StateType::kUnsigned8 ? index
+                                                                        : 2 * index;
+}
+
+inline void* state_at(void* data, StateType type, int64_t index) {
+  return data == nullptr ? nullptr : static_cast<char*>(data) + bytes_to(type, index);
+}
+
 // ---- Adam ----------------------------------------------------------------------------------------
 
 enum class ParamStore { kNone, kCached, kStreaming };
+
+// Of float32, as all loops over moments read and write them.
+PS_FLOATS momentum_of(const AdamRange& r) { return static_cast<float*>(r.momentum); }
+PS_FLOATS variance_of(const AdamRange& r) { return static_cast<float*>(r.variance); }
 
 // Elements per turn of the main loop: whole cache lines of each stream.
 constexpr int64_t kStride = 32;
@@ -147,7 +432,7 @@ struct SplitMaster {
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float load(const AdamRange& r, int64_t i) {
     return V::join(static_cast<const uint16_t*>(r.param) + i, static_cast<const uint16_t*>(r.master) + i,
-                   V::load(r.variance + i));
+                   V::load(variance_of(r) + i));
   }
   template <class V>
   static inline __attribute__((always_inline)) typename V::Float variance(typename V::Float stored) {
@@ -162,7 +447,7 @@ struct SplitMaster {
   static PS_STEP put(const AdamRange& r, int64_t i, ParamStore, States&, typename V::Float p) {
     V::store16(static_cast<uint16_t*>(r.param) + i, V::to_bf16(p));
     V::store16(static_cast<uint16_t*>(r.master) + i, V::lower(p));
-    V::store(r.variance + i, V::with_sign(V::magnitude(V::load(r.variance + i)), V::tie(p)));
+    V::store(variance_of(r) + i, V::with_sign(V::magnitude(V::load(variance_of(r) + i)), V::tie(p)));
   }
   static PS_STEP prefetch(const AdamRange& r, int64_t i) {
     prefetch_lines<2>(static_cast<const uint16_t*>(r.param) + i);
@@ -174,18 +459,18 @@ struct SplitMaster {
 struct StatesInPlace {
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(r.momentum + i, x);
+    V::store(momentum_of(r) + i, x);
   }
   template <class V>
   PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
-    V::store(r.variance + i, x);
+    V::store(variance_of(r) + i, x);
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
     V::store(static_cast<float*>(r.master) + i, x);
   }
-  const float* momentum(const AdamRange& r, int64_t i) const { return r.momentum + i; }
-  const float* variance(const AdamRange& r, int64_t i) const { return r.variance + i; }
+  const float* momentum(const AdamRange& r, int64_t i) const { return momentum_of(r) + i; }
+  const float* variance(const AdamRange& r, int64_t i) const { return variance_of(r) + i; }
 };
 
 // or in a ring that stays in the first-level cache, while new states go nowhere: the parameter alone is wanted. Vectors
@@ -225,12 +510,12 @@ struct StatesApart : StatesUnwritten {
   template <class V>
   PS_STEP put_momentum(const AdamRange& r, int64_t i, typename V::Float x) {
     StatesUnwritten::put_momentum<V>(r, i, x);
-    put<V>(r.new_momentum + i, x);
+    put<V>(static_cast<float*>(r.new_momentum) + i, x);
   }
   template <class V>
   PS_STEP put_variance(const AdamRange& r, int64_t i, typename V::Float x) {
     StatesUnwritten::put_variance<V>(r, i, x);
-    put<V>(r.new_variance + i, x);
+    put<V>(static_cast<float*>(r.new_variance) + i, x);
   }
   template <class V>
   PS_STEP put_master(const AdamRange& r, int64_t i, typename V::Float x) {
@@ -249,14 +534,14 @@ inline __attribute__((always_inline)) typename V::Float gradient(const AdamRange
 template <class V, DType kGrad, class Master, class States>
 PS_STEP update_momentum(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad, Master>(r, c, i);
-  const auto m = V::load(r.momentum + i);
+  const auto m = V::load(momentum_of(r) + i);
   states.template put_momentum<V>(r, i, V::quiet(V::fma(c.one_minus_beta1, V::sub(g, m), m)));
 }
 
 template <class V, DType kGrad, class Master, class States>
 PS_STEP update_variance(const AdamRange& r, const AdamConstants<V>& c, int64_t i, States& states) {
   const auto g = gradient<V, kGrad, Master>(r, c, i);
-  const auto stored = V::load(r.variance + i);
+  const auto stored = V::load(variance_of(r) + i);
   const auto v = V::mul(c.beta2, Master::template variance<V>(stored));
   const auto next = V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, v));
   states.template put_variance<V>(r, i, Master::template next_variance<V>(next, stored));
@@ -278,8 +563,8 @@ PS_STEP prefetch(const AdamRange& r, int64_t i) {
   constexpr int64_t kLine = 64;
   constexpr int64_t kSkewBytes = kSkew * 4;
   Master::prefetch(r, i);
-  const auto* momentum = reinterpret_cast<const char*>(r.momentum + i) + kPrefetchBytes + kSkewBytes;
-  const auto* variance = reinterpret_cast<const char*>(r.variance + i) + kPrefetchBytes + 2 * kSkewBytes;
+  const auto* momentum = reinterpret_cast<const char*>(momentum_of(r) + i) + kPrefetchBytes + kSkewBytes;
+  const auto* variance = reinterpret_cast<const char*>(variance_of(r) + i) + kPrefetchBytes + 2 * kSkewBytes;
   const auto* grad = reinterpret_cast<const char*>(static_cast<const typename Storage<kGrad>::Element*>(r.grad) + i);
   for (int64_t k = 0; k < kStride * 4; k += kLine) {
     __builtin_prefetch(momentum + k);
@@ -340,10 +625,11 @@ struct BetweenScales {
   static constexpr float kLeastDenominator = 0x1p-100f;
   static constexpr float kMostDenominator = 0x1p100f;
 
-  const AdamRange r;
+  AdamRange r;
   const float most_grad_scale;
   const ParamStore param_store;
   const OpenValues open;
+  int64_t range_begin = 0;  // of `r`, in the piece
   int64_t count = 0;
   bool is_full = false;
   StatesUnwritten at_least, at_most;
@@ -354,7 +640,7 @@ struct BetweenScales {
   template <class V>
   PS_STEP momentum(const AdamConstants<V>& c, int64_t i) {
     const auto g = load<V, kHalf>(r.grad, i);
-    const auto m = V::load(r.momentum + i);
+    const auto m = V::load(momentum_of(r) + i);
     const auto at = [&](typename V::Float scale)
                         PS_INLINE { return V::fma(c.one_minus_beta1, V::sub(V::mul(g, scale), m), m); };
     at_least.put_momentum<V>(r, i, at(c.grad_scale));
@@ -363,7 +649,7 @@ struct BetweenScales {
   template <class V>
   PS_STEP variance(const AdamConstants<V>& c, int64_t i) {
     const auto g = load<V, kHalf>(r.grad, i);
-    const auto v = V::mul(c.beta2, V::load(r.variance + i));
+    const auto v = V::mul(c.beta2, V::load(variance_of(r) + i));
     const auto at = [&](typename V::Float scale) PS_INLINE {
       const auto scaled = V::mul(g, scale);
       return V::fma(V::mul(c.one_minus_beta2, scaled), scaled, v);
@@ -405,10 +691,10 @@ struct BetweenScales {
     for (; lanes != 0 && count < open.capacity; lanes &= lanes - 1) {
       const int64_t i = first + __builtin_ctz(lanes);
       open.master[count] = static_cast<const float*>(r.master)[i];
-      open.momentum[count] = r.momentum[i];
-      open.variance[count] = r.variance[i];
+      open.momentum[count] = momentum_of(r)[i];
+      open.variance[count] = variance_of(r)[i];
       open.grad[count] = static_cast<const uint16_t*>(r.grad)[i];
-      open.index[count] = static_cast<uint16_t>(i);
+      open.index[count] = static_cast<uint16_t>(range_begin + i);
       ++count;
     }
     is_full |= lanes != 0;
@@ -416,13 +702,42 @@ struct BetweenScales {
 };
 
 template <DType kHalf>
-PS_LOOP between_loop(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, ParamStore param_store,
-                     OpenValues* open) {
-  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
+PS_LOOP between_loop(BetweenScales<kHalf>& steps, const AdamScalars& scalars) {
   skewed_loop<kHalf, WholeMaster>(
       steps.r, scalars, [&](auto, int64_t i, const auto& c) PS_INLINE { steps.momentum(c, i); },
       [&](auto, int64_t i, const auto& c) PS_INLINE { steps.variance(c, i); },
       [&](auto, int64_t i, const auto& c) PS_INLINE { steps.param(c, i); });
+}
+
+// Elements whose moments are expanded at a time.
+constexpr int64_t kExpandedPiece = 4 * kStateBlock;
+
+template <DType kHalf>
+inline void run_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
+                        ParamStore param_store, OpenValues* open) {
+  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
+  const bool whole = range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
+  if (whole) {
+    between_loop(steps, scalars);
+  } else {
+    alignas(64) float momentum[kExpandedPiece];
+    alignas(64) float variance[kExpandedPiece];
+    for (int64_t i = 0; i < range.numel; i += kExpandedPiece) {
+      const int64_t numel = range.numel - i < kExpandedPiece ? range.numel - i : kExpandedPiece;
+      expand(range.momentum_type, static_cast<const char*>(range.momentum) + bytes_to(range.momentum_type, i),
+             range.momentum_scales + i / kStateBlock, momentum, numel);
+      expand(range.variance_type, static_cast<const char*>(range.variance) + bytes_to(range.variance_type, i),
+             range.variance_scales + i / kStateBlock, variance, numel);
+      steps.range_begin = i;
+      steps.r.master = static_cast<float*>(range.master) + i;
+      steps.r.momentum = momentum;
+      steps.r.variance = variance;
+      steps.r.grad = static_cast<const uint16_t*>(range.grad) + i;
+      steps.r.param = static_cast<uint16_t*>(range.param) + i;
+      steps.r.numel = numel;
+      between_loop(steps, scalars);
+    }
+  }
   open->count = steps.is_full ? OpenValues::kAll : steps.count;
 }
 
@@ -490,7 +805,233 @@ inline void run_split_adam(const AdamRange& range, const AdamScalars& scalars) {
   });
 }
 
+// ---- Adam with states of fewer bytes -------------------------------------------------------------------
+
+// [Note: tiles] A block of states at a time: moments are expanded to the first-level cache (or stay where they are, being
+// float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with every
+// type of gradient, parameter and master, and what is compiled is the sum of all these, not the product.
+struct Tile {
+  const float* momentum;
+  const float* variance;
+  float* next_momentum;
+  float* next_variance;
+  const void* master;
+  void* next_master;  // null: masters are not written
+  const void* grad;
+  void* param;
+  int64_t numel;
+  RandomKey key;
+  ParamStore param_store;
+};
+
+struct WholeTile {
+  template <class V>
+  static PS_FLOAT load(const Tile& t, int64_t i) {
+    const auto* from = static_cast<const float*>(t.master) + i;
+    __builtin_prefetch(from + kBlockAhead);
+    return V::load(from);
+  }
+  template <class V>
+  static PS_FLOAT variance(const Tile& t, int64_t i) {
+    return V::load(t.variance + i);
+  }
+  template <class V, DType kParam>
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
+    V::store(t.next_variance + i, v);
+    if (t.next_master != nullptr) V::store(static_cast<float*>(t.next_master) + i, p);
+    if (t.param_store == ParamStore::kCached) store<V, kParam>(t.param, i, p);
+    if (t.param_store == ParamStore::kStreaming) stream<V, kParam>(t.param, i, p);
+  }
+};
+
+// [Note: split masters]: with a float32 variance, whose sign is part of them,
+struct SignedTile {
+  template <class V>
+  static PS_FLOAT load(const Tile& t, int64_t i) {
+    const auto* upper = static_cast<const uint16_t*>(t.param) + i;
+    const auto* lower = static_cast<const uint16_t*>(t.master) + i;
+    __builtin_prefetch(upper + kBlockAhead);
+    __builtin_prefetch(lower + kBlockAhead);
+    return V::join(upper, lower, V::load(t.variance + i));
+  }
+  template <class V>
+  static PS_FLOAT variance(const Tile& t, int64_t i) {
+    return V::magnitude(V::load(t.variance + i));
+  }
+  template <class V, DType kParam>
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
+    V::store(t.next_variance + i, V::with_sign(v, V::tie(p)));
+    V::store16(static_cast<uint16_t*>(t.param) + i, V::to_bf16(p));
+    V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
+  }
+};
+
+// or one of fewer bytes.
+struct UnsignedTile {
+  template <class V>
+  static PS_FLOAT load(const Tile& t, int64_t i) {
+    const auto* upper = static_cast<const uint16_t*>(t.param) + i;
+    const auto* lower = static_cast<const uint16_t*>(t.master) + i;
+    __builtin_prefetch(upper + kBlockAhead);
+    __builtin_prefetch(lower + kBlockAhead);
+    return V::join(upper, lower, V::set(0.0f));
+  }
+  template <class V>
+  static PS_FLOAT variance(const Tile& t, int64_t i) {
+    return V::load(t.variance + i);
+  }
+  template <class V, DType kParam>
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
+    V::store(t.next_variance + i, v);
+    V::store16(static_cast<uint16_t*>(t.param) + i, half_away<V>(p));
+    V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
+  }
+};
+
+// A bfloat16 parameter and no master.
+struct BareTile {
+  template <class V>
+  static PS_FLOAT load(const Tile& t, int64_t i) {
+    const auto* from = static_cast<const uint16_t*>(t.param) + i;
+    __builtin_prefetch(from + kBlockAhead);
+    return V::load_bf16(from);
+  }
+  template <class V>
+  static PS_FLOAT variance(const Tile& t, int64_t i) {
+    return V::load(t.variance + i);
+  }
+  template <class V, DType kParam>
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>& random) {
+    V::store(t.next_variance + i, v);
+    V::store16(static_cast<uint16_t*>(t.param) + i, V::upper(V::add_int(V::bits(p), random.param(i))));
+  }
+};
+
+template <class V, DType kGrad, DType kParam, class Master>
+PS_STEP update_tile_at(const Tile& t, const AdamConstants<V>& c, const RandomBits<V>& random, int64_t i) {
+  const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
+  __builtin_prefetch(grad + kBlockAhead);
+  auto p = Master::template load<V>(t, i);
+  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
+  const auto old_m = V::load(t.momentum + i);
+  const auto m = V::quiet(V::fma(c.one_minus_beta1, V::sub(g, old_m), old_m));
+  const auto old_v = V::mul(c.beta2, Master::template variance<V>(t, i));
+  const auto v = V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, old_v));
+  const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
+  p = V::quiet(V::fma(c.minus_step_size, V::div(m, d), V::mul(p, c.decay)));
+  V::store(t.next_momentum + i, m);
+  Master::template put<V, kParam>(t, i, p, v, random);
+}
+
+template <DType kGrad, DType kParam, class Master>
+PS_LOOP update_tile(const Tile& tile, const AdamScalars& scalars) {
+  const Tile t = tile;
+  const AdamConstants<Vector> c(scalars);
+  const RandomBits<Vector> random(t.key);
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
+    update_tile_at<Vector, kGrad, kParam, Master>(t, c, random, i);
+  }
+  if (i == t.numel) return;
+  const AdamConstants<ScalarLane> single(scalars);
+  const RandomBits<ScalarLane> single_random(t.key);
+  for (; i < t.numel; ++i) update_tile_at<ScalarLane, kGrad, kParam, Master>(t, single, single_random, i);
+}
+
+using UpdateTile = void (*)(const Tile& tile, const AdamScalars& scalars);
+
+inline UpdateTile choose_update_tile(const AdamRange& range) {
+  UpdateTile update = nullptr;
+  with_dtype(range.grad_dtype, [&](auto grad) {
+    constexpr DType kHalf = DType::kBFloat16;
+    if (range.master_type == StateType::kNone) {
+      update = update_tile<grad.value, kHalf, BareTile>;
+    } else if (range.master_type != StateType::kLowerHalf) {
+      with_dtype(range.param_dtype, [&](auto param) { update = update_tile<grad.value, param.value, WholeTile>; });
+    } else if (range.variance_type == StateType::kFloat32) {
+      update = update_tile<grad.value, kHalf, SignedTile>;
+    } else {
+      update = update_tile<grad.value, kHalf, UnsignedTile>;
+    }
+  });
+  return update;
+}
+
+// One moment, from block to block.
+struct TileMoment {
+  StateType type;
+  const void* from;
+  const float* from_scales;
+  void* to;  // null: it is not written
+  float* to_scales;
+  alignas(64) float expanded[kStateBlock];
+
+  bool is_float() const { return type == StateType::kFloat32; }
+  const float* expand_at(int64_t i, int64_t numel) {
+    if (is_float()) return static_cast<const float*>(from) + i;
+    expand(type, static_cast<const char*>(from) + bytes_to(type, i), from_scales + i / kStateBlock, expanded, numel);
+    return expanded;
+  }
+  float* next_at(int64_t i) { return is_float() && to != nullptr ? static_cast<float*>(to) + i : expanded; }
+  template <class Bits>
+  void compress_at(int64_t i, int64_t numel, const RandomKey& key) {
+    if (is_float() || to == nullptr) return;
+    compress<Bits>(expanded, type, state_at(to, type, i), to_scales + i / kStateBlock, numel, key);
+  }
+};
+
+enum class Writes { kParam, kAll };
+
+inline void run_tiles(const AdamRange& r, const AdamScalars& scalars, Writes writes) {
+  const bool apart = r.new_master != nullptr;
+  const bool all = writes == Writes::kAll;
+  TileMoment momentum, variance;
+  momentum.type = r.momentum_type;
+  momentum.from = r.momentum;
+  momentum.from_scales = r.momentum_scales;
+  momentum.to = !all ? nullptr : apart ? r.new_momentum : r.momentum;
+  momentum.to_scales = apart ? r.new_momentum_scales : r.momentum_scales;
+  variance.type = r.variance_type;
+  variance.from = r.variance;
+  variance.from_scales = r.variance_scales;
+  variance.to = !all ? nullptr : apart ? r.new_variance : r.variance;
+  variance.to_scales = apart ? r.new_variance_scales : r.variance_scales;
+  void* const next_master = !all ? nullptr : apart ? r.new_master : r.master;
+  const int64_t grad_size = r.grad_dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t param_size = r.param_dtype == DType::kFloat32 ? 4 : 2;
+  const ParamStore param_store = choose_param_store(r);
+  const UpdateTile update = choose_update_tile(r);
+  with_ieee_arithmetic([&] {
+    for (int64_t i = 0; i < r.numel; i += kStateBlock) {
+      const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
+      const RandomKey key{r.key.a, r.key.b, r.key.first + i};
+      const Tile tile{momentum.expand_at(i, numel),
+                      variance.expand_at(i, numel),
+                      momentum.next_at(i),
+                      variance.next_at(i),
+                      state_at(r.master, r.master_type, i),
+                      state_at(next_master, r.master_type, i),
+                      static_cast<const char*>(r.grad) + i * grad_size,
+                      r.param == nullptr ? nullptr : static_cast<char*>(r.param) + i * param_size,
+                      numel,
+                      key,
+                      param_store};
+      update(tile, scalars);
+      momentum.compress_at<UpperBits>(i, numel, key);
+      variance.compress_at<LowerBits>(i, numel, key);
+    }
+  });
+  Vector::end_stream();
+}
+
+inline bool are_moments_whole(const AdamRange& range) {
+  return range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
+}
+
 void adam(const AdamRange& range, const AdamScalars& scalars) {
+  if (!are_moments_whole(range) || range.master_type == StateType::kNone) {
+    return run_tiles(range, scalars, Writes::kAll);
+  }
   if (range.master_type == StateType::kLowerHalf) return run_split_adam(range, scalars);
   const ParamStore param_store = choose_param_store(range);
   if (range.new_master == nullptr) {
@@ -504,6 +1045,7 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
 }
 
 void adam_param(const AdamRange& range, const AdamScalars& scalars) {
+  if (!are_moments_whole(range)) return run_tiles(range, scalars, Writes::kParam);
   run_adam<StatesUnwritten>(range, scalars, choose_param_store(range));
   Vector::end_stream();
 }
@@ -519,7 +1061,7 @@ void adam_param_between(const AdamRange& range, const AdamScalars& scalars, floa
   if (scalars.weight_decay != 0) return;
   with_ieee_arithmetic([&] {
     with_half(range.param_dtype, [&](auto half) {
-      between_loop<half.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
+      run_between<half.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
     });
   });
   Vector::end_stream();
@@ -537,16 +1079,19 @@ PS_LOOP split_master(const float* master, uint16_t* param, uint16_t* lower, floa
   for_range(0, numel, [&](auto lane, int64_t i) {
     using V = decltype(lane);
     const auto x = V::quiet(V::load(master + i));
-    V::store16(param + i, V::to_bf16(x));
+    V::store16(param + i, variance == nullptr ? half_away<V>(x) : V::to_bf16(x));
     V::store16(lower + i, V::lower(x));
-    V::store(variance + i, V::with_sign(V::magnitude(V::load(variance + i)), V::tie(x)));
+    if (variance != nullptr) {
+      V::store(variance + i, V::with_sign(V::magnitude(V::load(variance + i)), V::tie(x)));
+    }
   });
 }
 
 PS_LOOP join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master, int64_t numel) {
   for_range(0, numel, [&](auto lane, int64_t i) {
     using V = decltype(lane);
-    V::store(master + i, V::join(param + i, lower + i, V::load(variance + i)));
+    const auto sign = variance == nullptr ? V::set(0.0f) : V::load(variance + i);
+    V::store(master + i, V::join(param + i, lower + i, sign));
   });
 }
 
@@ -643,9 +1188,12 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 constexpr CpuKernels table(const char* isa) {
   return CpuKernels{isa,          adam,        adam_param,      adam_param_between, adam_param_open,
                     split_master, join_master, cast_from_float, cast_to_float,      add,
-                    add_to_float, sum_squares};
+                    add_to_float, sum_squares, expand_state,    compress_state};
 }
 
+#undef PS_FLOATS
+#undef PS_FLOAT
+#undef PS_INT
 #undef PS_LOOP
 #undef PS_STEP
 #undef PS_INLINE

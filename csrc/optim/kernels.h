@@ -31,6 +31,44 @@
 // So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
 // split; arithmetic yields none but the canonical one.
 //
+// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16). The parameter beside it is therefore
+// rounded to nearest with ties away from zero, so that 16 bits hold every distance: the master stays exact, and the
+// parameter differs from round(master) where that is a tie whose upper half is even, about once in 2^17 values.
+//
+// [Note: states of fewer bytes] They are expanded to float32, which is exact, and updated by the operations above. The
+// parameter is made of the new moments as they are then; after that these are stored in fewer bits. So nothing but what
+// the next step reads is rounded.
+//
+// [Note: random bits] bfloat16 states are rounded stochastically: 16 random bits r are added to the bits of the float32,
+// and the lower half is cut off, so that the mean over r is the value. (A NaN becomes 0x7fc0, infinities stay; what is
+// above the largest bfloat16 may become infinite.) A bfloat16 parameter without master
+// is rounded so too. Element i of a range with key (a, b, first) has the random bits
+//
+//   x = uint32(first + i) ^ a
+//   x = (x ^ x >> 16) * 0x7feb352d
+//   x = ((x ^ x >> 15) + b) * 0x846ca68b
+//   x = x ^ x >> 16                            r = x >> 16 for momentum, x & 0xffff for variance
+//   y = lowbias32(x + 0x9e3779b9)              r = y >> 16 for the parameter
+//
+// x is lowbias32 (C. Wellons 2018, "Prospecting for Hash Functions", which was searched for how evenly each input bit
+// flips each output bit), with a key at both of its multiplications. That is no generator for cryptography,
+// nor need it be: rounding asks for bits that are uniform, and not correlated with values or with the same element's in
+// other steps. Elements 2^32 apart share their bits.
+//
+// [Note: states of 8 bits] Blocks of kStateBlock elements, by the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861;
+// create_dynamic_map of bitsandbytes), signed for momentum and unsigned for variance; dynamic_map.h has the constants.
+//
+//   scale = the element of the largest magnitude in the block, the positive one of two; inverse = 1 / scale
+//   code = the entry nearest to x * inverse    found by the operations in dynamic_map.h
+//   x = map(code) * scale
+//
+// The codes of a signed map are those of bitsandbytes less 127, so that zero bytes are zero; those of an unsigned map are
+// the same. There a scale is a magnitude; but the signed map has an entry for 1 and none for -1, so that a negative
+// element of the largest magnitude would lose 0.7 % of it. With its sign in the scale it is exact, and compressing what
+// was expanded gives the same codes and scales: float32 values in checkpoints stand for what was stored, to the last bit.
+// For that a block whose largest magnitude is below 2^-100 is stored as zeros, since its least entries would be
+// subnormal numbers. One with a NaN or an infinity gets a NaN as its scale and is all NaN from then on.
+//
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are. A
 // 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of its
 // last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale give
@@ -100,25 +138,58 @@ struct AdamScalars {
   float step_size;
 };
 
+// Of [Note: random bits]: with one for each step and parameter, and `first` counted from the parameter's first element,
+// results depend neither on placement nor on how ranges are cut.
+struct RandomKey {
+  uint32_t a = 0;
+  uint32_t b = 0;
+  int64_t first = 0;
+};
+
+// The finalizer of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
+constexpr uint64_t mix_key(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+// `first`: of the range, in the parameter.
+constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64_t first) {
+  constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15u;
+  uint64_t x = mix_key(seed + kGoldenRatio);
+  x = mix_key(x + kGoldenRatio * static_cast<uint64_t>(step + 1));
+  x = mix_key(x + kGoldenRatio * static_cast<uint64_t>(param + 1));
+  return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32), first};
+}
+
 // One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
 // are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted. With `new_*`
 // the old states stay as they are and the new ones go there (all three or none, apart from everything else).
 //
-// With lower halves as its master `param` is bfloat16, apart from `grad` and never null; it is read as well, and the new
-// states take the old ones' place.
+// With lower halves as its master, or none, `param` is bfloat16, apart from `grad` and never null; it is read as well,
+// the new states take the old ones' place, and adam alone takes such a range.
+//
+// States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its last
+// one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
 struct AdamRange {
-  void* master;  // of `master_type`
-  float* momentum;
-  float* variance;
+  void* master;    // of `master_type`; null where that is kNone
+  void* momentum;  // of `momentum_type`
+  void* variance;  // of `variance_type`
   const void* grad;
   void* param;
   DType grad_dtype;
   DType param_dtype;
   int64_t numel;
   float* new_master = nullptr;
-  float* new_momentum = nullptr;
-  float* new_variance = nullptr;
-  StateType master_type = StateType::kFloat32;
+  void* new_momentum = nullptr;
+  void* new_variance = nullptr;
+  StateType master_type = StateType::kFloat32;    // or kLowerHalf, or kNone: `param` is all there is
+  StateType momentum_type = StateType::kFloat32;  // or kBFloat16, kSigned8
+  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8
+  float* momentum_scales = nullptr;
+  float* variance_scales = nullptr;
+  float* new_momentum_scales = nullptr;
+  float* new_variance_scales = nullptr;
+  RandomKey key = {};
 };
 
 // One ISA's functions. Obtained from cpu_kernels() or cpu_kernels_named(); tables are constant.
@@ -134,7 +205,8 @@ struct CpuKernels {
                              OpenValues* open);
   // These others, now that the scale is known.
   void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
-  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is
+  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is. `variance` is null where
+  // that is of fewer bytes.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
   // and back
   void (*join_master)(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
@@ -149,6 +221,11 @@ struct CpuKernels {
   void (*add_to_float)(float* sum, const void* x, DType x_dtype, int64_t numel);
   // partials[b] for every block b of x, see [Note: one order of summation]
   void (*sum_squares)(const void* x, DType dtype, int64_t numel, double* partials);
+  // A state of `type` (no lower halves) as float32, and back: what adam reads, and what it stores of the values `in` as a
+  // momentum. `scales` is null but for 8 bits.
+  void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
+  void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
+                         const RandomKey& key);
 };
 
 // The widest ISA this processor has, or the one that PATRICKSTAR_ISA names (scalar, avx2, avx512).

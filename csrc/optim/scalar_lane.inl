@@ -64,6 +64,42 @@ struct ScalarLane {
   // Of a magnitude.
   static Float with_sign(Float x, Float sign) { return float_of(bits_of(x) | (bits_of(sign) & 0x80000000u)); }
 
+  // Integers of 32 bits beside the floats.
+  using Int = uint32_t;
+  using Half = uint16_t;
+  static Int bits(Float x) { return bits_of(x); }
+  static Float floats(Int x) { return float_of(x); }
+  static Int set_int(uint32_t x) { return x; }
+  // `first` and the integers after it.
+  static Int count_from(uint32_t first) { return first; }
+  static Int add_int(Int a, Int b) { return a + b; }
+  static Int mul_int(Int a, Int b) { return a * b; }
+  static Int xor_int(Int a, Int b) { return a ^ b; }
+  static Int and_int(Int a, Int b) { return a & b; }
+  static Int max_int(Int a, Int b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static Int min_int(Int a, Int b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+  template <int kBits>
+  static Int shift_right(Int a) {
+    return a >> kBits;
+  }
+  // All bits set where the sign is, or where a < b.
+  static Int signs(Int a) { return 0u - (a >> 31); }
+  static Int less(Float a, Float b) { return a < b ? 0xffffffffu : 0u; }
+  static Float where_nonzero(Int a, Float x) { return a != 0 ? x : 0.0f; }
+  static Float to_float(Int a) { return static_cast<float>(static_cast<int32_t>(a)); }
+  // To nearest even, of magnitudes below 2^22.
+  static Int round_to_int(Float x) { return bits_of(x + 0x1.8p23f) - 0x4b400000u; }
+  // The upper halves.
+  static Half upper(Int a) { return static_cast<uint16_t>(a >> 16); }
+  static Int load_i8(const uint8_t* p) { return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p))); }
+  static Int load_u8(const uint8_t* p) { return *p; }
+  // The lowest eight bits of each.
+  static void store8(uint8_t* p, Int a) { *p = static_cast<uint8_t>(a); }
+  // Of eight floats, looked up by the lowest three bits.
+  using Table = const float*;
+  static Table table(const float* eight) { return eight; }
+  static Float lookup(Table table, Int index) { return table[index % 8]; }
+
   static Squares zero_squares() { return 0.0; }
   // The square of a float is exact in binary64 (48 bits), so product and sum round as one fma does.
   static Squares add_squares(Squares sums, Float x) {

@@ -1,32 +1,41 @@
 #include "plan/host_demand.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 
 #include "memory/host_arena.h"
 
 namespace patrickstar {
 
-AheadChoice choose_ahead(const std::vector<std::pair<int64_t, int64_t>>& sizes, AheadRoom room) {
+NewBytes new_bytes(const Layout& layout, ChunkId chunk) {
+  NewBytes result;
+  auto bytes = result.states.begin();
+  for (ArrayKind kind : optimizer_arrays()) *bytes++ = layout.num_bytes({chunk, kind});
+  result.param = layout.num_bytes({chunk, layout.param_home()});
+  return result;
+}
+
+AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
   AheadChoice choice;
-  const auto take = [&](int64_t block_bytes, int count) {
-    const int64_t bytes = block_bytes * count;
+  const auto take = [&](const auto& blocks) {
+    const int64_t bytes = std::accumulate(std::begin(blocks), std::end(blocks), int64_t{0});
     if (bytes == 0 || bytes > room.num_bytes) return false;
     room.num_bytes -= bytes;
     if (room.spare >= bytes) {
       room.spare -= bytes;
     } else {
-      choice.blocks.insert(choice.blocks.end(), static_cast<size_t>(count), block_bytes);
+      choice.blocks.insert(choice.blocks.end(), std::begin(blocks), std::end(blocks));
     }
     return true;
   };
   choice.chosen.assign(sizes.size(), Ahead::kNothing);
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (take(sizes[chunk].second, 1)) choice.chosen[chunk] = Ahead::kParam;
+    if (take(std::array{sizes[chunk].param})) choice.chosen[chunk] = Ahead::kParam;
   }
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
     if (choice.chosen[chunk] == Ahead::kNothing) continue;
-    if (!take(sizes[chunk].first, 3)) break;
+    if (!take(sizes[chunk].states)) break;
     choice.chosen[chunk] = Ahead::kEverything;
   }
   return choice;
@@ -39,7 +48,7 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
   int64_t left = 0;    // of that, by states that have moved
   int64_t accumulated = 0;
   int64_t largest = 0;
-  std::vector<std::pair<int64_t, int64_t>> sizes(layout.chunks().size());
+  std::vector<NewBytes> sizes(layout.chunks().size());
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
     const bool moved = spec.trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
@@ -48,9 +57,7 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
     if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
     if (spec.trainable) largest = std::max(largest, spec.num_bytes(layout.grad_home()));
     if (moved) left += home_bytes(spec);
-    if (!moved && spec.trainable) {
-      sizes[static_cast<size_t>(chunk)] = {spec.num_bytes(ArrayKind::kMaster), spec.num_bytes(layout.param_home())};
-    }
+    if (!moved && spec.trainable) sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
   }
   if (mapped == 0) return 0;
   int64_t peak = mapped + accumulated + largest + HostArena::most_rounding_bytes(mapped);

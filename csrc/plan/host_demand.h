@@ -8,8 +8,8 @@
 // leave the device under pressure come on top, within the limit.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "chunk/layout.h"
@@ -20,6 +20,13 @@ namespace patrickstar {
 
 // How much of a chunk's update is made ahead of the step.
 enum class Ahead : uint8_t { kNothing, kParam, kEverything };
+
+// What a chunk's new values take; zeros for one whose states are not on the host.
+struct NewBytes {
+  std::array<int64_t, 3> states{};  // in the order of optimizer_arrays()
+  int64_t param = 0;
+};
+NewBytes new_bytes(const Layout& layout, ChunkId chunk);
 
 // Host memory for new values.
 struct AheadRoom {
@@ -33,9 +40,8 @@ struct AheadChoice {
 };
 
 // The chunks whose updates are made ahead of the step, in the order of the next forward: new parameters of as many as
-// possible, then new states. `sizes` by chunk: what its new values take, each as (one state, parameters); zeros for one
-// whose states are not on the host.
-AheadChoice choose_ahead(const std::vector<std::pair<int64_t, int64_t>>& sizes, AheadRoom room);
+// possible, then new states. `sizes` by chunk.
+AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room);
 
 // Whether there are updates ahead of the step that take memory.
 enum class NewValuesAhead : uint8_t { kNever, kWhereThereIsRoom };

@@ -13,7 +13,7 @@ import torch
 from flags import Parser
 
 from patrickstar.checkpoint import latest_tag
-from patrickstar.config import Speculation, parse_config
+from patrickstar.config import Speculation, States, parse_config
 
 from .models import SIZES, ModelKind, ModelShape
 from .options import TrainingOptions
@@ -187,6 +187,12 @@ def _add_memory_arguments(memory: Any) -> None:
 
 
 def _add_host_arguments(host: Any) -> None:
+    host.add_argument(
+        "--states",
+        choices=[choice.value for choice in States],
+        default="fp32",
+        help="what momentum and variance are stored in",
+    )
     host.add_argument("--speculation", choices=[choice.value for choice in Speculation], default="auto")
     host.add_argument("--host-threads", type=int, metavar="N", help="per rank (default: its share of the cores)")
     host.add_argument("--rank-timeout", type=float, metavar="SECONDS", help="for another rank (default: 600)")
@@ -229,6 +235,7 @@ def _training_options(args: argparse.Namespace) -> TrainingOptions:
         states_on_host=args.states_on_host,
         cpu_embedding=args.cpu_embedding,
         speculation=args.speculation,
+        states=args.states,
         plan=args.plan,
         profile=args.profile,
         profile_step=args.profile_step,

@@ -42,6 +42,8 @@ class TrainingOptions:
     """Whether all optimizer states stay on the host."""
     speculation: str = "auto"
     """When updates on the host start: ``optimizer.speculation``."""
+    states: str = "fp32"
+    """What momentum and variance are stored in: ``optimizer.states``."""
     cpu_embedding: bool = False
     """Whether embeddings stay on the host."""
     plan: Path | None = None
@@ -61,6 +63,7 @@ class TrainingOptions:
         """The configuration for ``initialize_engine``, with the keys that differ from its defaults."""
         params = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         optimizer = {"type": "AdamW", "params": params, "speculation": self.speculation}
+        optimizer["states"] = self.states
         config = {
             "optimizer": optimizer,
             "gradient_clipping": self.clipping,

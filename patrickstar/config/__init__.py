@@ -33,6 +33,7 @@ from patrickstar.config.schema import (
     SequenceMode,
     SequenceParallelConfig,
     Speculation,
+    States,
     profile_of_environment,
 )
 from patrickstar.config.spellings import auto_keys, fill_auto
@@ -65,6 +66,7 @@ __all__ = [
     "SequenceMode",
     "SequenceParallelConfig",
     "Speculation",
+    "States",
     "adam_options",
     "auto_keys",
     "check_loss_scaler_state",

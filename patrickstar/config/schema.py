@@ -55,6 +55,14 @@ class Speculation(enum.Enum):
     COMMIT = "commit"
 
 
+class States(enum.Enum):
+    """What momentum and variance are stored in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    EIGHT_BIT = "8bit"
+
+
 class SequenceMode(enum.Enum):
     """How attention over a sequence that ranks share is computed (:class:`patrickstar.sequence.Mode`)."""
 
@@ -149,7 +157,7 @@ class AdamConfig(Section):
     amsgrad: Annotated[Switch, refused("the maximum of variances is not kept; leave it out")] = False
     """Whether Adam's AMSGrad variant is used."""
     fp32_optimizer_states: Annotated[
-        Switch, refused("momentum and variance are float32, which exactness is built on; leave it out", only=(True,))
+        Switch, refused('what momentum and variance are stored in is optimizer.states: give "bf16" there', only=(True,))
     ] = True
     """Whether momentum and variance are float32; else they have the parameters' dtype."""
     max_grad_norm: Annotated[
@@ -183,6 +191,14 @@ class OptimizerConfig(Section):
     refused), there is neither clipping nor loss scaling, and gradients that are not finite are applied as
     ``torch.optim`` applies them. A backward that fails half way leaves a model that is updated in part: go on from a
     checkpoint. On one GPU with ``bf16`` parameters and states then take 12 bytes per parameter instead of 14.
+    """
+    states: Annotated[States, HONOURED] = States.FP32
+    """What momentum and variance are stored in between updates, which compute in float32 in any case: ``"fp32"`` (14
+    bytes per parameter in 16-bit training, with the parameter and its float32 master), ``"bf16"``, rounded
+    stochastically (10 bytes), or ``"8bit"``, in blocks of 256 with a scale (8 bytes; Dettmers et al. 2021, "8-bit
+    Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
+    those of fewer than 4,096 elements keep float32, as there. A loss of precision that is yours to accept: the guide
+    ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
     """
     streaming: Annotated[
         Text,

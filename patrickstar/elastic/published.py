@@ -15,7 +15,7 @@ import torch
 
 from patrickstar.elastic.movement import Move
 
-DEFAULT_FOLDER = "/dev/shm"  # noqa: S108: on purpose, memory
+DEFAULT_FOLDER = "/dev/shm"  # noqa: S108 (memory is on purpose)
 _ITEM_BYTES = torch.float32.itemsize
 
 

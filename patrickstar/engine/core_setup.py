@@ -11,7 +11,7 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
-from patrickstar.machine.engine_options import bf16_master, make_engine_options
+from patrickstar.machine.engine_options import make_engine_options, state_scheme
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
@@ -60,8 +60,8 @@ def build_core(
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
         size = dataclasses.replace(size, numel=chunk_numel)
-    master = bf16_master(config.optimizer.speculation, chunk_ranks.size)
-    layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, master)
+    scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, chunk_ranks.size)
+    layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, scheme)
     segments = ExpandableSegments(context.device, budgets.device_bytes)
     local = (context.local_rank, context.local_world_size)
     try:

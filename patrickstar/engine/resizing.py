@@ -36,7 +36,7 @@ from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets, failed_ranks
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
-from patrickstar.machine.engine_options import bf16_master
+from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -375,10 +375,11 @@ def _own_values(session: Session, parts: Sequence[Part], param: int, array: int,
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
     """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
-    master = bf16_master(session.config.optimizer.speculation, num_ranks)
+    optimizer = session.config.optimizer
+    scheme = state_scheme(optimizer.states, optimizer.speculation, num_ranks)
     found = []
     for rank in range(num_ranks):
-        layout = make_layout(params, chunk_numel, num_ranks, rank, master)
+        layout = make_layout(params, chunk_numel, num_ranks, rank, scheme)
         shards = (layout.shard_of(param) for param in range(len(params.chunked)))
         found.append([(begin, begin + numel) for begin, numel, _ in shards])
     return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation
+from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation, States
 from patrickstar.machine.budgets import Budgets
 
 
@@ -96,13 +97,37 @@ def _local_rank() -> int:
     return int(value)
 
 
-def bf16_master(speculation: Speculation, num_ranks: int) -> _C.StateType:
-    """What a parameter that computes in bfloat16 has as its float32 master: where updates are committed in backward, so
-    that gradients need not wait, the lower half of it beside the parameter (12 bytes per parameter instead of 14). Not
-    yet with several ranks.
+@dataclasses.dataclass(frozen=True)
+class StateScheme:
+    """What the optimizer states of trained parameters are stored in.
+
+    Args:
+        states: momentum and variance.
+        splits_masters: whether the float32 master of a parameter that computes in bfloat16 is stored as its lower half
+            beside the parameter (csrc/optim/kernels.h, [Note: split masters]).
+    """
+
+    states: States = States.FP32
+    splits_masters: bool = False
+
+    def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
+        """Of one parameter; ``keeps_float32``: whether its moments are none that 8 bits are for."""
+        types = _C.StateType
+        splits = self.splits_masters and compute_dtype is torch.bfloat16
+        momentum, variance = {
+            States.FP32: (types.FLOAT32, types.FLOAT32),
+            States.BF16: (types.BFLOAT16, types.BFLOAT16),
+            States.EIGHT_BIT: (types.FLOAT32, types.FLOAT32) if keeps_float32 else (types.SIGNED8, types.UNSIGNED8),
+        }[self.states]
+        return _C.StateFormat(types.LOWER_HALF if splits else types.FLOAT32, momentum, variance)
+
+
+def state_scheme(states: States, speculation: Speculation, num_ranks: int) -> StateScheme:
+    """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
+    per parameter less. Not yet with several ranks.
     """
     splits = speculation is Speculation.COMMIT and num_ranks == 1
-    return _C.StateType.LOWER_HALF if splits else _C.StateType.FLOAT32
+    return StateScheme(states, splits)
 
 
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
+from patrickstar.machine.engine_options import StateScheme
 from patrickstar.module.chunked_parameter import ChunkedParameter
 
 logger = logging.getLogger("patrickstar")
@@ -27,6 +28,9 @@ logger = logging.getLogger("patrickstar")
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 
 _LEAST_CHUNK_NUMEL = 1024
+
+# Of parameters with moments of 8 bits: bitsandbytes' min_8bit_size.
+_LEAST_8_BIT_NUMEL = 4096
 
 # Which parameter names of a module were registered inside torch_scope, and with which do_allreduce.
 _torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -75,6 +79,8 @@ class ChunkedSpec:
     """Where the parameter returns to when it leaves the engine."""
     trained: bool
     """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
+    keeps_float32: bool
+    """Whether its moments stay float32 where others have 8 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +167,7 @@ def plan_params(
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
     }
     norms = _params_with_statistics(module, compute_dtype)
+    embeddings = _embedding_weights(module)
     chunked, managed = [], []
     for name, param in module.named_parameters():
         plain = (
@@ -178,9 +185,22 @@ def plan_params(
         else:
             dtype = norms.get(param, compute_dtype)
             chunked.append(
-                ChunkedSpec(name=name, param=param, compute_dtype=dtype, original_device=param.device, trained=trained)
+                ChunkedSpec(
+                    name=name,
+                    param=param,
+                    compute_dtype=dtype,
+                    original_device=param.device,
+                    trained=trained,
+                    keeps_float32=param in embeddings or param.dim() < 2 or param.numel() < _LEAST_8_BIT_NUMEL,
+                )
             )
     return SortedParams(chunked=chunked, managed=managed)
+
+
+def _embedding_weights(module: nn.Module) -> set[nn.Parameter]:
+    """Also those that other modules use as well."""
+    embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+    return {child.weight for child in embeddings if isinstance(child.weight, nn.Parameter)}
 
 
 def _scoped_modules(module: nn.Module) -> list[tuple[nn.Module, dict[str, bool]]]:
@@ -260,11 +280,12 @@ def make_layout(
     chunk_numel: int,
     num_ranks: int = 1,
     rank: int = 0,
-    bf16_master: _C.StateType = _C.StateType.FLOAT32,
+    scheme: StateScheme | None = None,
 ) -> _C.Layout:
-    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards. ``bf16_master`` is
-    what parameters that compute in bfloat16 have as their master (machine/engine_options.py).
+    """Packs the chunked parameters in registration order, each chunk cut into ``num_ranks`` shards. ``scheme`` is what
+    their states are stored in; None: float32.
     """
+    scheme = scheme or StateScheme()
     return _C.Layout.pack(
         numels=[spec.param.numel() for spec in params.chunked],
         dtypes=[DTYPES[spec.compute_dtype] for spec in params.chunked],
@@ -272,5 +293,5 @@ def make_layout(
         chunk_numel=chunk_numel,
         num_ranks=num_ranks,
         rank=rank,
-        bf16_master=bf16_master,
+        states=[scheme.format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
     )

@@ -19,6 +19,7 @@ from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
 from patrickstar.planning.proposals import (
     Proposal,
+    fewer_state_bytes,
     more_device_memory,
     more_host_memory,
     most_device_bytes,
@@ -194,6 +195,7 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
             yield more_device_memory(question, size_in_words(int(least_device * share)))
     if refusal.least_host_bytes is not None:
         yield from _device_memory(question)
+        yield from fewer_state_bytes(question)
     for factor in _MORE_GPUS:
         count = question.cluster.gpus_per_node * factor
         if count <= 2 * question.machine.gpus_per_socket:

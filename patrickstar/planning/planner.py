@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import ActivationOffload, LossComputation, Speculation
-from patrickstar.machine.engine_options import bf16_master
+from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
+from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.planning.cluster import Cluster
@@ -157,6 +157,8 @@ class Answer:
         optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
         if setting.speculation is not Speculation.AUTO:
             optimizer["speculation"] = setting.speculation.value
+        if setting.states is not States.FP32:
+            optimizer["states"] = setting.states.value
         config: dict[str, Any] = {
             "optimizer": optimizer,
             "device_memory": _as_written(setting.device_bytes),
@@ -324,10 +326,10 @@ class Planner:
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
         num_ranks = cluster.chunk_ranks
-        master = bf16_master(question.setting.speculation, num_ranks)
-        key = (question.workload, question.machine, cluster, size, master)
+        scheme = state_scheme(question.setting.states, question.setting.speculation, num_ranks)
+        key = (question.workload, question.machine, cluster, size, scheme)
         if key not in self._predictors:
-            layout = make_layout(trace.params, size, num_ranks, bf16_master=master)
+            layout = make_layout(trace.params, size, num_ranks, scheme=scheme)
             self._predictors[key] = Predictor(trace.uses, layout, question.machine, cluster)
         return self._predictors[key]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Speculation
+from patrickstar.config import ActivationOffload, Speculation, States
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
@@ -93,6 +93,8 @@ class Setting:
     """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    states: States = States.FP32
+    """What momentum and variance are stored in (``optimizer.states``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+from patrickstar.config import States
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.planner import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
@@ -36,6 +38,14 @@ def more_host_memory(question: Question, least_bytes: int, what_for: str = "") -
     text = f"{show_size(num_bytes)} of host memory{what_for and ', '}{what_for}"
     flags = ("--host-memory", enough_size(num_bytes))
     return other_setting("host memory", text, flags, question, host_bytes=num_bytes)
+
+
+def fewer_state_bytes(question: Question) -> Iterator[Proposal]:
+    """Moments that are stored in fewer bytes, the more exact ones first."""
+    for states, words in ((States.BF16, "in bfloat16, stochastically rounded"), (States.EIGHT_BIT, "in 8 bits")):
+        if list(States).index(states) > list(States).index(question.setting.states):
+            text = f"store momentum and variance {words}, which is no longer exact"
+            yield other_setting("states", text, ("--states", states.value), question, states=states)
 
 
 def most_device_bytes(question: Question) -> int:

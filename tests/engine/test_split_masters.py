@@ -26,7 +26,7 @@ def config_of(speculation, *, on_device=True, **more):
 
 def is_split(engine):
     layout = engine._session.layout
-    return all(layout.chunk(i)["master"] == _C.StateType.LOWER_HALF for i in range(layout.num_chunks))
+    return all(layout.chunk(i)["states"].master == _C.StateType.LOWER_HALF for i in range(layout.num_chunks))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "lora", "shared", "mixture_of_experts"])

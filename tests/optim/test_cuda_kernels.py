@@ -19,6 +19,7 @@ from tests.optim.kernel_calls import (
     run_adam,
     sum_squares,
 )
+from tests.optim.test_state_types import CASES, KEY, MOMENTS, State, Update
 
 pytestmark = pytest.mark.gpu
 
@@ -176,3 +177,43 @@ def test_large_arrays():
     milliseconds = begin.elapsed_time(end)
     gparams = numel / milliseconds / 1e6
     print(f"cuda_adam, first run: {gparams:.1f} Gparam/s, {28 * gparams:.0f} GB/s")
+
+
+def update_on_device(update, misalign):
+    result = update.copy(misalign)
+    for state in (result.master, result.momentum, result.variance):
+        state.data = to_device(state.data, misalign)
+        state.scales = None if state.scales is None else state.scales.cuda()
+    result.grad, result.param = to_device(result.grad, misalign), to_device(result.param, misalign)
+    return result
+
+
+def on_host(memory):
+    return [tuple(t.cpu() for t in item) if isinstance(item, tuple) else item.cpu() for item in memory]
+
+
+@pytest.mark.parametrize("misalign", [0, 3])
+@pytest.mark.parametrize(("moments", "master", "grad_dtype", "param_dtype"), CASES, ids=str)
+def test_adam_with_states_of_fewer_bytes(moments, master, grad_dtype, param_dtype, misalign):
+    for numel in SIZES:
+        for scalars in ("adamw", "adam_l2"):
+            host = Update.random(numel, MOMENTS[moments], master, grad_dtype, param_dtype, seed=numel)
+            device = update_on_device(host, misalign)
+            for _ in range(2):
+                host.run("scalar", SCALARS[scalars])
+                _C.optim.cuda_adam(*device.arguments(), stream(), key=KEY, **SCALARS[scalars])
+            assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
+
+
+@pytest.mark.parametrize("kind", [_C.StateType.BFLOAT16, _C.StateType.SIGNED8, _C.StateType.UNSIGNED8], ids=str)
+def test_states_of_fewer_bytes_and_back(kind):
+    values = random_values(70_001, torch.float32, torch.Generator().manual_seed(5), wild=False)
+    values[300], values[600], values[1024:1280] = float("nan"), float("inf"), 1e-40
+    expected, device, source = State.of(kind, values), State.empty(kind, len(values)), values.cuda()
+    device.data = device.data.cuda()
+    device.scales = None if device.scales is None else device.scales.cuda()
+    scales = 0 if device.scales is None else address(device.scales)
+    _C.optim.cuda_compress_state(address(source), kind, address(device.data), scales, len(values), stream(), key=KEY)
+    assert_same_bits(on_host([device.memory]), [expected.memory], "compressed")
+    _C.optim.cuda_expand_state(kind, address(device.data), scales, address(source), len(values), stream())
+    assert_same_bits(source.cpu(), expected.expanded(), "expanded")

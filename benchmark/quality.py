@@ -1,0 +1,111 @@
+"""What states of fewer bytes cost in quality: held-out losses of ``examples/finetune_gpt2.py`` by scheme and seed.
+
+A GPT-2 is trained from scratch on the language reference that every CPython carries, once for each scheme of
+``optimizer.states`` and each seed, which decides initial values and order. The float32 runs' spread over seeds is what
+a difference between schemes must exceed to mean anything.
+
+* loss: on the held-out text after the last step, the mean over seeds, and the least and the most of them.
+* against fp32: the mean over seeds of the relative difference to the float32 run of the same seed.
+* curves: in one picture with ``--plot``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmark.common import provenance
+from patrickstar.config import States
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "finetune_gpt2.py"
+_SCORE = re.compile(r"step (\d+): held-out loss ([0-9.]+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [member.value for member in States]
+    parser.add_argument("--states", nargs="+", choices=names, default=names)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--model-size", default="small", help="of the example")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the curves there")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains one after the other."""
+    curves: dict[str, dict[int, dict[int, float]]] = {states: {} for states in args.states}
+    for seed in args.seeds:
+        for states in args.states:
+            curves[states][seed] = _train(states, seed, args)
+            print(f"{states}, seed {seed}: {curves[states][seed]}", file=sys.stderr, flush=True)
+    rows = [_row(states, curves) for states in args.states]
+    if args.plot:
+        _plot(curves, args.plot)
+    asked = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
+    return {"case": "quality", **asked, "rows": rows, "curves": curves, **provenance()}
+
+
+def _train(states: str, seed: int, args: argparse.Namespace) -> dict[int, float]:
+    """Held-out losses by steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"states": states, "seed": seed, "model-size": args.model_size, "steps": args.steps}
+        flags |= {"batch-size": args.batch_size, "output-dir": folder}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        done = subprocess.run(
+            [sys.executable, EXAMPLE, "--overwrite", *words],
+            text=True,
+            capture_output=True,
+        )
+    if done.returncode != 0:
+        sys.exit(f"{EXAMPLE.name} --states {states} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return {int(step): float(loss) for step, loss in _SCORE.findall(done.stdout + done.stderr)}
+
+
+def _row(states: str, curves: dict[str, dict[int, dict[int, float]]]) -> dict[str, Any]:
+    last = {seed: curve[max(curve)] for seed, curve in curves[states].items()}
+    exact = {seed: curve[max(curve)] for seed, curve in curves.get("fp32", {}).items()}
+    gaps = [last[seed] / exact[seed] - 1 for seed in last if seed in exact]
+    return {
+        "states": states,
+        "loss": statistics.mean(last.values()),
+        "least": min(last.values()),
+        "most": max(last.values()),
+        "against_fp32": statistics.mean(gaps) if gaps else None,
+    }
+
+
+def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for color, (states, by_seed) in zip(("C0", "C1", "C2"), curves.items(), strict=False):
+        for number, curve in enumerate(by_seed.values()):
+            steps = sorted(curve)
+            label = states if number == 0 else None
+            axes.plot(steps, [curve[step] for step in steps], color=color, alpha=0.7, marker=".", label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("held-out loss")
+    axes.legend(title="optimizer.states")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def format_table(result: dict[str, Any]) -> str:
+    lines = [
+        f"GPT-2 {result['model_size']}, {result['steps']} steps of {result['batch_size']} sequences, seeds "
+        f"{', '.join(map(str, result['seeds']))}",
+        f"{'states':<8}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
+    ]
+    for row in result["rows"]:
+        gap = "" if row["against_fp32"] is None else f"{row['against_fp32']:+.2%}"
+        lines.append(f"{row['states']:<8}{row['loss']:>9.4f}{row['least']:>9.4f}{row['most']:>9.4f}{gap:>14}")
+    return "\n".join(lines)

@@ -1,0 +1,533 @@
+"""States of fewer bytes: their codes and roundings against plain numpy and the published map, and Adam with them, in
+every pass and on every ISA, against float32 Adam between the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy
+import pytest
+import torch
+
+from patrickstar import _C
+from tests.bits import assert_same_bits
+from tests.optim.kernel_calls import DTYPES, ISAS, adam_scalars, address, make_arrays, random_values, run_adam
+
+StateType = _C.StateType
+BLOCK = _C.optim.STATE_BLOCK
+KEY = _C.optim.random_key(seed=7, step=3, param=11, first=5)
+SCALARS = {
+    "adamw": adam_scalars(3, weight_decay=0.1, grad_scale=0.37),
+    "adam_l2": adam_scalars(1, lr=0.3, weight_decay=0.1, decoupled=False),
+    "fine_tuning": adam_scalars(50, lr=1e-4, weight_decay=0.1, grad_scale=0.37),
+}
+SIZES = [0, 1, 17, 256, 257, 1000]
+EIGHT_BITS = {"signed": StateType.SIGNED8, "unsigned": StateType.UNSIGNED8}
+MOMENTS = {
+    "bf16": (StateType.BFLOAT16, StateType.BFLOAT16),
+    "8bit": (StateType.SIGNED8, StateType.UNSIGNED8),
+    "float32_and_8bit": (StateType.FLOAT32, StateType.UNSIGNED8),
+    "8bit_and_float32": (StateType.SIGNED8, StateType.FLOAT32),
+}
+FLOATS = (StateType.FLOAT32, StateType.FLOAT32)
+
+
+@dataclasses.dataclass
+class State:
+    """An array of one type, ``misalign`` elements (of float32 or 16 bits) into its memory."""
+
+    type: StateType
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, kind, numel, misalign=0):
+        dtype = {StateType.FLOAT32: torch.float32, StateType.BFLOAT16: torch.bfloat16,
+                 StateType.LOWER_HALF: torch.int16}.get(kind, torch.uint8)  # fmt: skip
+        data = torch.full((numel + misalign,), 7, dtype=dtype)[misalign:]
+        scales = torch.full((-(-numel // BLOCK),), 7.0) if kind in EIGHT_BITS.values() else None
+        return cls(kind, data, scales)
+
+    @property
+    def array(self):
+        return _C.optim.StateArray(address(self.data), self.type, 0 if self.scales is None else address(self.scales))
+
+    @property
+    def memory(self):
+        return self.data if self.scales is None else (self.data, self.scales)
+
+    def copy(self, misalign=0):
+        other = State.empty(self.type, len(self.data), misalign)
+        other.data.copy_(self.data)
+        if self.scales is not None:
+            other.scales.copy_(self.scales)
+        return other
+
+    def expanded(self, isa="scalar"):
+        out = torch.empty(len(self.data))
+        _C.optim.expand_state(isa, self.array, address(out), len(out))
+        return out
+
+    @classmethod
+    def of(cls, kind, values, isa="scalar", key=KEY):
+        state = cls.empty(kind, len(values))
+        _C.optim.compress_state(isa, address(values), state.array, len(values), key=key)
+        return state
+
+
+def published_map(*, signed):
+    """create_dynamic_map of bitsandbytes (functional.py), for 7 exponent bits and 8 bits in all; sorted."""
+    data = []
+    for i in range(7):
+        boundaries = torch.linspace(0.1, 1, 2**i + 1 if signed else 2 ** (i + 1) + 1)
+        means = (boundaries[:-1] + boundaries[1:]) / 2.0
+        data += (10 ** (-6 + i) * means).tolist()
+        if signed:
+            data += (-(10 ** (-6 + i)) * means).tolist()
+    return torch.tensor(sorted([*data, 0.0, 1.0]))
+
+
+def code_order(*, signed):
+    """The codes in the order of their values: ours of a signed map are bytes whose zero is zero."""
+    return (torch.arange(256) + (129 if signed else 0)).to(torch.uint8)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_the_map_is_the_published_one(isa, kind):
+    signed = kind == "signed"
+    state = State(EIGHT_BITS[kind], code_order(signed=signed), torch.ones(1))
+    values, published = state.expanded(isa), published_map(signed=signed)
+    assert len(published) == 256
+    torch.testing.assert_close(values, published, rtol=2e-6, atol=0)
+    assert values[-1] == 1 and values[127 if signed else 0] == 0
+    assert_same_bits(values, state.expanded("scalar"))
+    state.scales.fill_(0.3)
+    assert_same_bits(state.expanded(isa), values * torch.tensor(0.3))
+
+
+def blocks_of(values, scale=1.0):
+    """These, each block with ``scale`` as its largest magnitude."""
+    rows = torch.nn.functional.pad(values, (0, -len(values) % (BLOCK - 1))).view(-1, BLOCK - 1)
+    return torch.cat([rows, torch.full((len(rows), 1), scale)], 1).flatten()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_codes_are_those_of_the_nearest_entries(isa, kind):
+    signed = kind == "signed"
+    entries = published_map(signed=signed).double()
+    middles = ((entries[1:] + entries[:-1]) / 2).float()
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10 ** (torch.rand(20_000, generator=generator) * 9 - 9)
+    signs = torch.randint(2, sizes.shape, generator=generator) * 2 - 1
+    steps = torch.tensor([-4e-6, -3e-6, 0.0, 3e-6, 4e-6])
+    around = (middles[:, None] * (1 + steps)).flatten()
+    for scale in (1.0, 2.0**-20, 3e38, 1e-30):
+        values = blocks_of(torch.cat([entries.float(), around, sizes * signs if signed else sizes]), 1.0) * scale
+        codes = State.of(EIGHT_BITS[kind], values, isa)
+        scaled = values.double() / scale
+        index = torch.searchsorted(middles.double(), scaled)
+        places = torch.empty(256, dtype=torch.int64)
+        places[code_order(signed=signed).long()] = torch.arange(256)
+        actual = places[codes.data.long()]
+        farther = (entries[actual] - scaled).abs() - (entries[index] - scaled).abs()
+        assert (farther <= 3e-6 * scaled.abs()).all()
+        assert (actual != index).double().mean() < 1e-2
+        assert_same_bits(codes.scales, torch.full_like(codes.scales, scale))
+        assert_same_bits(codes.memory, State.of(EIGHT_BITS[kind], values, "scalar").memory, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_blocks_without_ordinary_scale(isa, kind):
+    values = torch.rand(7 * BLOCK - 9, generator=torch.Generator().manual_seed(1))
+    for block, value in enumerate([0.0, math.nan, math.inf, -math.inf, 7e-31, 1.0]):
+        if value in (0.0, 7e-31):
+            values[block * BLOCK : (block + 1) * BLOCK] = value
+        values[block * BLOCK + 17] = value
+    state = State.of(EIGHT_BITS[kind], values, isa)
+    expanded = torch.nn.functional.pad(state.expanded(isa), (0, 9)).view(7, BLOCK)
+    assert (expanded[[0, 4]] == 0).all() and not torch.signbit(expanded[[0, 4]]).any()
+    assert expanded[1:4].isnan().all(), "no NaN or infinity may be lost"
+    assert expanded[5:].isfinite().all()
+    assert_same_bits(state.memory, State.of(EIGHT_BITS[kind], values, "scalar").memory)
+    empty = State(EIGHT_BITS[kind], torch.zeros(BLOCK, dtype=torch.uint8), torch.zeros(1))
+    assert_same_bits(empty.expanded(isa), torch.zeros(BLOCK))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_what_was_expanded_is_compressed_to_the_same(isa, kind):
+    """Scales and codes, so that checkpoints may hold float32; the largest magnitude of a block is exact."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = 10 ** (torch.rand(64, BLOCK, generator=generator) * 12 - 9)
+    values = sizes * (torch.randint(2, sizes.shape, generator=generator) * 2 - 1 if kind == "signed" else 1)
+    state = State.of(EIGHT_BITS[kind], values.flatten(), isa)
+    expanded = state.expanded(isa)
+    assert_same_bits(State.of(EIGHT_BITS[kind], expanded, isa).memory, state.memory)
+    largest = values.abs().argmax(1, keepdim=True)
+    assert_same_bits(expanded.view(64, BLOCK).gather(1, largest), values.gather(1, largest))
+    if kind == "signed":
+        assert (state.scales < 0).any() and (state.scales > 0).any()
+    both = State.of(EIGHT_BITS["signed"], torch.tensor([-2.0, 2.0]), isa)
+    assert both.scales.tolist() == [2.0]
+
+
+def lowbias32(x, key=None):
+    """Chris Wellons, "Prospecting for Hash Functions" (2018); with a key, between its two multiplications too."""
+    x = numpy.asarray(x, dtype=numpy.uint32) ^ numpy.uint32(0 if key is None else key.a)
+    x = (x ^ (x >> numpy.uint32(16))) * numpy.uint32(0x7FEB352D)
+    x ^= x >> numpy.uint32(15)
+    x = (x + numpy.uint32(0 if key is None else key.b)) * numpy.uint32(0x846CA68B)
+    return x ^ (x >> numpy.uint32(16))
+
+
+def random_words(key, numel):
+    return lowbias32((key.first + numpy.arange(numel)) % 2**32, key)
+
+
+def rounded_to_bf16(values, random):
+    x = torch.where(values.isnan(), torch.tensor(math.nan), values).numpy().view(numpy.uint32)
+    return torch.from_numpy(((x + random.astype(numpy.uint32)) >> numpy.uint32(16)).astype(numpy.uint16)).view(
+        torch.bfloat16
+    )
+
+
+def momentum_bits(key, numel):
+    return random_words(key, numel) >> numpy.uint32(16)
+
+
+def variance_bits(key, numel):
+    return random_words(key, numel) & numpy.uint32(0xFFFF)
+
+
+def param_bits(key, numel):
+    return lowbias32(random_words(key, numel) + numpy.uint32(0x9E3779B9)) >> numpy.uint32(16)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bfloat16_is_rounded_with_the_keys_bits(isa):
+    values = random_values(70_001, torch.float32, torch.Generator().manual_seed(2), wild=True)
+    for key in (KEY, _C.optim.RandomKey(1, 2, 2**32 - 3)):
+        state = State.of(StateType.BFLOAT16, values, isa, key)
+        assert_same_bits(state.data, rounded_to_bf16(values, momentum_bits(key, len(values))), isa)
+        assert_same_bits(state.expanded(isa), state.data.float())
+    assert state.data[values.isnan()].isnan().all()
+    infinite = values.isinf()
+    assert infinite.any() and torch.equal(state.data[infinite].float(), values[infinite])
+
+
+@pytest.mark.parametrize("bits_of", [momentum_bits, variance_bits, param_bits])
+def test_rounding_has_no_bias(bits_of):
+    """Over the steps of one element, and over the elements of one step; the three roundings are independent."""
+    expected = 0.5 - 2**-17
+    keys = [_C.optim.random_key(1, step, 2, 0) for step in range(500)]
+    shares = {
+        "steps": numpy.array([bits_of(key, 4) for key in keys]) / 2**16,
+        "elements": bits_of(KEY, 20_000)[:, None] / 2**16,
+    }
+    for name, share in shares.items():
+        error = 5 * 12**-0.5 / len(share) ** 0.5
+        assert abs(share.mean(axis=0) - expected).max() < error, name
+        assert abs(((share - 0.5) ** 2).mean(axis=0) - 1 / 12).max() < error, name
+        correlation = numpy.corrcoef(share[1:, 0], share[:-1, 0])[0, 1]
+        assert abs(correlation) < 5 / len(share) ** 0.5, name
+    if bits_of is not momentum_bits:
+        both = numpy.corrcoef(bits_of(KEY, 20_000), momentum_bits(KEY, 20_000))[0, 1]
+        assert abs(both) < 5 / 20_000**0.5
+    x = torch.full((20_000,), 1 + 0.3 / 128)
+    mean = rounded_to_bf16(x, bits_of(KEY, len(x))).double().mean().item()
+    assert abs(mean - x[0].item()) < 5 * 0.46 / 128 / len(x) ** 0.5
+
+
+def test_keys_are_of_splitmix64():
+    def mix(x):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> shift)) * factor % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    assert mix(golden) == 0xE220A8397B1DCDAF, "the generator's first output for seed 0, by its published code"
+    for seed, step, param in ((0, 0, 0), (7, 3, 11), (2**64 - 1, 10**6, 10**5)):
+        x = mix(mix((mix((seed + golden) % 2**64) + golden * (step + 1)) % 2**64) + golden * (param + 1) & 2**64 - 1)
+        key = _C.optim.random_key(seed, step, param, 9)
+        assert (key.a, key.b, key.first) == (x % 2**32, x >> 32, 9)
+
+
+@dataclasses.dataclass
+class Update:
+    """One range and its states of some types."""
+
+    master: State
+    momentum: State
+    variance: State
+    grad: torch.Tensor
+    param: torch.Tensor
+
+    @classmethod
+    def random(cls, numel, moments, master, grad_dtype, param_dtype, seed=0):
+        arrays = make_arrays(numel, grad_dtype, param_dtype, in_place=False, seed=seed, wild=False)
+        sizes = 10 ** (torch.rand(numel, generator=torch.Generator().manual_seed(seed)) * 4 - 4)
+        momentum = State.of(moments[0], arrays.momentum * sizes)
+        variance = State.of(moments[1], arrays.variance * sizes.square())
+        arrays.master[::3] = arrays.master[::3].bfloat16().float() * (1 + 2**-8)  # many ties
+        whole = State(StateType.FLOAT32, arrays.master)
+        result = cls(whole, momentum, variance, arrays.grad, arrays.param)
+        if master == StateType.LOWER_HALF:
+            sign = address(variance.data) if moments[1] == StateType.FLOAT32 else 0
+            lower = State.empty(master, numel)
+            _C.optim.split_master(
+                "scalar", address(whole.data), address(arrays.param), address(lower.data), sign, numel
+            )
+            result.master = lower
+        elif master == StateType.NONE:
+            result.param.copy_(arrays.master)
+            result.master = State.empty(master, 0)
+        return result
+
+    def copy(self, misalign=0):
+        def aside(tensor):
+            memory = torch.empty(len(tensor) + misalign, dtype=tensor.dtype)[misalign:]
+            return memory.copy_(tensor)
+
+        states = (state.copy(misalign) for state in (self.master, self.momentum, self.variance))
+        return Update(*states, aside(self.grad), aside(self.param))
+
+    def memory(self):
+        return [self.master.memory, self.momentum.memory, self.variance.memory, self.param]
+
+    def arguments(self, param=True):
+        kind = DTYPES[self.param.dtype]
+        return (self.master.array, self.momentum.array, self.variance.array, address(self.grad),
+                DTYPES[self.grad.dtype], address(self.param) if param else 0, kind, len(self.grad))  # fmt: skip
+
+    def run(self, isa, scalars, num_threads=2, key=KEY):
+        _C.optim.adam(isa, *self.arguments(), num_threads, key=key, **scalars)
+
+    def whole_master(self):
+        if self.master.type == StateType.NONE:
+            return self.param.float()
+        if self.master.type == StateType.FLOAT32:
+            return self.master.data.clone()
+        sign = address(self.variance.data) if self.variance.type == StateType.FLOAT32 else 0
+        master = torch.empty(len(self.param))
+        _C.optim.join_master(
+            "scalar", address(self.param), address(self.master.data), sign, address(master), len(master)
+        )
+        return master
+
+
+def half_away(master):
+    """Rounded to nearest, away from zero halfway."""
+    x = master.numpy().view(numpy.uint32)
+    return torch.from_numpy(((x + numpy.uint32(0x8000)) >> numpy.uint32(16)).astype(numpy.uint16)).view(torch.bfloat16)
+
+
+def expected_update(update, scalars, key=KEY):
+    """By float32 Adam between the states' expanded values and plain roundings."""
+    numel = len(update.grad)
+    floats = make_arrays(numel, update.grad.dtype, update.param.dtype, in_place=False, seed=0, wild=False)
+    floats.master, floats.grad = update.whole_master(), update.grad
+    floats.momentum, floats.variance = update.momentum.expanded(), update.variance.expanded().abs()
+    run_adam("scalar", floats, scalars)
+    result = update.copy()
+    for state, values, bits_of in (
+        (result.momentum, floats.momentum, momentum_bits),
+        (result.variance, floats.variance, variance_bits),
+    ):
+        if state.type == StateType.BFLOAT16:
+            state.data.copy_(rounded_to_bf16(values, bits_of(key, numel)))
+        else:
+            state.data, state.scales = (new := State.of(state.type, values)).data, new.scales
+    result.param.copy_(floats.param)
+    if update.master.type == StateType.FLOAT32:
+        result.master.data = floats.master
+    elif update.master.type == StateType.NONE:
+        result.param.copy_(rounded_to_bf16(floats.master, param_bits(key, numel)))
+    elif update.variance.type == StateType.FLOAT32:
+        sign = address(result.variance.data)
+        lower, param = address(result.master.data), address(result.param)
+        _C.optim.split_master("scalar", address(floats.master), param, lower, sign, numel)
+    else:
+        result.param.copy_(half_away(floats.master))
+        result.master.data.copy_(floats.master.view(torch.int16)[::2])
+        assert_same_bits(result.whole_master(), floats.master, "what is split is whole")
+    return result
+
+
+CASES = [
+    *((moments, StateType.FLOAT32, grad, param) for moments in MOMENTS for grad, param in
+      ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))),
+    *((moments, master, torch.bfloat16, torch.bfloat16) for moments in MOMENTS for master in
+      (StateType.LOWER_HALF, StateType.NONE)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("moments", "master", "grad_dtype", "param_dtype"), CASES, ids=str)
+def test_adam(isa, moments, master, grad_dtype, param_dtype):
+    for numel in SIZES:
+        for misalign, scalars in ((0, "adamw"), (5, "adam_l2")):
+            initial = Update.random(numel, MOMENTS[moments], master, grad_dtype, param_dtype, seed=numel)
+            update = initial.copy(misalign)
+            for _ in range(2):
+                expected = expected_update(update, SCALARS[scalars])
+                update.run(isa, SCALARS[scalars])
+                assert_same_bits(update.memory(), expected.memory(), f"{isa}, {numel} elements")
+            assert_same_bits(update.grad, initial.grad, "only read")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_bare_parameter_with_float32_moments(isa):
+    update = Update.random(1000, FLOATS, StateType.NONE, torch.float16, torch.bfloat16)
+    expected = expected_update(update, SCALARS["adamw"])
+    update.run(isa, SCALARS["adamw"])
+    assert_same_bits(update.memory(), expected.memory())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("numel", [257, 70_001])
+def test_the_other_passes(isa, moments, numel):
+    """New states apart, the parameter alone, what settles between two scales and what stays open: one update's bits."""
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    initial = Update.random(numel, MOMENTS[moments], StateType.FLOAT32, *dtypes, seed=9)
+    scalars = SCALARS["fine_tuning"]
+    expected = expected_update(initial, scalars)
+    untouched = [initial.master.memory, initial.momentum.memory, initial.variance.memory]
+
+    update, new = initial.copy(3), initial.copy(3)
+    new_states = [new.master.array, new.momentum.array, new.variance.array]
+    _C.optim.adam_apart(isa, *update.arguments(), 2, new_states=new_states, key=KEY, **scalars)
+    states = [new.master.memory, new.momentum.memory, new.variance.memory]
+    assert_same_bits([*states, update.param], expected.memory(), "new states")
+    assert_same_bits(update.memory()[:3], untouched, "old states")
+
+    update = initial.copy()
+    _C.optim.adam_param(isa, *update.arguments(), 2, key=KEY, **scalars)
+    assert_same_bits(update.param, expected.param, "parameter alone")
+    assert_same_bits(update.memory()[:3], untouched, "only read")
+    _C.optim.adam(isa, *update.arguments(param=False), 2, key=KEY, **scalars)
+    assert_same_bits(update.memory(), expected.memory(), "states behind")
+
+    update = initial.copy()
+    scale = scalars["grad_scale"]
+    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+    least = {**scalars, "grad_scale": scale * 0.98}
+    _C.optim.adam_param_between(isa, *update.arguments(), 2, scale * 1.02, address(logs), **least)
+    counts = logs[:, :8].contiguous().view(torch.int64)
+    assert (counts >= 0).all() and counts.sum() < numel / 2 and (counts.sum() > 0 or numel < 1000)
+    _C.optim.adam_param_open(isa, *update.arguments(), 2, address(logs), **scalars)
+    assert_same_bits(update.param, expected.param, "settled and open")
+    assert_same_bits(update.memory()[:3], untouched, "only read")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_where_a_range_is_cut_changes_nothing(isa, moments):
+    whole = Update.random(2000, MOMENTS[moments], StateType.NONE, torch.float32, torch.bfloat16)
+    parts, other = whole.copy(), whole.copy()
+    whole.run(isa, SCALARS["adamw"])
+    begin = 0
+    for end in (1, 700, 701, 2000) if moments == "bf16" else (256, 1024, 2000):
+        states = [State(state.type, state.data[begin:end],
+                        None if state.scales is None else state.scales[begin // BLOCK : -(-end // BLOCK)])
+                  for state in (parts.momentum, parts.variance)]  # fmt: skip
+        part = Update(parts.master, *states, parts.grad[begin:end], parts.param[begin:end])
+        part.run(isa, SCALARS["adamw"], key=_C.optim.RandomKey(KEY.a, KEY.b, KEY.first + begin))
+        begin = end
+    assert_same_bits(parts.memory(), whole.memory())
+    other.run(isa, SCALARS["adamw"], key=_C.optim.random_key(7, 4, 11, 5))
+    assert (other.param != whole.param).float().mean() > 0.2, "another step rounds otherwise"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_nothing_outside_the_range_is_written(isa, moments):
+    memory = Update.random(1024, MOMENTS[moments], StateType.FLOAT32, torch.bfloat16, torch.bfloat16)
+    before = memory.copy()
+    scales = [None if state.scales is None else state.scales[1:3] for state in (memory.momentum, memory.variance)]
+    inner = Update(
+        State(StateType.FLOAT32, memory.master.data[256:700]),
+        State(memory.momentum.type, memory.momentum.data[256:700], scales[0]),
+        State(memory.variance.type, memory.variance.data[256:700], scales[1]),
+        memory.grad[256:700], memory.param[256:700],
+    )  # fmt: skip
+    inner.run(isa, SCALARS["adamw"])
+    for name in ("master", "momentum", "variance"):
+        ours, theirs = getattr(memory, name), getattr(before, name)
+        for part in (slice(0, 256), slice(700, None)):
+            assert_same_bits(ours.data[part], theirs.data[part], name)
+        if ours.scales is not None:
+            assert_same_bits(ours.scales[[0, 3]], theirs.scales[[0, 3]], f"{name}'s scales")
+    for part in (slice(0, 256), slice(700, None)):
+        assert_same_bits(memory.param[part], before.param[part], "param")
+
+
+def published_step(param, grad, codes, step, *, lr, betas, eps):
+    """8-bit Adam as bitsandbytes computes it (kernels.cu, kOptimizerStatic8bit2StateBlockwise), in plain torch."""
+    moments = []
+    for (indices, scales), table in zip(codes, (published_map(signed=True), published_map(signed=False)), strict=True):
+        moments.append((table[indices] * scales[:, None]).flatten())
+    m = betas[0] * moments[0] + (1 - betas[0]) * grad
+    v = betas[1] * moments[1] + (1 - betas[1]) * grad * grad
+    size = lr / (1 - betas[0] ** step)
+    param = param - size * m / (v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps)
+    new = []
+    for values, table in ((m, published_map(signed=True)), (v, published_map(signed=False))):
+        rows = values.view(-1, BLOCK)
+        scales = rows.abs().amax(1)
+        middles = (table[1:] + table[:-1]) / 2
+        new.append((torch.searchsorted(middles, (rows / scales[:, None])), scales))
+    return param, new
+
+
+def test_a_hundred_steps_of_8_bit_adam():
+    """Ours stays near the published formula, and as near to float32 Adam as that."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    numel = 16 * BLOCK
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(numel, generator=generator) * 0.1
+    size = 10 ** (torch.rand(numel, generator=generator) * 2 - 3)
+    update = Update.random(numel, MOMENTS["8bit"], StateType.FLOAT32, torch.float32, torch.float32)
+    zeros = torch.zeros(numel)
+    update.master.data.copy_(start)
+    update.momentum, update.variance = (State.of(kind, zeros) for kind in MOMENTS["8bit"])
+    reference = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.Adam([reference], **options)
+    published = start.clone()
+    codes = [(torch.full((16, BLOCK), zero), torch.ones(16)) for zero in (127, 0)]
+    for step in range(1, 101):
+        grad = (torch.randn(numel, generator=generator) + 0.3) * size
+        reference.grad = grad
+        optimizer.step()
+        published, codes = published_step(published, grad, codes, step, **options)
+        update.grad.copy_(grad)
+        update.run(ISAS[-1], adam_scalars(step, **options))
+    moved = (reference.detach() - start).norm()
+    ours, theirs = ((x - reference.detach()).norm() / moved for x in (update.master.data, published))
+    apart = (update.master.data - published).norm() / moved
+    print(f"relative error of 100 steps: ours {ours:.4f}, published {theirs:.4f}, apart {apart:.4f}")
+    assert ours < 0.1
+    assert ours < 1.05 * theirs
+    assert apart < 0.5 * theirs
+
+
+def test_wrong_states_are_refused():
+    update = Update.random(300, MOMENTS["8bit"], StateType.FLOAT32, torch.bfloat16, torch.bfloat16)
+    update.variance.type = StateType.SIGNED8
+    with pytest.raises(ValueError, match="variance cannot be of this StateType"):
+        update.run("scalar", SCALARS["adamw"])
+    update.variance.type = StateType.UNSIGNED8
+    scales, update.variance.scales = update.variance.scales, None
+    with pytest.raises(ValueError, match="variance has no scales"):
+        update.run("scalar", SCALARS["adamw"])
+    update.variance.scales = scales
+    update.master = State.empty(StateType.NONE, 0)
+    with pytest.raises(ValueError, match="float32 master"):
+        _C.optim.adam_param("scalar", *update.arguments(), 1, **SCALARS["adamw"])
+    with pytest.raises(ValueError, match="param must be bfloat16"):
+        _C.optim.adam("scalar", *update.arguments(param=False), 1, **SCALARS["adamw"])
