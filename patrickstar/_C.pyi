@@ -55,6 +55,22 @@ class StateType(_Enum):
     UNSIGNED8: ClassVar[StateType]
     NONE: ClassVar[StateType]
 
+class StateFormat:
+    """The types of a parameter's optimizer states (csrc/chunk/layout.h)."""
+
+    def __init__(
+        self,
+        master: StateType = StateType.FLOAT32,
+        momentum: StateType = StateType.FLOAT32,
+        variance: StateType = StateType.FLOAT32,
+    ) -> None: ...
+    @property
+    def master(self) -> StateType: ...
+    @property
+    def momentum(self) -> StateType: ...
+    @property
+    def variance(self) -> StateType: ...
+
 @final
 class ArrayKind(_Enum):
     """The arrays of a chunk."""
@@ -507,8 +523,10 @@ class Layout:
         chunk_numel: int,
         num_ranks: int = 1,
         rank: int = 0,
-        bf16_master: StateType = StateType.FLOAT32,
-    ) -> Layout: ...
+        states: Sequence[StateFormat] = [],
+    ) -> Layout:
+        """``states``: of each parameter; none are float32."""
+
     @property
     def num_chunks(self) -> int: ...
     @property

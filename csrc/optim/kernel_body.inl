@@ -807,9 +807,9 @@ inline void run_split_adam(const AdamRange& range, const AdamScalars& scalars) {
 
 // ---- Adam with states of fewer bytes -------------------------------------------------------------------
 
-// [Note: tiles] A block of states at a time: moments are expanded to the first-level cache (or stay where they are, being
-// float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with every
-// type of gradient, parameter and master, and what is compiled is the sum of all these, not the product.
+// [Note: a block at a time] Moments of a block of states are expanded to the first-level cache (or stay where they are,
+// being float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with
+// every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product.
 struct Tile {
   const float* momentum;
   const float* variance;

@@ -81,8 +81,10 @@ EDITS = {
     "a wider type": ("def allowed_cpus() -> list[int]:", "def allowed_cpus() -> list:"),
     "not optional": ("observer: UseObserver | None = None", "observer: UseObserver = None"),
     "half of a union": (
-        'int | ThreadPool,\n        **kwargs: float,\n    ) -> None:\n        """One',
-        'ThreadPool,\n        **kwargs: float,\n    ) -> None:\n        """One',
+        "int | ThreadPool,\n        *,\n        key: optim.RandomKey | None = None,\n        **kwargs: float,\n    ) -> None:\n"
+        '        """One',
+        "ThreadPool,\n        *,\n        key: optim.RandomKey | None = None,\n        **kwargs: float,\n    ) -> None:\n"
+        '        """One',
     ),
     "Any for a type": ("def predicted_step(self) -> dict[str, Any] | None:", "def predicted_step(self) -> Any:"),
     "no type": ("def set_interrupt_delivery(function: Callable[[], object])", "def set_interrupt_delivery(function)"),
