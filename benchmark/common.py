@@ -143,6 +143,7 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "21b": GptShape(8192, 25, 64, 50304, 1024, checkpointing=True),
     "25b": GptShape(8192, 30, 64, 50304, 1024, checkpointing=True),
     "31b": GptShape(8192, 37, 64, 50304, 1024, checkpointing=True),
+    "42b": GptShape(8192, 51, 64, 50304, 1024, checkpointing=True),
     "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
 }
 

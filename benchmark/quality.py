@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-size", default="small", help="of the example")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the curves there")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains one after the other."""
+    """Trains each in a process of its own."""
     curves: dict[str, dict[int, dict[int, float]]] = {states: {} for states in args.states}
-    for seed in args.seeds:
-        for states in args.states:
-            curves[states][seed] = _train(states, seed, args)
-            print(f"{states}, seed {seed}: {curves[states][seed]}", file=sys.stderr, flush=True)
+    asked = [(states, seed) for seed in args.seeds for states in args.states]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(lambda pair: _train(*pair, args), asked)
+        for (states, seed), curve in zip(asked, found, strict=True):
+            curves[states][seed] = curve
+            print(f"{states}, seed {seed}: {curve}", file=sys.stderr, flush=True)
     rows = [_row(states, curves) for states in args.states]
     if args.plot:
         _plot(curves, args.plot)
-    asked = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
-    return {"case": "quality", **asked, "rows": rows, "curves": curves, **provenance()}
+    settings = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
+    return {"case": "quality", **settings, "rows": rows, "curves": curves, **provenance()}
 
 
 def _train(states: str, seed: int, args: argparse.Namespace) -> dict[int, float]:
