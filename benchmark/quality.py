@@ -90,17 +90,22 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure, (losses, gaps) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    exact = curves.get("fp32", {})
     for color, (states, by_seed) in zip(("C0", "C1", "C2"), curves.items(), strict=False):
-        for number, curve in enumerate(by_seed.values()):
+        for number, (seed, curve) in enumerate(by_seed.items()):
             steps = sorted(curve)
-            label = states if number == 0 else None
-            axes.plot(steps, [curve[step] for step in steps], color=color, alpha=0.7, marker=".", label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss")
-    axes.legend(title="optimizer.states")
+            style = {"color": color, "alpha": 0.7, "marker": ".", "label": states if number == 0 else None}
+            losses.plot(steps, [curve[step] for step in steps], **style)
+            if seed in exact:
+                gaps.plot(steps, [100 * (curve[step] / exact[seed][step] - 1) for step in steps], **style)
+    losses.set_ylabel("held-out loss, a line for each seed")
+    gaps.set_ylabel("% above fp32 with the same seed")
+    for axes in (losses, gaps):
+        axes.set_xlabel("step")
+        axes.legend(title="optimizer.states")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def format_table(result: dict[str, Any]) -> str:
