@@ -40,7 +40,7 @@ _CONFIG_KEYS = {
     "gradient_accumulation_steps": True,
     "host_memory": True,
     "host_threads": True,
-    "optimizer": {"speculation": True, "params": {"use_hybrid_adam"}},
+    "optimizer": {"speculation": True, "states": True, "params": {"use_hybrid_adam"}},
     "sequence_parallel": True,
     "tensor_parallel": {"rows", "columns", "mode"},
     "use_cpu_embedding": True,

@@ -33,6 +33,7 @@ VALUES: list[Any] = [
         "ring",
         "fused",
         "1d",
+        "8bit",
     ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -18,12 +19,20 @@ from tests.training import make_config
 
 
 def train_part(
-    folder: str | None, begin: int, end: int, save_to: str | None, precision: str = "bf16", **options: Any
+    folder: str | None,
+    begin: int,
+    end: int,
+    save_to: str | None,
+    precision: str = "bf16",
+    states: str = "fp32",
+    **options: Any,
 ) -> dict[str, Any]:
     """Steps ``begin`` to ``end`` of a run, from a checkpoint if there is one; saves at the end if told to."""
     case = MODELS["gpt2"]
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(case.build, 0, make_config(precision, gradient_clipping=1.0, **options))
+    config = make_config(precision, gradient_clipping=1.0, **options)
+    config["optimizer"]["states"] = states
+    engine, optimizer = initialize_engine(case.build, 0, config)
     with engine:
         engine.train()
         if folder is not None:
@@ -43,11 +52,11 @@ def train_part(
         if save_to is not None:
             engine.save_checkpoint(save_to, client_state={"step": end})
             engine.export_weights(Path(save_to, "weights"))
-        states = {}
+        values = {}
         for name, param in engine.named_parameters():
             for key, value in optimizer.state[param].items():
-                states[f"{name} {key}"] = value
-        return {"losses": losses, "loaded": loaded, "state": engine.state_dict(), "states": states}
+                values[f"{name} {key}"] = value
+        return {"losses": losses, "loaded": loaded, "state": engine.state_dict(), "states": values}
 
 
 def part_on_small_device(folder: str, begin: int, end: int, save_to: str | None) -> dict[str, Any]:
@@ -80,3 +89,18 @@ def test_another_number_of_ranks(tmp_path):
         assert weights
         for name, value in weights.items():
             assert_same_bits(value, one["state"][name].to(value.dtype), name)
+
+
+@pytest.mark.parametrize("states", ["8bit", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_moments_of_fewer_bytes_on_another_number_of_ranks(tmp_path, states):
+    """Two ranks, one and two, which go on as if they had not been away."""
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states)
+    run_ranks(2, train_part, None, 0, 3, two, "bf16", states)
+    alone = train_part(two, 0, 0, one, "bf16", states)
+    again = run_ranks(2, train_part, one, 3, 5, None, "bf16", states)
+    for rank in range(2):
+        assert again[rank]["losses"] == straight[rank]["losses"][3:]
+        assert_same_state(again[rank]["loaded"], alone["state"])
+        assert_same_state(again[rank]["state"], straight[rank]["state"])
+        assert_same_state(again[rank]["states"], straight[rank]["states"])
