@@ -232,9 +232,7 @@ def draw_ranks() -> Callable[[Figure], None]:
     """Which share of each chunk is on which rank, and one chunk that is whole on all of them while it is used."""
     numels = [param.numel() for param in Model().parameters()]
     num_ranks = len(_RANK_COLORS)
-    layout = _C.Layout.pack(
-        numels, [_C.DType.BFLOAT16] * len(numels), [True] * len(numels), 2**20, num_ranks, 0, _C.StateType.FLOAT32
-    )
+    layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * len(numels), [True] * len(numels), 2**20, num_ranks, 0)
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     used = len(chunks) // 2
 
