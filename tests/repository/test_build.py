@@ -70,7 +70,8 @@ fi
 
 def pip_install(python, source, **environment):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "-v", "."]
-    return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", **environment})  # nothing of it is timed
+    # Nothing of it is timed; ccache, which PyTorch's build calls where it is there, would ask the compiler below twice.
+    return run(command, cwd=source, env={"PATRICKSTAR_OPTIMIZATION": "-O0", "CCACHE_DISABLE": "1", **environment})
 
 
 def make_compiler(path):
