@@ -88,6 +88,7 @@ def plain_logging(monkeypatch):
     def begin():
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         monkeypatch.setattr(logger, "handlers", [])
+        logger.setLevel(logging.NOTSET)  # examples that were imported before have chosen another one
         return logger
 
     yield begin
