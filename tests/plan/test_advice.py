@@ -155,6 +155,18 @@ def test_too_little_host_memory_is_answered_with_what_would_do(planner):
     assert not {"batch", "length"} & set(found)
 
 
+def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
+    """The most exact moments that fit, with the step that was promised."""
+    question = ask(450, 800, CHECKPOINTED)
+    with pytest.raises(DoesNotFitError, match="raise host_memory") as refused:
+        planner.answer(question)
+    found = {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+    assert found["states"].proposal.flags == ("--states", "bf16")
+    assert found["states"].answer.config()["optimizer"]["states"] == "bf16"
+    again = planner.answer(found["states"].proposal.question)
+    assert again.chosen.step.seconds == found["states"].answer.chosen.step.seconds
+
+
 # The command
 
 
