@@ -78,6 +78,26 @@ def train(
         return Run(losses, engine.state_dict(), engine.report(), norms, reports)
 
 
+def go_on(case: Case, config: dict[str, Any], steps: int, folder: Any, *, load: bool, save: bool = False, look=None):
+    """So many steps from the checkpoint in ``folder`` on, which is written anew; gives model's and optimizer's state.
+    ``look(engine)`` sees the engine first.
+    """
+    engine, optimizer = initialize_engine(case.build, 0, config)
+    with engine:
+        if look is not None:
+            look(engine)
+        if load:
+            engine.load_checkpoint(folder)
+        generator = torch.Generator().manual_seed(steps)
+        for _ in range(steps):
+            engine.backward(case.loss(engine(**case.batch(generator))))
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            engine.save_checkpoint(folder)
+        return {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
+
+
 def train_plain(
     case: Case,
     optimizer: str = "AdamW",

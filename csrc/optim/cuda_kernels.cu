@@ -18,6 +18,17 @@ constexpr int kFloatPack = 4;
 
 // ---- Bodies ------------------------------------------------------------------------------------------
 
+// [Note: one order of operations]
+__device__ inline void adam_step(const AdamScalars& s, float g, float& p, float& m, float& v) {
+  g = __fmul_rn(g, s.grad_scale);
+  g = __fmaf_rn(s.weight_decay, p, g);
+  p = __fmul_rn(p, s.decay);
+  m = quiet(__fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m));
+  v = quiet(__fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(s.beta2, v)));
+  const float d = __fmaf_rn(__fsqrt_rn(v), s.inv_sqrt_bias_correction2, s.eps);
+  p = quiet(__fmaf_rn(-s.step_size, __fdiv_rn(m, d), p));
+}
+
 // A thread loads all of its elements before it stores any, so `param` may be `grad`.
 template <DType kGrad, DType kParam, StateType kMaster>
 struct AdamBody {
@@ -32,7 +43,7 @@ struct AdamBody {
     load<DType::kFloat32>(r.variance, i, v);
     load_master(i, p, v);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) update(g[k], p[k], m[k], v[k]);
+    for (int k = 0; k < kCount; ++k) adam_step(s, g[k], p[k], m[k], v[k]);
     const bool apart = r.new_master != nullptr;
     store_master(apart ? r.new_master : r.master, i, p, v);
     store<DType::kFloat32>(apart ? r.new_momentum : r.momentum, i, m);
@@ -72,16 +83,6 @@ struct AdamBody {
       }
       *reinterpret_cast<Pack<uint16_t, kCount>*>(static_cast<uint16_t*>(to) + i) = lower;
     }
-  }
-
-  __device__ void update(float g, float& p, float& m, float& v) const {
-    g = __fmul_rn(g, s.grad_scale);
-    g = __fmaf_rn(s.weight_decay, p, g);
-    p = __fmul_rn(p, s.decay);
-    m = quiet(__fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m));
-    v = quiet(__fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(s.beta2, v)));
-    const float d = __fmaf_rn(__fsqrt_rn(v), s.inv_sqrt_bias_correction2, s.eps);
-    p = quiet(__fmaf_rn(-s.step_size, __fdiv_rn(m, d), p));
   }
 };
 
@@ -302,16 +303,6 @@ __device__ void for_blocks(int64_t numel, const Run& run) {
     const int64_t rest = numel - begin;
     run(begin, static_cast<int>(rest < kStateBlock ? rest : kStateBlock));
   }
-}
-
-__device__ inline void adam_step(const AdamScalars& s, float g, float& p, float& m, float& v) {
-  g = __fmul_rn(g, s.grad_scale);
-  g = __fmaf_rn(s.weight_decay, p, g);
-  p = __fmul_rn(p, s.decay);
-  m = quiet(__fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m));
-  v = quiet(__fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(s.beta2, v)));
-  const float d = __fmaf_rn(__fsqrt_rn(v), s.inv_sqrt_bias_correction2, s.eps);
-  p = quiet(__fmaf_rn(-s.step_size, __fdiv_rn(m, d), p));
 }
 
 // Of any types of states; the parameter is bfloat16 where the master is not float32.

@@ -11,7 +11,7 @@ from patrickstar import _C, MemoryBudgetError
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import MODELS, Case, gpt2, token_batch
-from tests.training import assert_same, least_device_memory, make_config, train
+from tests.training import assert_same, go_on, least_device_memory, make_config, train
 
 GPT2 = Case(lambda: gpt2(hidden=64, layers=4), token_batch)
 STEPS = 3
@@ -86,26 +86,18 @@ def test_states_on_both_sides(host_share):
 def test_a_checkpoint_of_one_form_goes_on_in_the_other(before, after, on_device, tmp_path):
     case = MODELS["gpt2"]
 
-    def go_on(speculation, steps, *, load, save=False):
-        engine, optimizer = initialize_engine(case.build, 0, config_of(speculation, on_device=on_device))
-        with engine:
+    def part(speculation, steps, *, load, save=False):
+        def look(engine):
             assert is_split(engine) == (speculation == "commit")
-            if load:
-                engine.load_checkpoint(tmp_path)
-            generator = torch.Generator().manual_seed(steps)
-            for _ in range(steps):
-                engine.backward(case.loss(engine(**case.batch(generator))))
-                optimizer.step()
-                optimizer.zero_grad()
-            if save:
-                engine.save_checkpoint(tmp_path)
-            return {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
+
+        config = config_of(speculation, on_device=on_device)
+        return go_on(case, config, steps, tmp_path, load=load, save=save, look=look)
 
     torch.manual_seed(0)
-    saved = go_on(before, 3, load=False, save=True)
+    saved = part(before, 3, load=False, save=True)
     torch.manual_seed(1)
-    assert_same_bits(go_on(after, 0, load=True), saved)
-    assert_same_bits(go_on(after, 4, load=True), go_on(before, 4, load=True))
+    assert_same_bits(part(after, 0, load=True), saved)
+    assert_same_bits(part(after, 4, load=True), part(before, 4, load=True))
 
 
 def test_values_halfway_between_two_compute_values():

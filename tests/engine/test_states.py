@@ -12,7 +12,7 @@ from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE
 from tests.models import MODELS
-from tests.training import Run, assert_same, least_device_memory, make_config, train
+from tests.training import Run, assert_same, go_on, least_device_memory, make_config, train
 
 STATES = ["bf16", "8bit"]
 STEPS = 6
@@ -102,24 +102,14 @@ def test_losses_are_nearly_those_of_adamw(states, most):
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(states, on_device, tmp_path):
     case = MODELS["gpt2"]
 
-    def go_on(steps, *, load, save=False, **more):
-        engine, optimizer = initialize_engine(case.build, 0, config_of(states, on_device=on_device, **more))
-        with engine:
-            if load:
-                engine.load_checkpoint(tmp_path)
-            generator = torch.Generator().manual_seed(steps)
-            for _ in range(steps):
-                engine.backward(case.loss(engine(**case.batch(generator))))
-                optimizer.step()
-                optimizer.zero_grad()
-            if save:
-                engine.save_checkpoint(tmp_path)
-            return {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
+    def part(steps, *, load, save=False, **more):
+        config = config_of(states, on_device=on_device, **more)
+        return go_on(case, config, steps, tmp_path, load=load, save=save)
 
     torch.manual_seed(0)
-    saved = go_on(3, load=False, save=True)
-    assert_same_bits(go_on(0, load=True), saved)
-    assert_same_bits(go_on(2, load=True), go_on(2, load=True, default_chunk_size=4096, speculation="always"))
+    saved = part(3, load=False, save=True)
+    assert_same_bits(part(0, load=True), saved)
+    assert_same_bits(part(2, load=True), part(2, load=True, default_chunk_size=4096, speculation="always"))
 
 
 def test_which_parameters_keep_float32():
