@@ -11,12 +11,14 @@
 // On the CPU, all but kCompute are worker threads and the "device" is ordinary memory with a
 // simulated limit, so the same ordering mistakes show on any machine.
 //
-// All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's lock).
+// All methods but the destructor may be called from any thread; unless said otherwise one at a time (the runtime's
+// lock).
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "common/device_allocator.h"
 #include "common/event.h"
@@ -48,28 +50,29 @@ class Backend : public DeviceAllocator {
   // Device compute that `task` starts belongs to `queue`. On the CPU the task itself runs there, later.
   virtual void enqueue(Queue queue, std::function<void()> task) = 0;
 
-  // [Note: one compute queue] The calling thread computes: on CUDA its current stream is the compute queue from here on, and
-  // goes on when the stream that was so before has done its work up to now. So uses of chunks by several streams of the
-  // user's are in one order, that in which they were enqueued, and whoever waits for the compute queue has waited for all
-  // of them. A stream that only copies (of a prefetcher) or allocates is none of them: a thread that makes room from inside
-  // PyTorch's allocator does not call this.
+  // [Note: one compute queue] The calling thread computes: on CUDA its current stream is the compute queue from here
+  // on, and goes on when the stream that was so before has done its work up to now. So uses of chunks by several
+  // streams of the user's are in one order, that in which they were enqueued, and whoever waits for the compute queue
+  // has waited for all of them. A stream that only copies (of a prefetcher) or allocates is none of them: a thread that
+  // makes room from inside PyTorch's allocator does not call this.
   virtual void follow_compute() = 0;
 
   // Keeps `queue` busy for so long (backend/delaying_backend.h).
   virtual void delay(Queue queue, double seconds) = 0;
 
   virtual Event record(Queue queue) = 0;
-  // Later work of `queue` starts after `event`. On the CPU's compute queue, and for an event of the host's on CUDA, this
-  // blocks the caller, and throws what the work before the event has failed with.
+  // Later work of `queue` starts after `event`. On the CPU's compute queue, and for an event of the host's on CUDA,
+  // this blocks the caller, and throws what the work before the event has failed with.
   virtual void wait(Queue queue, const Event& event) = 0;
-  // These three may be called by any thread at any time. Blocks until the work before `event` is done; throws what it has
-  // failed with.
+  // These three may be called by any thread at any time. Blocks until the work before `event` is done; throws what it
+  // has failed with.
   virtual void synchronize(const Event& event) = 0;
-  // Blocks until that work is over, however it ended: its memory may be used again ([Note: failures travel with events]).
+  // Blocks until that work is over, however it ended: its memory may be used again ([Note: failures travel with
+  // events]).
   virtual void settle(const Event& event) noexcept = 0;
   virtual bool is_over(const Event& event) = 0;
-  // Whether wait(kUpload or kDownload, event) would block the caller until the event's work is over: on CUDA, when it is
-  // the host's (a stream cannot wait for it).
+  // Whether wait(kUpload or kDownload, event) would block the caller until the event's work is over: on CUDA, when it
+  // is the host's (a stream cannot wait for it).
   virtual bool waits_on_host(const Event& event) = 0;
 
   // For traces: like record(), and the mark remembers when the queue got there. The second waits for both marks, which
@@ -104,6 +107,9 @@ class Backend : public DeviceAllocator {
 
   // Gives back device memory that was freed but is still held by a cache. Slow; for when an allocation fails.
   virtual void reclaim() = 0;
+
+  // What fragments take of the device beside the tide, at most so far; none where that was not seen yet.
+  virtual std::optional<int64_t> fragment_bytes() const = 0;
 
   virtual int64_t limit_bytes() const = 0;
   // Whether LimitPolicy::kMeasure lets anything pass.

@@ -1,5 +1,5 @@
-// The CUDA backend: streams of its own for copies and collectives, PyTorch's for compute, and PyTorch's caching allocator
-// for slots (so its statistics stay true, and activations reuse what slots leave).
+// The CUDA backend: streams of its own for copies and collectives, PyTorch's for compute, and PyTorch's caching
+// allocator for slots (so its statistics stay true, and activations reuse what slots leave).
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -268,6 +268,10 @@ class CudaBackend final : public Backend {
   int64_t least_limit_bytes() override { return 0; }
   void reset_least_limit() override {}
   void note_needed_payloads(int64_t) override {}
+
+  std::optional<int64_t> fragment_bytes() const override {
+    return pressure_ ? pressure_->fragment_bytes() : std::nullopt;
+  }
 
   int64_t limit_bytes() const override { return limit_bytes_; }
   bool may_exceed_limit() const override { return false; }

@@ -5,17 +5,22 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <type_traits>
 
 namespace patrickstar {
 
 namespace {
 
+constexpr int64_t kUnknown = -1;
+
 struct Listener {
   std::atomic<c10::DeviceIndex> device{0};
   std::atomic<int64_t> limit_bytes{0};
   std::atomic<int64_t> headroom_bytes{0};
-  std::atomic<int64_t> largest_request{0};  // of activations since the scope began
+  std::atomic<int64_t> largest_request{0};   // of activations since the scope began
+  std::atomic<int64_t> fragments{kUnknown};  // the most that was seen since then ([Note: fragments])
+  std::atomic<bool> has_released{false};     // and allocated nothing since
   std::atomic<Segments> segments{Segments::kExpandable};
   PressureGate gate;
 };
@@ -27,12 +32,42 @@ Listener& listener() {
 
 thread_local int slot_allocations = 0;
 
-// What PyTorch takes from the driver for a request: 2 MiB for small ones, 20 MiB for medium ones, whole 2 MiB for others.
+using c10::CachingDeviceAllocator::StatType;
+
+c10::CachingDeviceAllocator::DeviceStats stats_of(const Listener& target) {
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
+}
+
+int64_t current(const c10::CachingDeviceAllocator::StatArray& stats) {
+  return stats[static_cast<size_t>(StatType::AGGREGATE)].current;
+}
+
+// What PyTorch takes from the driver for a request: 2 MiB for small ones, 20 MiB for medium ones, whole 2 MiB for
+// others.
 int64_t segment_bytes(int64_t request) {
   constexpr int64_t kMiB = int64_t{1} << 20;
   if (request <= kMiB) return 2 * kMiB;
   if (request < 10 * kMiB) return 20 * kMiB;
   return (request + 2 * kMiB - 1) / (2 * kMiB) * 2 * kMiB;
+}
+
+// [Note: fragments] Before it fails, PyTorch's allocator gives all cached memory back to the driver and asks for new
+// memory. Of expandable segments that is every page that no block lies on, so what is still cached afterwards is what
+// lies beside blocks on their pages: fragments, which serve no large request. They are measured when it happens, with
+// the first allocation that follows, whose own bytes are not counted as allocated yet.
+template <typename Entry>
+void note_fragments(const Entry& entry) {
+  Listener& target = listener();
+  using Action = std::decay_t<Entry>;
+  if (entry.device_ != target.device || target.segments != Segments::kExpandable) return;
+  if (entry.action_ == Action::SEGMENT_UNMAP) target.has_released = true;
+  if (entry.action_ != Action::ALLOC || !target.has_released.exchange(false)) return;
+  const auto stats = stats_of(target);
+  const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+  const int64_t now = std::max<int64_t>(cached - static_cast<int64_t>(entry.size_), 0);
+  int64_t most = target.fragments;
+  while (now > most && !target.fragments.compare_exchange_weak(most, now)) {
+  }
 }
 
 // The callback below is not told what was asked for, so the largest request so far, also one that failed, is what it
@@ -56,24 +91,40 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     if (slot_allocations > 0 || !target.gate.is_open()) return false;
     const int64_t needed = segment_bytes(target.largest_request);
     const int64_t headroom = std::max<int64_t>(target.headroom_bytes, needed);
-    int64_t left = left_bytes(target);
+    const int64_t left = left_bytes(target);
     if (left >= headroom) return false;
-    int64_t freed = target.gate.ask(headroom - left);
-    if (target.segments == Segments::kExpandable) return freed > 0;
-    // What was freed may lie in segments that still hold something: it counts when the driver has it back.
-    while (freed > 0) {
-      c10::cuda::CUDACachingAllocator::emptyCache();
-      left = left_bytes(target);
-      freed = left < needed ? target.gate.ask(needed - left) : 0;
+    if (target.segments == Segments::kExpandable) {
+      const int64_t missing = headroom - left - reclaimable_bytes(target);
+      // The largest request fails now unless PyTorch gives its cache back, which it would do next, without asking
+      // again.
+      const bool is_close = left < needed && missing > -target.headroom_bytes / 4;
+      if (!is_close) return missing > 0 && target.gate.ask(missing) > 0;
+      make_room(target, needed);
+      return true;
     }
+    // What is freed may lie in segments that still hold something.
+    if (target.gate.ask(headroom - left) > 0) make_room(target, needed);
     return true;
   }
 
  private:
+  // What was freed counts when the driver has it back.
+  static void make_room(Listener& target, int64_t needed) {
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    while (left_bytes(target) < needed && target.gate.ask(needed - left_bytes(target)) > 0) {
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    }
+  }
   static int64_t left_bytes(const Listener& target) {
-    using c10::CachingDeviceAllocator::StatType;
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
-    return target.limit_bytes - stats.reserved_bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
+    return target.limit_bytes - current(stats_of(target).reserved_bytes);
+  }
+  // What the allocator gives back by itself before it fails. As long as nobody knows what stays, as much as is to be
+  // kept free is taken for it.
+  static int64_t reclaimable_bytes(const Listener& target) {
+    const auto stats = stats_of(target);
+    const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+    const int64_t fragments = target.fragments;
+    return std::max<int64_t>(cached - (fragments == kUnknown ? int64_t{target.headroom_bytes} : fragments), 0);
   }
 };
 
@@ -83,10 +134,15 @@ CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t he
                                      PressureHandler* handler) {
   static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
   std::call_once(attached, [] {
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) { note_request(entry); });
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
+      note_request(entry);
+      note_fragments(entry);
+    });
   });
   Listener& target = listener();
   target.largest_request = 0;
+  target.fragments = kUnknown;
+  target.has_released = false;
   target.device = static_cast<c10::DeviceIndex>(device);
   target.limit_bytes = limit_bytes;
   target.headroom_bytes = headroom_bytes;
@@ -95,6 +151,12 @@ CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t he
 }
 
 CudaPressureScope::~CudaPressureScope() { listener().gate.set(nullptr); }
+
+std::optional<int64_t> CudaPressureScope::fragment_bytes() const {
+  const int64_t fragments = listener().fragments;
+  if (fragments == kUnknown) return std::nullopt;
+  return fragments;
+}
 
 CudaSlotAllocationScope::CudaSlotAllocationScope() { ++slot_allocations; }
 CudaSlotAllocationScope::~CudaSlotAllocationScope() { --slot_allocations; }

@@ -6,13 +6,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "common/pressure_gate.h"
 
 namespace patrickstar {
 
-// How PyTorch's allocator holds memory. A fixed segment goes back to the driver when all of its blocks are free, pages of
-// an expandable one as they become free.
+// How PyTorch's allocator holds memory. A fixed segment goes back to the driver when all of its blocks are free, pages
+// of an expandable one as they become free.
 enum class Segments : uint8_t { kFixed, kExpandable };
 
 // While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `limit_bytes` are left to reserve on
@@ -24,6 +25,10 @@ class CudaPressureScope {
   ~CudaPressureScope();
   CudaPressureScope(const CudaPressureScope&) = delete;
   CudaPressureScope& operator=(const CudaPressureScope&) = delete;
+
+  // The most that fragments of expandable segments took since the scope began ([Note: fragments]); none before the
+  // allocator had to give memory back.
+  std::optional<int64_t> fragment_bytes() const;
 };
 
 // The calling thread allocates slots: the handler must not be asked from inside.

@@ -1,6 +1,7 @@
 #include "engine/residency.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "common/check.h"
@@ -13,17 +14,30 @@ namespace {
 // States come back after 8 steps, the next time after 16, 32, ..., 256.
 constexpr int kStepsAway = 8;
 constexpr int kMostDoublings = 5;
+// [Note: settling] The first step's tide is high on CUDA: PyTorch's cache holds what nothing was planned around, and
+// what fragments take is assumed until the allocator had to give memory back ([Note: fragments]). So as many steps are
+// looked at again, and states of at least this share of the device move in if there is room for them. It costs the
+// updates that were started before the norm was known.
+constexpr int kLooks = 4;
+constexpr double kWorthMoving = 0.02;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
 }  // namespace
 
-// What tide and payloads may take, beside the states of other engines.
+// What tide and payloads may take, beside the states of other engines. What fragments take is assumed until it was
+// measured; of several ranks each would have measured something else, and all make the same plan.
 int64_t Residency::limit_within_slack() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   SharedDevice& device = memory_.device();
   int64_t slack = 0;
-  if (device.is_cuda()) slack = share(device_limit(), kCudaSlackRatio);
+  if (device.is_cuda()) {
+    slack = share(device_limit(), kCudaSlackRatio);
+    const std::optional<int64_t> fragments = memory_.backend().fragment_bytes();
+    if (fragments && !layout().is_sharded()) {
+      slack = std::min(slack, *fragments + device.options().limit_rounding_bytes);
+    }
+  }
   if (device.is_cuda() && device.options().limit_rounding_bytes == 0) {
     slack = std::max(slack, std::min(kFixedSegmentSlack, share(device_limit(), kFixedSegmentSlackRatio)));
   }
@@ -80,7 +94,8 @@ Tier Residency::home_of_new_states(ChunkId chunk) const {
   return device_limit() == kUnlimited ? store().home(chunk) : Tier::kHost;
 }
 
-// [Note: places] In the order in which they are needed first: masters as parameters move in, momentum and variance in the first step.
+// [Note: places] In the order in which they are needed first: masters as parameters move in, momentum and variance in
+// the first step.
 void Residency::reserve_homes_on_host() {
   std::vector<ArrayId> arrays;
   std::vector<int64_t> sizes;
@@ -104,6 +119,11 @@ void Residency::place_in_margin(const Timeline& step) {
 
 void Residency::fill_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
+  for (ChunkId chunk : chunks_that_move_in(step)) move_states_to_device(chunk);
+  memory_.arena().trim();
+}
+
+std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const {
   const int count = num_device_state_chunks(layout(), step, budget_for_states());
   int64_t room = 0;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
@@ -111,22 +131,41 @@ void Residency::fill_margin(const Timeline& step) {
     room += chunk < count ? bytes : 0;
     room -= memory_.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
   }
+  std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     const int64_t bytes = placed_bytes(layout().chunk(chunk));
     if (bytes == 0 || bytes > room || memory_.array({chunk, ArrayKind::kMaster}).on_device) continue;
-    move_states_to_device(chunk);
+    chunks.push_back(chunk);
     room -= bytes;
   }
-  memory_.arena().trim();
+  return chunks;
+}
+
+bool Residency::is_settling() {
+  if (num_looks_ == kLooks) return false;
+  ++num_looks_;
+  return true;
+}
+
+bool Residency::has_room_for_more(const Timeline& step) const {
+  if (options_.state_placement == StatePlacement::kHost || device_limit() == kUnlimited || any_away()) return false;
+  int64_t bytes = 0;
+  for (ChunkId chunk : chunks_that_move_in(step)) bytes += placed_bytes(layout().chunk(chunk));
+  return bytes > share(device_limit(), kWorthMoving);
+}
+
+bool Residency::any_away() const {
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    if (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
+        !memory_.array({chunk, ArrayKind::kMaster}).on_device) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool Residency::is_time_to_return() {
-  bool away = false;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    away = away || (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
-                    !memory_.array({chunk, ArrayKind::kMaster}).on_device);
-  }
-  if (!away) {
+  if (!any_away()) {
     steps_away_ = 0;
     return false;
   }

@@ -3,6 +3,7 @@
 //   before the first step   optimizer states on the host, what does not fit there on the device; payloads keep to a
 //                           fixed share of the device, since the tide is not known
 //   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
+//   after the next few      the same once more, where they leave more room than the first did ([Note: settling])
 //   after an unfreezing     the same once more, for what is new
 //   under pressure          states leave the device (engine/shared_device.h); they come back when steps went without
 //   after every step        poses the planner's problem for the next
@@ -47,8 +48,13 @@ class Residency {
   // The same when there are more states than before: those that are there stay, and others move in as far as the margin
   // has room beside them.
   void fill_margin(const Timeline& step);
-  // Whether states that left the device under pressure are to come back now: so many steps later that batches which need
-  // the room every now and then do not make them come and go. To be asked once per step.
+  // Whether the margin is looked at again after this step, which is so for a few after the first ([Note: settling]). To
+  // be asked once per step that follows it; the same on all ranks.
+  bool is_settling();
+  // Whether fill_margin() would move in enough to be worth it, and nothing has left the device under pressure.
+  bool has_room_for_more(const Timeline& step) const;
+  // Whether states that left the device under pressure are to come back now: so many steps later that batches which
+  // need the room every now and then do not make them come and go. To be asked once per step.
   bool is_time_to_return();
   // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
   Tier home_of_new_states(ChunkId chunk) const;
@@ -57,8 +63,8 @@ class Residency {
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
-  // What the arena will have mapped at its peak ([Note: the host's peak], plan/host_demand.h), with states where they are
-  // now: before the first step all that do not have to be on the device are on the host.
+  // What the arena will have mapped at its peak ([Note: the host's peak], plan/host_demand.h), with states where they
+  // are now: before the first step all that do not have to be on the device are on the host.
   int64_t predicted_host_peak_bytes() const;
   // Whether transfers take time that compute can hide, and memory may be given to that.
   bool prefetches_far() const { return device_budget().prefetches_far; }
@@ -74,11 +80,15 @@ class Residency {
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
   // For states that stay: other engines' values are to find room beside them.
   DeviceBudget budget_for_states() const;
+  std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
+  // Whose states left the device under pressure.
+  bool any_away() const;
 
   Pager& pager_;
   ChunkMemory& memory_;
   ResidencyOptions options_;
   std::vector<Tier> first_homes_;  // by chunk
+  int num_looks_ = 0;              // at the margin, of steps after the first
   int steps_away_ = 0;             // since states left the device
   int num_returns_ = 0;
 };

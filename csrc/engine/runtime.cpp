@@ -439,6 +439,10 @@ double Runtime::prepare_step(std::vector<ParamId> left_out) {
     Timeline timeline = open->recorder.running();
     agree_on(*open, timeline, {});
     place_states(*open, timeline);
+  } else if (open->residency.is_settling()) {
+    Timeline timeline = open->recorder.running();
+    agree_on(*open, timeline, {});
+    if (open->residency.has_room_for_more(timeline)) fill_margin(*open, timeline);
   } else if (is_time_to_return) {
     fill_margin(*open, open->recorder.running());
   }

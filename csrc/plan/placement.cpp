@@ -68,13 +68,17 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
+// Where the gradients of chunks with their states on the device wait for the norm.
+enum class Gradients : uint8_t { kInPlaceOfValues, kBesideValues };
+
 // How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
-int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes) {
+int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes,
+                            Gradients gradients) {
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    const bool grad = layout.is_sharded() && budget.keeps_gradients;
-    usable -= optimizer_bytes(chunk) + (grad ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    const bool grad = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
+    usable -= optimizer_bytes(chunk) + (grad && chunk.trainable ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
     ++count;
@@ -234,10 +238,16 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
   const int64_t gradients = 2 * largest;  // on their way; the others take their parameters' place
-  int count = num_state_chunks_within(layout, budget, margin - values - gradients);
-  const int most = num_state_chunks_within(layout, budget, margin - prefetched - gradients);
-  while (count < most && !has_room_ahead(layout, count, budget.host_limit_bytes)) ++count;
-  return count;
+  const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Gradients::kInPlaceOfValues);
+  const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
+  const int beside = num_state_chunks_within(layout, budget, without_values, Gradients::kBesideValues);
+  const int most = num_state_chunks_within(layout, budget, without_values, Gradients::kInPlaceOfValues);
+  // So many that gradients leave the device as well are worth it where all updates on the host can then start in
+  // backward.
+  int ahead = count;
+  while (ahead < most && !has_room_ahead(layout, ahead, budget.host_limit_bytes)) ++ahead;
+  if (ahead == count || has_room_ahead(layout, ahead, budget.host_limit_bytes)) return ahead;
+  return std::max(count, beside);
 }
 
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params) {

@@ -15,8 +15,8 @@ namespace patrickstar {
 // copy or the gradient in its place).
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
-// What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a part
-// of the master.
+// What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a
+// part of the master.
 int64_t placed_bytes(const ChunkSpec& chunk);
 
 // How many backwards a step is known to have.
@@ -31,9 +31,11 @@ int64_t accumulation_bytes(const Layout& layout, ChunkId chunk);
 // Both: all that a chunk takes where it is at home.
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards);
 
-// Of a device limit, what PyTorch's allocator needs on CUDA to round and to fragment.
+// Of a device limit, what PyTorch's allocator is taken to need on CUDA to round and to fragment, until it was measured
+// ([Note: fragments], backend/cuda_pressure.cpp).
 constexpr double kCudaSlackRatio = 0.04;
-// The same where its segments are fixed, which is on small limits: three of 20 MiB that are not full, at most this share.
+// The same where its segments are fixed, which is on small limits: three of 20 MiB that are not full, at most this
+// share.
 constexpr int64_t kFixedSegmentSlack = int64_t{60} << 20;
 constexpr double kFixedSegmentSlackRatio = 0.15;
 
@@ -47,9 +49,9 @@ struct InitialPlacement {
   int64_t host_bytes = 0;
 };
 
-// On the host, but for as many of the first ones as it takes to keep the others within `host_limit_bytes`; the last of them
-// is the least that is enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host than
-// its limit: both together are too small.
+// On the host, but for as many of the first ones as it takes to keep the others within `host_limit_bytes`; the last of
+// them is the least that is enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host
+// than its limit: both together are too small.
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                    Backwards backwards);
 
@@ -61,7 +63,8 @@ struct DeviceBudget {
   double margin_use_ratio = 0.95;   // of num_margin_chunks
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
   Backwards backwards = Backwards::kOne;
-  // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none is.
+  // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none
+  // is.
   int64_t host_limit_bytes = INT64_MAX;
 };
 
@@ -71,13 +74,13 @@ int64_t reserved_gradient_bytes(const Layout& layout);
 
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
 // are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
-// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, which leaves
-// room for fewer compute copies, but no less than are prefetched: to fetch a value again takes less time than to wait
-// for the norm.
+// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, which
+// leaves room for fewer compute copies, but no less than are prefetched: to fetch a value again takes less time than to
+// wait for the norm.
 int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes);
 
-// After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin, and
-// where memory does not follow the tide a few at the boundary of two steps in any case.
+// After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,
+// and where memory does not follow the tide a few at the boundary of two steps in any case.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // The planner's problem for a step like `last`. `states_on_device` by chunk. It refers to `last`.
