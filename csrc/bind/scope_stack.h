@@ -31,8 +31,8 @@ class ScopeStack {
   void open(Scope scope);
   // The innermost scope, which must be `caller`'s; nothing when its call never began.
   std::optional<Scope> close(const void* caller);
-  // An operation in the innermost scope used `params` (maybe none is open). Says whether autograd saw the operation, and
-  // so may need them again.
+  // An operation in the innermost scope used `params` (maybe none is open). Says whether autograd saw the operation,
+  // and so may need them again.
   bool note_use(const std::vector<ParamId>& params);
   // Drops what an exception left open.
   void clear() { scopes_.clear(); }

@@ -5,8 +5,8 @@
 // Called with the GIL.
 //
 // Functions that write a parameter are known by their names and schemas, and carried out on its float32 value. Should
-// another one write the compute copy, unannounced, PyTorch's version counter tells: the operation is refused then, after
-// the fact, and the copy is derived anew.
+// another one write the compute copy, unannounced, PyTorch's version counter tells: the operation is refused then,
+// after the fact, and the copy is derived anew.
 #pragma once
 
 #include <c10/core/TensorImpl.h>

@@ -7,11 +7,11 @@
 //   ModuleHook     one per module: its forward hooks
 //   BackwardEntry  one per use that autograd saw: called before the use's backward runs
 //
-// [Note: hooks on nodes] Node.register_prehook goes through Python code that makes an OrderedDict and a RemovableHandle.
-// Node._register_hook_dict, with which Tensor.register_hook ends, takes the dict of hooks that a tensor carries; a
-// scratch tensor lends it to one node after the other. Such hooks run at the same place, before the node, and ours looks
-// at no gradient. Each node keeps its dict, and with it the entry, which keeps the listener: graphs may outlive the
-// engine.
+// [Note: hooks on nodes] Node.register_prehook goes through Python code that makes an OrderedDict and a
+// RemovableHandle. Node._register_hook_dict, with which Tensor.register_hook ends, takes the dict of hooks that a
+// tensor carries; a scratch tensor lends it to one node after the other. Such hooks run at the same place, before the
+// node, and ours looks at no gradient. Each node keeps its dict, and with it the entry, which keeps the listener:
+// graphs may outlive the engine.
 //
 // One thread at a time, with the GIL: the user's in forward, autograd's in backward. The GIL is released in the core.
 #pragma once
@@ -42,8 +42,8 @@ enum class BackwardNeed : uint8_t {
   kShape,
 };
 
-// func(*args, **kwargs) without __torch_function__. `impl` is torch._C._disabled_torch_function_impl; `kwargs` is a dict
-// or None.
+// func(*args, **kwargs) without __torch_function__. `impl` is torch._C._disabled_torch_function_impl; `kwargs` is a
+// dict or None.
 pybind11::object call_without_torch_function(const pybind11::object& impl, pybind11::handle func,
                                              pybind11::handle types, pybind11::handle args, pybind11::handle kwargs);
 

@@ -1,5 +1,5 @@
-// Where every payload is, in which state each parameter is, and the storage that a chunk's parameters share. Bookkeeping
-// only: the store moves no bytes and decides nothing. Guarded by the runtime's lock.
+// Where every payload is, in which state each parameter is, and the storage that a chunk's parameters share.
+// Bookkeeping only: the store moves no bytes and decides nothing. Guarded by the runtime's lock.
 //
 // [Note: states] A chunked parameter is an ordinary nn.Parameter of its true shape. Its memory is a part of its chunk's
 // storage, which is where the chunk's kParam array is just then, or refuses access ([Note: storage swap]).
@@ -12,7 +12,8 @@
 //   HOLD_AFTER_BWD         is dead until the optimizer has run, so the gradient may take its place
 //
 // A chunk's state is the highest of its parameters' in the order COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE;
-// RELEASED is a chunk whose payload is on another rank. Legal moves stand in one table; an illegal one throws StateError.
+// RELEASED is a chunk whose payload is on another rank. Legal moves stand in one table; an illegal one throws
+// StateError.
 //
 //   an array of a chunk    slot, on_device   block, on_host
 //   nowhere                -                 -
@@ -68,10 +69,10 @@ class StateCounts {
   std::array<int, kNumParamStates> counts_{};
 };
 
-// [Note: storage swap] Every `param.data` of a chunk, and every view autograd saved for backward, shares one storage at a
-// fixed offset. Moving a chunk between slots changes one pointer and touches no Python object, and a saved view keeps no
-// evicted memory alive. While the chunk is not on the device the storage refuses access with a message (a null pointer
-// alone is not enough: several CPU kernels read it unchecked).
+// [Note: storage swap] Every `param.data` of a chunk, and every view autograd saved for backward, shares one storage at
+// a fixed offset. Moving a chunk between slots changes one pointer and touches no Python object, and a saved view keeps
+// no evicted memory alive. While the chunk is not on the device the storage refuses access with a message (a null
+// pointer alone is not enough: several CPU kernels read it unchecked).
 //
 // The storage object is made by Python (an empty UntypedStorage) and handed over by address; this holds a reference.
 class ParamStorage {

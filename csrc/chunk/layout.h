@@ -3,10 +3,11 @@
 // Parameters are packed in the order given (the order of registration, which for nearly all models is
 // the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
 // of a chunk have the same compute dtype and states of the same types, and are all trainable or all frozen, so a frozen
-// chunk carries no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk of its own.
+// chunk carries no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk
+// of its own.
 //
-// [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the r-th.
-// The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
+// [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the
+// r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
 // statistics (optim/kernels.h) is cut. A chunk is padded at its end. With one rank the shard is the chunk.
 //
 //   Layout layout = Layout::pack({{1000, DType::kBFloat16, true}, ...}, /*chunk_numel=*/1 << 26);
@@ -47,16 +48,16 @@ struct ParamShard {
   int64_t offset = 0;  // in the shard
 };
 
-// [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient: the
-// kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+// [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient:
+// the kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
 //
-// With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its place
-// until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h): it stays
-// where the states are, and a gradient has memory of its own until its update, which should therefore be early. So this
-// is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
+// With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its
+// place until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h):
+// it stays where the states are, and a gradient has memory of its own until its update, which should therefore be
+// early. So this is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
 //
-// Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h). Of 8
-// bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
+// Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
+// Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;

@@ -1,20 +1,21 @@
 // A communicator: a group of ranks, the flat collectives on whole chunks that run within it, and messages from rank to
 // rank.
 //
-// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All ranks
-// of the group call the same collectives with the same sizes in the same order, each from one thread at a time. Two
-// communicators never wait for each other, and may be used from two threads, or on two streams, at once.
+// It belongs to a group, never to "the world": with sequence or tensor parallelism several exist side by side. All
+// ranks of the group call the same collectives with the same sizes in the same order, each from one thread at a time.
+// Two communicators never wait for each other, and may be used from two threads, or on two streams, at once.
 //
-// [Note: order of ranks] The mean over ranks is, for each element, ((x0 + x1) + x2 ...) * (1 / size) in binary32, rounded
-// once to the element's type. So its bits depend neither on where shards are cut, nor on the network, nor on the backend.
+// [Note: order of ranks] The mean over ranks is, for each element, ((x0 + x1) + x2 ...) * (1 / size) in binary32,
+// rounded once to the element's type. So its bits depend neither on where shards are cut, nor on the network, nor on
+// the backend.
 //
-// [Note: failure of a rank] A collective that another rank does not complete throws RankFailure, which names that rank as
-// far as this one can know it; the communicator is of no more use then. On CUDA nothing is thrown by the collective
+// [Note: failure of a rank] A collective that another rank does not complete throws RankFailure, which names that rank
+// as far as this one can know it; the communicator is of no more use then. On CUDA nothing is thrown by the collective
 // itself: check() and oldest_pending_seconds() tell a watching thread, which calls abort().
 //
-// [Note: the end of a group] Whoever made a communicator closes it, when all ranks have said that nothing of it runs any
-// more; what it holds (connections, threads, memory) goes then, on all ranks at the same point. Neither close() nor a
-// destructor waits for another rank.
+// [Note: the end of a group] Whoever made a communicator closes it, when all ranks have said that nothing of it runs
+// any more; what it holds (connections, threads, memory) goes then, on all ranks at the same point. Neither close() nor
+// a destructor waits for another rank.
 //
 //   communicator->all_gather(slot, shard_bytes);
 //   communicator->reduce_scatter_mean(gradients, shard, scratch, shard_numel, DType::kBFloat16);
@@ -50,16 +51,16 @@ class Communicator {
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // In place: shard r of `whole` (shard_bytes each, in the order of ranks) comes from rank r. CUDA: enqueued on PyTorch's
-  // current stream, returns at once. CPU: returns when done.
+  // In place: shard r of `whole` (shard_bytes each, in the order of ranks) comes from rank r. CUDA: enqueued on
+  // PyTorch's current stream, returns at once. CPU: returns when done.
   virtual void all_gather(void* whole, int64_t shard_bytes) = 0;
   // Own shard of the elementwise mean over ranks ([Note: order of ranks]) into `shard`, which may lie in its place in
   // `whole`. `scratch` has room for `size` shards and is overwritten; `whole` is not needed afterwards.
   virtual void reduce_scatter_mean(void* whole, void* shard, void* scratch, int64_t shard_numel, DType dtype) = 0;
-  // Messages to and from other ranks, all of them on their way at once, in any directions. What two ranks send each other
-  // is matched in the order of their lists, and both sides agree on each message's length; those of no bytes are left out.
-  // Ranks without messages call it as well. CUDA and CPU as all_gather. Throws ArgumentError for a peer that is no other
-  // rank of the group.
+  // Messages to and from other ranks, all of them on their way at once, in any directions. What two ranks send each
+  // other is matched in the order of their lists, and both sides agree on each message's length; those of no bytes are
+  // left out. Ranks without messages call it as well. CUDA and CPU as all_gather. Throws ArgumentError for a peer that
+  // is no other rank of the group.
   virtual void exchange(const std::vector<PeerBytes>& sends, const std::vector<PeerBytes>& receives) = 0;
   // Any thread. Stops what is running: calls of other threads throw RankFailure, device work ends. For failures.
   virtual void abort() = 0;
@@ -73,9 +74,9 @@ class Communicator {
 
 // Small values over the hosts, for agreement between ranks: blocking, on the CPU for both backends.
 //
-// [Note: ranks at the same point] Each exchange carries what this rank is doing: the call of the user's that it is in, and
-// what of it the exchange is for. Where ranks do different things (one has a batch more, or saves while the others train),
-// all of them find out in this very exchange and throw RankMismatch, which names who does what.
+// [Note: ranks at the same point] Each exchange carries what this rank is doing: the call of the user's that it is in,
+// and what of it the exchange is for. Where ranks do different things (one has a batch more, or saves while the others
+// train), all of them find out in this very exchange and throw RankMismatch, which names who does what.
 class ControlGroup {
  public:
   virtual ~ControlGroup() = default;
@@ -84,8 +85,8 @@ class ControlGroup {
   // The call that this rank is in from now on ("forward of step 3"); empty: none. At most kMaxName characters count.
   virtual void enter(const std::string& call) = 0;
   virtual std::string call() const = 0;
-  // Everybody's value by rank; values may have any lengths. `what` must be the same on all ranks ("the gradients' norm"),
-  // and so must the call. Throws RankFailure, RankMismatch.
+  // Everybody's value by rank; values may have any lengths. `what` must be the same on all ranks ("the gradients'
+  // norm"), and so must the call. Throws RankFailure, RankMismatch.
   virtual std::vector<std::string> exchange(const std::string& what, const std::string& mine) = 0;
   // The same with another value for each rank: `to_each` by rank; what comes from each, by rank.
   virtual std::vector<std::string> distribute(const std::string& what, const std::vector<std::string>& to_each) = 0;
@@ -120,8 +121,8 @@ std::string nccl_version();
 // Blocks until all `size` ranks have called it with the same id. Throws SystemError.
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& id, int rank, int size, int device,
                                                      const Members& members);
-// For the memory of `device`, which other ranks of the group may share: what is sent goes through host memory and `host`,
-// a group of the same ranks for that. Throws SystemError where the driver is too old.
+// For the memory of `device`, which other ranks of the group may share: what is sent goes through host memory and
+// `host`, a group of the same ranks for that. Throws SystemError where the driver is too old.
 std::unique_ptr<Communicator> make_cuda_staged_communicator(std::unique_ptr<Communicator> host, int device,
                                                             const Members& members);
 #endif

@@ -7,12 +7,12 @@
 // Nobody is blocked who enqueues: ranks may enqueue the collectives of two groups in different orders. It is for trying
 // several ranks out where there are fewer GPUs: copies and messages of a group run one after the other.
 //
-// [Note: nothing behind the gate] CUDA does not know who opens a gate, and may put streams into one hardware queue, where
-// work that was enqueued after the wait comes after it. So all that opens a gate was enqueued before its wait: copies are
-// made on the caller's own stream, and the worker enqueues nothing. A kernel that a process launches for the first time is
-// loaded then, which waits for the streams that wait: until the gate opens, the thread that launches it stands still. So
-// it is a delay where ranks enqueue the collectives of all groups in one order, and endless where they do not, unless
-// kernels have run before or CUDA_MODULE_LOADING is EAGER.
+// [Note: nothing behind the gate] CUDA does not know who opens a gate, and may put streams into one hardware queue,
+// where work that was enqueued after the wait comes after it. So all that opens a gate was enqueued before its wait:
+// copies are made on the caller's own stream, and the worker enqueues nothing. A kernel that a process launches for the
+// first time is loaded then, which waits for the streams that wait: until the gate opens, the thread that launches it
+// stands still. So it is a delay where ranks enqueue the collectives of all groups in one order, and endless where they
+// do not, unless kernels have run before or CUDA_MODULE_LOADING is EAGER.
 //
 // [Note: a gate stays closed] A collective that fails leaves its stream waiting until abort(), as NCCL's does, so that
 // nobody computes with what never came before the watching thread has told all ranks ([Note: failure of a rank]).
@@ -97,8 +97,8 @@ class Gate {
   CUdeviceptr address_ = 0;
 };
 
-// Host memory, locked for transfers, that grows. What it has outgrown stays until clear(): to free it would wait for the
-// device, and so perhaps for another rank.
+// Host memory, locked for transfers, that grows. What it has outgrown stays until clear(): to free it would wait for
+// the device, and so perhaps for another rank.
 class StagingMemory {
  public:
   ~StagingMemory() { clear(); }

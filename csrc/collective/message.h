@@ -1,8 +1,8 @@
 // Messages between ranks: values one after the other, each with its kind, size and number.
 //
-// A reader asks for what it expects and throws StateError for everything else (other kinds, numbers or sizes, bytes that
-// are missing or left), so that a message that was meant for another call, or made by another version, is never read as
-// what it is not. Any thread.
+// A reader asks for what it expects and throws StateError for everything else (other kinds, numbers or sizes, bytes
+// that are missing or left), so that a message that was meant for another call, or made by another version, is never
+// read as what it is not. Any thread.
 //
 //   const std::string message = MessageWriter().add(int64_t{3}).add(tides).str();
 //   MessageReader reader(message, "the ranks' tides");

@@ -3,8 +3,8 @@
 // The mean over ranks is not NCCL's reduction: shards travel as they are, and one kernel adds them up in the order of
 // ranks ([Note: order of ranks]). That is as many bytes over the links as a reduce-scatter.
 //
-// Two ranks are connected by their first message, for which enqueuing waits. So whoever makes a communicator sends something
-// between all of its ranks first.
+// Two ranks are connected by their first message, for which enqueuing waits. So whoever makes a communicator sends
+// something between all of its ranks first.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -145,8 +145,8 @@ class NcclCommunicator final : public Communicator {
     release();
   }
 
-  // [Note: the end of a group] ncclCommAbort frees all that ncclCommDestroy does, which waits for the other ranks. Nothing
-  // runs any more that it could cut off.
+  // [Note: the end of a group] ncclCommAbort frees all that ncclCommDestroy does, which waits for the other ranks.
+  // Nothing runs any more that it could cut off.
   void close() override { abort(); }
 
   void check() override {

@@ -10,8 +10,8 @@
 
 namespace patrickstar {
 
-// out[i] = round((((x0[i] + x1[i]) + x2[i]) ...) * (1 / num_ranks)), where x_r is the r-th of num_ranks ranges of `numel`
-// elements that lie end to end in `shards`. `out` may be one of these ranges.
+// out[i] = round((((x0[i] + x1[i]) + x2[i]) ...) * (1 / num_ranks)), where x_r is the r-th of num_ranks ranges of
+// `numel` elements that lie end to end in `shards`. `out` may be one of these ranges.
 void mean_of_ranks(const void* shards, int num_ranks, void* out, DType dtype, int64_t numel);
 
 }  // namespace patrickstar

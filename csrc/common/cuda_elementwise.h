@@ -1,7 +1,7 @@
 // What elementwise kernels share: elements of chunks as binary32 and back, and launching over packs of 16 bytes.
 //
-// For .cu files. The casts give the bits of common/elements.inl; a NaN becomes the canonical one where 16 bits are stored.
-// A body has `template <int kCount> __device__ void run(int64_t i) const` for elements i to i + kCount:
+// For .cu files. The casts give the bits of common/elements.inl; a NaN becomes the canonical one where 16 bits are
+// stored. A body has `template <int kCount> __device__ void run(int64_t i) const` for elements i to i + kCount:
 //
 //   launch<kPack>("add", AddBody{sum, x}, is_aligned(sum, 16) && is_aligned(x, 16), numel, stream);
 #pragma once

@@ -1,12 +1,12 @@
 // A point in the work of one queue, and what became of the work before it.
 //
-// A null Event is complete. Backends derive their own state for the queues of a device; HostEvent is that of work on host
-// threads (common/work_queue.h). Everybody else passes events around. An event keeps what it needs alive, so dropping it
-// is always safe.
+// A null Event is complete. Backends derive their own state for the queues of a device; HostEvent is that of work on
+// host threads (common/work_queue.h). Everybody else passes events around. An event keeps what it needs alive, so
+// dropping it is always safe.
 //
-// [Note: failures travel with events] What fails on a thread that nobody sees is kept in the event of that work. Whoever
-// waits for the result gets it, on whichever thread; work that would have used the result fails with it instead of
-// using what was not written. Whoever only needs the memory back, and not what is in it, settles instead of waiting.
+// [Note: failures travel with events] What fails on a thread that nobody sees is kept in the event of that work.
+// Whoever waits for the result gets it, on whichever thread; work that would have used the result fails with it instead
+// of using what was not written. Whoever only needs the memory back, and not what is in it, settles instead of waiting.
 #pragma once
 
 #include <condition_variable>

@@ -1,4 +1,5 @@
-// A fingerprint: 64 bits that tell one sequence of integers from another (FNV-1a), by which ranks compare what they have.
+// A fingerprint: 64 bits that tell one sequence of integers from another (FNV-1a), by which ranks compare what they
+// have.
 //
 //   Fingerprint fingerprint;
 //   for (int64_t value : values) fingerprint.add(value);

@@ -19,8 +19,8 @@ namespace patrickstar {
 class PressureHandler {
  public:
   virtual ~PressureHandler() = default;
-  // Frees at least `num_bytes` if it can; returns the bytes freed. Called by whichever thread allocates, possibly inside
-  // PyTorch's allocator: must not allocate device memory, must not wait for the Python interpreter.
+  // Frees at least `num_bytes` if it can; returns the bytes freed. Called by whichever thread allocates, possibly
+  // inside PyTorch's allocator: must not allocate device memory, must not wait for the Python interpreter.
   virtual int64_t release_device_memory(int64_t num_bytes) = 0;
 };
 

@@ -1,8 +1,8 @@
 // Whether a process is a fork of the one in which something was made.
 //
-// A fork (a DataLoader's worker, a subprocess of multiprocessing) has a copy of all memory, but none of the threads: who
-// waits there for a queue's worker waits for ever, and a lock that was held stays held. So whoever has threads remembers
-// where it was made, and refuses to be used elsewhere.
+// A fork (a DataLoader's worker, a subprocess of multiprocessing) has a copy of all memory, but none of the threads:
+// who waits there for a queue's worker waits for ever, and a lock that was held stays held. So whoever has threads
+// remembers where it was made, and refuses to be used elsewhere.
 //
 //   const ProcessFork made_in = ProcessFork::current();
 //   made_in.is_here();   // false in a fork; costs a load

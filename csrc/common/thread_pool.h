@@ -1,17 +1,17 @@
 // A fixed set of worker threads that share the work of loops over ranges of indices.
 //
-// The pool belongs to whoever made it (the runtime). `parallel_for` may be called by any thread, by several at once. Each
-// caller works on its own loop until no piece of it is left, and returns when the pieces that workers have taken are
-// done: it waits for no worker that is busy elsewhere, or that the system has not woken yet. Threads take pieces of a range
-// as they get to them, so one that the system delays does not delay the others; pieces start at multiples of the grain,
-// so results of elementwise work do not depend on the number of threads.
+// The pool belongs to whoever made it (the runtime). `parallel_for` may be called by any thread, by several at once.
+// Each caller works on its own loop until no piece of it is left, and returns when the pieces that workers have taken
+// are done: it waits for no worker that is busy elsewhere, or that the system has not woken yet. Threads take pieces of
+// a range as they get to them, so one that the system delays does not delay the others; pieces start at multiples of
+// the grain, so results of elementwise work do not depend on the number of threads.
 //
 // [Note: urgent loops first] Workers help urgent loops, the oldest first. They take pieces of a background loop (the
 // first touch of host memory, which may take seconds) only while there is no urgent one, and return to look for one
 // after each piece, which is of one grain.
 //
-// Workers may be pinned, each to a CPU (common/host_threads.h chooses them); callers are left where they are. A CPU that
-// the system refuses leaves its worker free.
+// Workers may be pinned, each to a CPU (common/host_threads.h chooses them); callers are left where they are. A CPU
+// that the system refuses leaves its worker free.
 //
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });

@@ -3,7 +3,8 @@
 // Forward. A *scope* is one running call of a module. A leaf's scope holds what it acquires, and what operations touch
 // while it runs, until it ends. A module that contains others holds only until the next of them begins or ends (so it
 // does not pin its own parameters through all its children); an operation after that touches again. Outside of any
-// scope a touch is the user's own access and holds until the next event of the runtime, or until another needs the room.
+// scope a touch is the user's own access and holds until the next event of the runtime, or until another needs the
+// room.
 //
 // Backward. [Note: order of backward] Autograd runs nodes in descending order of their creation (its ready queue is
 // sorted by sequence number, and consumers are always younger than producers). So when the backward of a use A is

@@ -4,8 +4,9 @@
 //   upload(array)     block -> slot, on the upload queue
 //   download(array)   slot -> block, on the download queue, after the compute queue's present work
 //
-// Both must exist. The records keep the events, so that whoever reads next can wait. [Note: reuse of memory] When a slot's
-// `busy` events are complete, nothing reads or writes its old content any more; a block is freed after settle_block only.
+// Both must exist. The records keep the events, so that whoever reads next can wait. [Note: reuse of memory] When a
+// slot's `busy` events are complete, nothing reads or writes its old content any more; a block is freed after
+// settle_block only.
 //
 // Owned by the engine's open state (engine/open_engine.h), guarded by its lock.
 #pragma once
@@ -82,8 +83,8 @@ class ChunkMemory {
   // Later work of `queue` may write the slot: what still reads or writes its old content is over then.
   void await_slot(Queue queue, const Slot& slot);
 
-  // Frees the device slot, which compute enqueued so far may use; the value must be elsewhere as well, derivable or dead.
-  // A transfer under way is known to the slot already, and the compute queue does not wait for it.
+  // Frees the device slot, which compute enqueued so far may use; the value must be elsewhere as well, derivable or
+  // dead. A transfer under way is known to the slot already, and the compute queue does not wait for it.
   void leave_device(ArrayId id);
   // Frees the host block; the value must be on the device as well or dead.
   void drop_block(ArrayId id);
@@ -102,7 +103,8 @@ class ChunkMemory {
 
   // Compute values that all ranks hold together.
   bool is_whole(ArrayId id) const { return layout().is_sharded() && id.kind == ArrayKind::kParam; }
-  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there is.
+  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there
+  // is.
   bool is_derivable(ArrayId id) const;
 
  private:

@@ -4,14 +4,14 @@
 //   scatter   the mean of all ranks' gradients of a chunk, of which each rank gets its shard
 //   round     an exchange of short messages between the hosts
 //
-// [Note: the same order on every rank] Gathers run on one queue and one communicator, scatters on another; on each, every
-// rank must enqueue the same ones in the same order. While a step replays its plan it does, because all ranks made the
-// plan from the same timeline. Otherwise nobody knows what the others need, so they say it in rounds:
+// [Note: the same order on every rank] Gathers run on one queue and one communicator, scatters on another; on each,
+// every rank must enqueue the same ones in the same order. While a step replays its plan it does, because all ranks
+// made the plan from the same timeline. Otherwise nobody knows what the others need, so they say it in rounds:
 //
 //   a rank that needs a chunk     says so, and which of its gradients are complete, again and again until it is served
 //   a rank whose phase is over    says that, and goes on with rounds until all ranks' phases are over
-//   in each round                 all ranks scatter the chunks that all have complete, and gather the needed one with the
-//                                 least id, whether they need it themselves or not
+//   in each round                 all ranks scatter the chunks that all have complete, and gather the needed one with
+//                                 the least id, whether they need it themselves or not
 //
 // So a model may go otherwise on each rank, and no rank waits for one that does not come. A round costs a tenth of a
 // millisecond and is needed in the first step and in evaluations only. With one rank nothing of this happens.
@@ -37,7 +37,8 @@ struct StepAgreement {
 };
 
 // What a rank says in a round, and in the exchange at the end of a step. Reading throws StateError for what is no such
-// message; whose chunks, kinds and numbers fit is checked, so that nothing that another rank says can reach out of bounds.
+// message; whose chunks, kinds and numbers fit is checked, so that nothing that another rank says can reach out of
+// bounds.
 struct ChunkRequest {
   static constexpr ChunkId kPhaseOver = -1;
 
@@ -79,8 +80,8 @@ class Collectives {
   // One round. All ranks must be here.
   RankRound negotiate(const ChunkRequest& mine, int num_chunks);
 
-  // Whenever a plan was made, with its fingerprint (plan/planner.h): ranks with different ones would wait for each other,
-  // or gather what does not belong together. Throws StateError, on every rank, when they have. One exchange.
+  // Whenever a plan was made, with its fingerprint (plan/planner.h): ranks with different ones would wait for each
+  // other, or gather what does not belong together. Throws StateError, on every rank, when they have. One exchange.
   void check_same_plan(uint64_t fingerprint);
 
   // By rank. All ranks must be here ([Note: ranks at the same point]).

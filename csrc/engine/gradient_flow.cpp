@@ -146,7 +146,8 @@ void GradientFlow::forget_complete(ChunkId chunk) {
   complete_here_.erase(std::remove(complete_here_.begin(), complete_here_.end(), chunk), complete_here_.end());
 }
 
-// A step that replays a plan scatters here, this one a little later, when there may be less tide ([Note: the least limit]).
+// A step that replays a plan scatters here, this one a little later, when there may be less tide ([Note: the least
+// limit]).
 void GradientFlow::note_needed_to_scatter(ChunkId chunk) {
   int64_t held_bytes = 0;
   for (int index = 0; index < store_.num_arrays(); ++index) {

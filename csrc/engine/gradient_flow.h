@@ -3,15 +3,16 @@
 // Within one backward a parameter's gradient is folded into its chunk's gradient slot (kGrad, compute dtype). When a
 // chunk has all the gradients it had in the backward before (in the first one: one for each trainable parameter), and
 // its parameters' values are dead, it retires: the parameters are dropped, the statistics are enqueued and, if the
-// optimizer states are on the host, the gradient goes down in their place. Then its update may start (engine/updates.h).
+// optimizer states are on the host, the gradient goes down in their place. Then its update may start
+// (engine/updates.h).
 //
 // A second backward before the step first moves what is there into a float32 sum (kGradSum), on
 // whichever tier the optimizer states are, and keeps the parameters' values from then on. So the sum is
 // ((g1 + g2) + g3) in float32 for every placement.
 //
-// With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard (kGradShard):
-// a scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that has a gradient on
-// any rank has one on all; where it has none, zeros count.
+// With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard
+// (kGradShard): a scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that
+// has a gradient on any rank has one on all; where it has none, zeros count.
 //
 // A parameter without a gradient in a step is "unused", and the optimizer leaves it alone.
 // Guarded by the engine's lock.

@@ -128,7 +128,8 @@ double GradientStatistics::sum_in_order(const std::vector<ParamId>& params,
 }
 
 // [Note: a sum that knows no order] Which partials a rank has depends on the chunk size, and the sum must not. Sums are
-// carried with their rounding errors (Knuth's two-sum), so that they are right to some 100 bits before the last rounding.
+// carried with their rounding errors (Knuth's two-sum), so that they are right to some 100 bits before the last
+// rounding.
 double GradientStatistics::sum_over_ranks(const std::vector<ParamId>& params, const std::vector<double>& from_device) {
   double high = 0;
   double low = 0;

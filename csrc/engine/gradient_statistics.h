@@ -30,8 +30,8 @@ class GradientStatistics {
 
   // Of the gradients in `source`, on its tier. `params` are those of its chunk that have one.
   void compute(ArrayId source, const std::vector<ParamId>& params);
-  // On the scatter's queue, of the shard of gradients in `data`. Which parameters have one on any rank is not known yet,
-  // so it is done for all.
+  // On the scatter's queue, of the shard of gradients in `data`. Which parameters have one on any rank is not known
+  // yet, so it is done for all.
   void enqueue_scattered(ChunkId chunk, const void* data);
   // Memory for partials on the device belongs to the compute queue: other queues must wait for it after this.
   void prepare_device();

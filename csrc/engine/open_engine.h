@@ -1,5 +1,6 @@
-// All that an open engine has below Python: its chunks' memory, and the parts that work on them, in the order in which they
-// need each other ([Note: who calls whom], docs/design.md). Closing the engine is destroying this, after shut_down().
+// All that an open engine has below Python: its chunks' memory, and the parts that work on them, in the order in which
+// they need each other ([Note: who calls whom], docs/design.md). Closing the engine is destroying this, after
+// shut_down().
 //
 //   device        shared with other engines of the process (engine/shared_device.h)
 //   memory        chunks, slots and blocks, and how payloads move

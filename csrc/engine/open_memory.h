@@ -1,5 +1,5 @@
-// Memory for open values ([Note: settled values], optim/kernels.h) of updates that start before the clipping coefficient is
-// known: what nobody else needs, up to the room for a sixteenth of the values, as long as clipping acts.
+// Memory for open values ([Note: settled values], optim/kernels.h) of updates that start before the clipping
+// coefficient is known: what nobody else needs, up to the room for a sixteenth of the values, as long as clipping acts.
 //
 //   memory.take(free_bytes, numel);     // before a backward
 //   memory.keep(chunk, jobs);           // its open values will be kept there
@@ -24,8 +24,8 @@ class OpenMemory {
   OpenMemory(int num_chunks, HostArena& arena, HostUpdates& updates)
       : arena_(arena), updates_(updates), open_(static_cast<size_t>(num_chunks)) {}
 
-  // What was kept is over when the updates submitted so far are. At most `free_bytes` of memory are taken, unless there is
-  // some already. `numel`: of all chunks to come.
+  // What was kept is over when the updates submitted so far are. At most `free_bytes` of memory are taken, unless there
+  // is some already. `numel`: of all chunks to come.
   void take(int64_t free_bytes, int64_t numel);
   // The same places for the same jobs of a chunk, until the next take().
   void keep(ChunkId chunk, std::vector<optim::AdamJob>& jobs);

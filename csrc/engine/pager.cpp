@@ -158,8 +158,8 @@ void Pager::bring(ArrayId id) {
   if (id.kind == ArrayKind::kParam) memory_.attach(id.chunk);
 }
 
-// Uploads the value, or derives it: round(master), on the tier where the master is, but on the device where the host has
-// no room for it.
+// Uploads the value, or derives it: round(master), on the tier where the master is, but on the device where the host
+// has no room for it.
 void Pager::fetch_into_slot(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
@@ -337,8 +337,8 @@ HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   return try_allocate_beside_promises(id);
 }
 
-// [Note: homes on the host]. What was reserved fits the promises, so it is left to them while any is open. The spare is for
-// what goes away again: a gradient whose parameters are still of use, a frozen value that is being written.
+// [Note: homes on the host]. What was reserved fits the promises, so it is left to them while any is open. The spare is
+// for what goes away again: a gradient whose parameters are still of use, a frozen value that is being written.
 HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
   const int64_t num_bytes = store().num_bytes(id);
   if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
@@ -458,9 +458,9 @@ bool Pager::evict_one(Vacate what) {
   return false;
 }
 
-// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not once
-// more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the whole
-// values to its host and fetches them from there; they end when the plan would have them leave the device.
+// [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
+// once more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the
+// whole values to its host and fetches them from there; they end when the plan would have them leave the device.
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   if (can_be_had_again(id)) {

@@ -3,18 +3,19 @@
 // It replays the plan while the step goes as planned; otherwise it fetches on demand and evicts by the order below. It
 // never evicts an array that a running operation holds. Its answers do not change any number, only where bytes are.
 //
-// [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the one
-// that was used longest ago. An array whose only value is on the device counts as used at the step's end at the latest,
-// where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go, masters after all others.
+// [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the
+// one that was used longest ago. An array whose only value is on the device counts as used at the step's end at the
+// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go,
+// masters after all others.
 //
-// [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that is
-// promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the place of
-// one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none stays on the
-// device. Memory of updates ahead of the step is taken from them where a home needs it, and for a guest when nothing else
-// can leave the device.
+// [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that
+// is promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the
+// place of one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none
+// stays on the device. Memory of updates ahead of the step is taken from them where a home needs it, and for a guest
+// when nothing else can leave the device.
 //
-// A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays are
-// other ranks' to give:
+// A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays
+// are other ranks' to give:
 //
 //   pager.begin_moment(phase, arrays);
 //   for (ArrayId id : arrays) pager.bring(id);
@@ -86,8 +87,8 @@ class Pager final : public Tenant {
   // training the arena holds masters only.
   void ensure_state(ArrayId id, Tier tier);
   // Enqueues the gather of a chunk's compute values from all ranks, which all must in the same order: this rank's shard
-  // goes up into its place in the chunk's slot, or is cast there from a master on the device; an all-gather in place brings
-  // the others'.
+  // goes up into its place in the chunk's slot, or is cast there from a master on the device; an all-gather in place
+  // brings the others'.
   void gather(ChunkId chunk);
 
   // Next step's plan. `payload_limit_bytes` bounds payloads whatever the tide (in the warm-up).
@@ -96,8 +97,8 @@ class Pager final : public Tenant {
   void restart_replay();
   // Does what is left to do of the planned moments up to the `end`-th, as if somebody used what they use.
   void replay_until(int64_t end);
-  // What comes until the step is over is fetched on demand. With several ranks all must; what one has put off of the plan
-  // is gathered first.
+  // What comes until the step is over is fetched on demand. With several ranks all must; what one has put off of the
+  // plan is gathered first.
   void leave_plan();
   const Plan& plan() const { return plan_; }
   // The next moment is taken for the planned one.
@@ -129,7 +130,8 @@ class Pager final : public Tenant {
   Event place_shard(ChunkId chunk, void* place, const Slot& slot);
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes);
-  // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no room.
+  // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no
+  // room.
   bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   bool reserve_value_of(ArrayId id, HostRoom room);
   HostBlock try_allocate_block(ArrayId id, HostRoom room);

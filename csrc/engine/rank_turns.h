@@ -1,10 +1,10 @@
-// Takes turns with the other ranks where no plan says whose chunk is next ([Note: the same order on every rank]): does what
-// a round of negotiation has decided, whether this rank needs it or not.
+// Takes turns with the other ranks where no plan says whose chunk is next ([Note: the same order on every rank]): does
+// what a round of negotiation has decided, whether this rank needs it or not.
 //
-// [Note: a forward run again] While ranks replay a plan, the others gather what it says and nothing once more. So a rank
-// whose forward ran out of memory first takes its part in what the plan has left of that forward, without computing.
-// Then, as at the end of each forward of a replay, the ranks tell each other how theirs went. Where one failed, all leave
-// the plan until the step is over: it makes its forward again, and the others take turns with it.
+// [Note: a forward run again] While ranks replay a plan, the others gather what it says and nothing once more. So a
+// rank whose forward ran out of memory first takes its part in what the plan has left of that forward, without
+// computing. Then, as at the end of each forward of a replay, the ranks tell each other how theirs went. Where one
+// failed, all leave the plan until the step is over: it makes its forward again, and the others take turns with it.
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -27,7 +27,8 @@ class RankTurns {
 
   // [Note: a forward run again]. Whether one that fails now can be.
   bool can_repeat_forward() const;
-  // A forward of training that came through is over on all ranks. False when they have left the plan for one that failed.
+  // A forward of training that came through is over on all ranks. False when they have left the plan for one that
+  // failed.
   bool finish_forward();
   // One that failed here, and will be made again.
   void undo_forward();

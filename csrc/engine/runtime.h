@@ -65,16 +65,16 @@ class Runtime final : public UseListener {
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
   void read_own_values(ParamId param, ArrayKind kind, float* values);
-  // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is written
-  // is the ranks' mean, and prepare_step() must be called again.
+  // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is
+  // written is the ranks' mean, and prepare_step() must be called again.
   void read_gradient(ParamId param, float* values);
   void write_gradient(ParamId param, ParamValues values);
   // Before the first step: it will go as `timeline`, of an earlier run of the same layout, says, and take `times`, if
-  // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any step
-  // does. With several ranks all must be here.
+  // that run was measured. The first step then replays a plan; where it departs from it, it fetches on demand as any
+  // step does. With several ranks all must be here.
   void adopt_timeline(Timeline timeline, std::optional<StepTimes> times);
-  // Parameters that were frozen are to be trained (engine/unfreezing.h): states of their chunks, all of them or none; then
-  // the parameters that were not trained so far, or back. With several ranks all must, between the same forwards.
+  // Parameters that were frozen are to be trained (engine/unfreezing.h): states of their chunks, all of them or none;
+  // then the parameters that were not trained so far, or back. With several ranks all must, between the same forwards.
   void make_states(const std::vector<ChunkId>& chunks);
   void discard_states(const std::vector<ChunkId>& chunks);
   void train(const std::vector<ParamId>& params);
@@ -100,14 +100,15 @@ class Runtime final : public UseListener {
   void enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) override;
   void fold_gradient(ParamId param, const void* data);
   void end_backward();
-  // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py): whether
-  // it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
+  // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py):
+  // whether it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
   bool keep_joint_backward();
-  // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if it
-  // had not begun. Its activations are gone by then.
+  // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if
+  // it had not begun. Its activations are gone by then.
   bool can_repeat_forward();
-  // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the engine's:
-  // returns when they have, each served with what it needed on the way. In a replay nobody has to be waited for.
+  // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the
+  // engine's: returns when they have, each served with what it needed on the way. In a replay nobody has to be waited
+  // for.
   void meet_ranks();
   // Activations in host memory (engine/stash.h).
   int64_t excess_of_activations();

@@ -1,10 +1,11 @@
 // A device, and the host beside it, as the engines of one process share them.
 //
-// [Note: engines of one process] PyTorch has one allocator for a device, and a process one host memory. So engines that are
-// open at the same time (teacher and student, policy and reference, two adversaries) share the budgets, the threads, the
-// queues and one lock; chunks, plans and counters are each engine's own. The first one that is opened makes the device,
-// the last one that is closed destroys it. An engine that finds no room takes it where it is missed least: slots that hold
-// nothing, values of engines that run no forward and no backward, its own by its plan, and optimizer states last.
+// [Note: engines of one process] PyTorch has one allocator for a device, and a process one host memory. So engines that
+// are open at the same time (teacher and student, policy and reference, two adversaries) share the budgets, the
+// threads, the queues and one lock; chunks, plans and counters are each engine's own. The first one that is opened
+// makes the device, the last one that is closed destroys it. An engine that finds no room takes it where it is missed
+// least: slots that hold nothing, values of engines that run no forward and no backward, its own by its plan, and
+// optimizer states last.
 //
 //   const std::shared_ptr<SharedDevice> device = SharedDevice::open(options);
 //   device->join(pager);    // asked for memory from now on
@@ -69,8 +70,8 @@ class SharedDevice final : public PressureHandler {
  public:
   using Lock = std::recursive_timed_mutex;
 
-  // The one that other engines of this process have open, or a new one. Throws ArgumentError when theirs has other budgets,
-  // and StateError, as find() does, in a fork of a process that has one.
+  // The one that other engines of this process have open, or a new one. Throws ArgumentError when theirs has other
+  // budgets, and StateError, as find() does, in a fork of a process that has one.
   static std::shared_ptr<SharedDevice> open(const DeviceOptions& options);
   // The open one, if there is one in this process.
   static std::shared_ptr<SharedDevice> find(int cuda_device);

@@ -7,7 +7,8 @@ namespace patrickstar {
 
 namespace {
 
-// After the second failure in a row and each further one, so many backwards go without speculation: 2, 4, 8, 16, 16, ...
+// After the second failure in a row and each further one, so many backwards go without speculation: 2, 4, 8, 16, 16,
+// ...
 constexpr int kMostFailures = 5;
 int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
 // After it had to give its memory up, for the first time and each further one: 4, 8, 16, ..., 256, 256.

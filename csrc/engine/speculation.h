@@ -1,14 +1,14 @@
 // Speculation: updates on the host that start before it is known whether the step will be what it is expected to be.
 //
 // Clipping and loss scaling make a chunk's update depend on the norm of all gradients, which is known when backward is
-// over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host, into
-// memory of its own; the step then either takes the new values over, which moves nothing, or drops them and updates the
-// chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched until then, and
-// what is taken over was computed from the very inputs of the step, so results do not depend on it.
+// over. Nearly always the factor is the expected one. So a chunk is updated as soon as its gradient is on the host,
+// into memory of its own; the step then either takes the new values over, which moves nothing, or drops them and
+// updates the chunk with what it really got. [Note: exact speculation] The old states and the gradient stay untouched
+// until then, and what is taken over was computed from the very inputs of the step, so results do not depend on it.
 //
 // That memory takes 14 bytes per parameter in 16-bit training. Where there is less, new parameters alone are computed
-// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h). So it
-// is where clipping acts, and 16-bit parameters are then computed for all factors near the last one ([Note: settled
+// ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h). So
+// it is where clipping acts, and 16-bit parameters are then computed for all factors near the last one ([Note: settled
 // values], optim/kernels.h): the step makes those again that differ among these.
 //
 //   expect(groups, scales)         before a backward
@@ -17,8 +17,8 @@
 //   take(chunk)                    its new values; or cancel(chunk)
 //
 // Where memory does not allow all chunks, those that the next forward needs first are chosen: the others' updates have
-// time to run beside it. Where expectations fail, only parameters are computed ahead until they hold again, since that is
-// less to do for nothing; where they fail again and again, speculation pauses.
+// time to run beside it. Where expectations fail, only parameters are computed ahead until they hold again, since that
+// is less to do for nothing; where they fail again and again, speculation pauses.
 // Guarded by the engine's lock.
 #pragma once
 
@@ -93,8 +93,8 @@ class Speculation {
   void free_completed();
   // Waits until the next of those blocks is free. False: there is none.
   bool await_free();
-  // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some backwards
-  // later.
+  // Gives back all host memory that speculation holds, for others need it. What is left is chosen from anew some
+  // backwards later.
   void release_memory();
 
  private:

@@ -1,11 +1,11 @@
 // The stash: activations that are in host memory between forward and backward.
 //
-// [Note: stashed activations] What forward keeps for backward is used in the reverse order, so what was kept first is used
-// last: that leaves the device when activations take more than their share of it, through the download queue, and comes
-// back through the upload queue shortly before its use. Its host memory is a guest's ([Note: homes on the host],
+// [Note: stashed activations] What forward keeps for backward is used in the reverse order, so what was kept first is
+// used last: that leaves the device when activations take more than their share of it, through the download queue, and
+// comes back through the upload queue shortly before its use. Its host memory is a guest's ([Note: homes on the host],
 // engine/pager.h): it is had where no chunk needs it, also from updates ahead of the step. Where there is none the
-// activation stays on the device. What leaves is no part of the tide any more, so plans give chunks that room. The choice
-// of a plan by time does not know of the transfers (plan/simulator.h: ActivationCopies).
+// activation stays on the device. What leaves is no part of the tide any more, so plans give chunks that room. The
+// choice of a plan by time does not know of the transfers (plan/simulator.h: ActivationCopies).
 //
 //   ticket = stash.put(data, num_bytes);   // `data` is needed until is_over(ticket), or finish(ticket)
 //   stash.fetch(ticket, to);               // starts the copy back

@@ -2,12 +2,12 @@
 //
 // [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
 // asking: the first from the third on before which no host memory is being prepared, after two that went alike. One
-// step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans are
-// chosen by their predicted steps (plan/plan_choice.h). With several ranks all of this is as they agree: a step is traced
-// when it can be on all, and plans follow from what the slowest measured ([Note: one plan on all ranks]). Times belong to
-// the sequence of moments: they stay while steps go alike, whatever the tide; a step that goes otherwise has the planner
-// forget them, follow the rule for the room of prefetches (plan/placement.h), and measure again. A model that goes
-// otherwise in every step is never measured.
+// step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans
+// are chosen by their predicted steps (plan/plan_choice.h). With several ranks all of this is as they agree: a step is
+// traced when it can be on all, and plans follow from what the slowest measured ([Note: one plan on all ranks]). Times
+// belong to the sequence of moments: they stay while steps go alike, whatever the tide; a step that goes otherwise has
+// the planner forget them, follow the rule for the room of prefetches (plan/placement.h), and measure again. A model
+// that goes otherwise in every step is never measured.
 //
 //   planner.begin_step();                       // before the tracer's
 //   PlanVote vote = planner.vote(previous);     // the step is recorded
@@ -41,8 +41,9 @@ class StepPlanner {
   PlanVote vote(const Timeline& previous);
   // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
   void end_step(const Timeline& previous, const PlanVote& agreed);
-  // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times, if
-  // there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the timeline.
+  // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times,
+  // if there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the
+  // timeline.
   void adopt(std::optional<StepTimes> times);
   // The next step fetches on demand.
   void forget_plan();

@@ -26,8 +26,8 @@ class Unfreezing {
   Unfreezing(Pager& pager, ChunkValues& values, Residency& residency, GradientFlow& gradients, Updates& updates,
              StepPlanner& planner, std::vector<std::vector<ParamId>> module_params);
 
-  // Of frozen chunks: the master is the compute value, the moments are zeros. Throws MemoryBudgetError when a budget does
-  // not suffice; nothing is changed then.
+  // Of frozen chunks: the master is the compute value, the moments are zeros. Throws MemoryBudgetError when a budget
+  // does not suffice; nothing is changed then.
   void make_states(const std::vector<ChunkId>& chunks);
   // Undoes that.
   void discard_states(const std::vector<ChunkId>& chunks);

@@ -1,10 +1,11 @@
 // What one chunk's update consists of, and the queue on which the host does it.
 //
 //   GroupOptions   the hyperparameters of one parameter group in one step
-//   UpdateJobs     a chunk's update as jobs for the Adam kernels, one for each range of parameters that share a group and a
-//                  step count, and copies for parameters that have no gradient. Keeps each parameter's group and step count.
-//   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on a
-//                  queue of their own, one after the other, each on all threads of the pool
+//   UpdateJobs     a chunk's update as jobs for the Adam kernels, one for each range of parameters that share a group
+//                  and a step count, and copies for parameters that have no gradient. Keeps each parameter's group and
+//                  step count.
+//   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on
+//                  a queue of their own, one after the other, each on all threads of the pool
 //
 //   Event done = updates.submit({chunk, jobs, restores, carries, {gradient.host_ready}});
 //   record.host_ready = done;   // whoever reads the block waits for it
@@ -66,14 +67,14 @@ struct NewValues {
 };
 
 // [Note: parameters first] What the next forward waits for is the new compute value. An update on the host may be made
-// in two passes: one that writes it and nothing else (16 bytes of memory traffic per parameter in 16-bit training), and one
-// behind, beside whatever follows, that updates the states from the same inputs (26 bytes; 28 take both in one). The
-// gradient stays until then. Both passes round alike, so that the value is that of the new master to the last bit.
+// in two passes: one that writes it and nothing else (16 bytes of memory traffic per parameter in 16-bit training), and
+// one behind, beside whatever follows, that updates the states from the same inputs (26 bytes; 28 take both in one).
+// The gradient stays until then. Both passes round alike, so that the value is that of the new master to the last bit.
 enum class Pass : uint8_t {
   kWhole,
-  kParam,   // writes the compute value
-  kStates,  // writes the states
-  kBetween,  // writes compute values as far as they are settled, and keeps what makes the others ([Note: settled values])
+  kParam,    // writes the compute value
+  kStates,   // writes the states
+  kBetween,  // writes compute values that are settled, and keeps what makes the others ([Note: settled values])
   kOpen,     // writes these
 };
 

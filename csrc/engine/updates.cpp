@@ -38,8 +38,8 @@ bool Updates::has_states(ChunkId chunk, Tier tier) const {
   });
 }
 
-// Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which the
-// host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
+// Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which
+// the host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
 bool Updates::belongs_on_device(ChunkId chunk) const {
   const OptimizerArrays kinds = optimizer_arrays();
   return std::any_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {

@@ -1,14 +1,15 @@
 // Updates of chunks by Adam, each where its optimizer states are: in the optimizer's step, or ahead of it.
 //
-// A chunk's gradient is complete (engine/gradient_flow.h): start_early() begins its update where that is wanted, for good
-// ([Note: committed updates]) or so that it can be taken back ([Note: exact speculation]). The step then updates the rest.
+// A chunk's gradient is complete (engine/gradient_flow.h): start_early() begins its update where that is wanted, for
+// good ([Note: committed updates]) or so that it can be taken back ([Note: exact speculation]). The step then updates
+// the rest.
 //
 // Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
 // torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
 // the gradients' place, on the tier of the update. Updates on the host run on after apply() has returned, in the order
 // in which the next forward needs the chunks; where there is memory for it, new parameters first and states behind
-// ([Note: parameters first], engine/update_jobs.h), these in the order in which the next backward needs them. Blocks are
-// marked with the event of their update. Guarded by the engine's lock.
+// ([Note: parameters first], engine/update_jobs.h), these in the order in which the next backward needs them. Blocks
+// are marked with the event of their update. Guarded by the engine's lock.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,8 @@ class Updates {
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
   void set_step_count(ParamId param, int64_t count);
-  // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for good.
+  // What a running update was given is about to change, or is not wanted any more. Throws StateError when it is for
+  // good.
   void cancel(ChunkId chunk);
   // [Note: committed updates] With SpeculationMode::kCommit a chunk is updated in place as soon as its gradient is
   // complete, on the device as well: its gradient need not wait there for the step. Nothing takes that back, so

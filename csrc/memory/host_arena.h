@@ -9,13 +9,14 @@
 // first needed, or before by a thread of the arena's own once prepare_ahead() was called, beside whatever else runs.
 // Whoever needs one earlier prepares it himself, or waits for it where the thread has begun.
 //
-// Pinning keeps the process from launching kernels, 20 ms per GiB. Regions are small, so that what a launching thread is
-// ahead of the device covers each pause, and whoever needs a block waits for little beside it.
+// Pinning keeps the process from launching kernels, 20 ms per GiB. Regions are small, so that what a launching thread
+// is ahead of the device covers each pause, and whoever needs a block waits for little beside it.
 //
-// [Note: places] A reserved block has its place from the beginning, so that whatever sizes are asked for in whatever order
-// meanwhile, it fits when its turn comes. It may be used once prepare() returned.
+// [Note: places] A reserved block has its place from the beginning, so that whatever sizes are asked for in whatever
+// order meanwhile, it fits when its turn comes. It may be used once prepare() returned.
 //
-// Arenas of one process count against one budget. A block goes back to its arena when it is destroyed, which outlives it.
+// Arenas of one process count against one budget. A block goes back to its arena when it is destroyed, which outlives
+// it.
 //
 //   HostArena arena(std::make_shared<HostBudget>(/*limit_bytes=*/8 << 30), {});
 //   HostBlock block = arena.allocate(1 << 20);   // throws MemoryBudgetError over the limit
@@ -36,8 +37,8 @@ namespace patrickstar {
 
 class HostArena;
 
-// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that nobody
-// uses its memory any more.
+// [Note: who frees what] (docs/design.md) Memory of an arena; null, or owned. Whoever destroys it sees to it that
+// nobody uses its memory any more.
 class HostBlock {
  public:
   HostBlock() = default;
@@ -83,8 +84,8 @@ struct HostBudget {
   int64_t reserved_bytes = 0;  // to be mapped
 };
 
-// What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes no
-// time and comes before anything touches the region; `prepare` may take seconds. Both are called by any thread.
+// What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes
+// no time and comes before anything touches the region; `prepare` may take seconds. Both are called by any thread.
 struct RegionHooks {
   std::function<void(void* data, int64_t num_bytes)> place;
   std::function<void(void* data, int64_t num_bytes)> prepare;
@@ -104,8 +105,8 @@ class HostArena {
 
   // What reserving blocks of `total_bytes` takes beside them at most: regions are whole pages.
   static int64_t most_rounding_bytes(int64_t total_bytes);
-  // Blocks of these sizes, whose memory is mapped but not prepared. Those that are dropped leave room that is reserved for
-  // whoever allocates next. Throws MemoryBudgetError when they exceed the limit.
+  // Blocks of these sizes, whose memory is mapped but not prepared. Those that are dropped leave room that is reserved
+  // for whoever allocates next. Throws MemoryBudgetError when they exceed the limit.
   std::vector<HostBlock> reserve(const std::vector<int64_t>& block_bytes);
   // Before the first use of a reserved block. Throws what preparing its region throws.
   void prepare(HostBlock& block);

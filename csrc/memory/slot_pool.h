@@ -1,8 +1,8 @@
 // Device slots: the blocks of device memory that payloads occupy.
 //
 // A slot that is given back stays here for reuse (its last users' events go with it, so that reuse needs no host
-// synchronisation) until somebody needs the memory for something else. The one that was released first is reused first. Slots count
-// against the device limit whether in use or idle. Guarded by the runtime's lock.
+// synchronisation) until somebody needs the memory for something else. The one that was released first is reused first.
+// Slots count against the device limit whether in use or idle. Guarded by the runtime's lock.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace patrickstar {
 
 class SlotPool;
 
-// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to its pool, which outlives it, when it is destroyed. Until `busy` is over
-// somebody may use what it held; the pool keeps that in mind.
+// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to its pool, which outlives it,
+// when it is destroyed. Until `busy` is over somebody may use what it held; the pool keeps that in mind.
 class Slot {
  public:
   Slot() = default;
@@ -61,8 +61,8 @@ class SlotPool {
   SlotPool(const SlotPool&) = delete;
   SlotPool& operator=(const SlotPool&) = delete;
 
-  // While slots take no more than this, a new one is preferred to an idle one whose last use is not over: whoever writes
-  // it would have to wait.
+  // While slots take no more than this, a new one is preferred to an idle one whose last use is not over: whoever
+  // writes it would have to wait.
   void set_ample_bytes(int64_t num_bytes) { ample_bytes_ = num_bytes; }
 
   // An empty slot when there is no room.

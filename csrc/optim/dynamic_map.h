@@ -1,5 +1,5 @@
-// The dynamic map, which gives the codes of 8-bit states their values ([Note: states of 8 bits], kernels.h): data only, so
-// that every implementation computes with the same constants.
+// The dynamic map, which gives the codes of 8-bit states their values ([Note: states of 8 bits], kernels.h): data only,
+// so that every implementation computes with the same constants.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ constexpr int kMapSections = 8;
 // The bits of 2^-100, the least scale.
 constexpr uint32_t kLeastScaleBits = 0x0d800000u;
 
-// A map is straight in sections. Entry j of section s has the value fma(j, slope[s], offset[s]); entries of section s < 7
-// are 10^(s-6) * (0.1 + 0.9 * (k + 0.5) / n) for k from 0 to n - 1, where n = 2^s (signed) or 2^(s+1) (unsigned), and
-// begin with j = n. Section 7 is the one entry j = n of value 1. So s follows from the exponent of j as a float; values are
-// looked up by the lowest three bits of its biased exponent.
+// A map is straight in sections. Entry j of section s has the value fma(j, slope[s], offset[s]); entries of section s <
+// 7 are 10^(s-6) * (0.1 + 0.9 * (k + 0.5) / n) for k from 0 to n - 1, where n = 2^s (signed) or 2^(s+1) (unsigned), and
+// begin with j = n. Section 7 is the one entry j = n of value 1. So s follows from the exponent of j as a float; values
+// are looked up by the lowest three bits of its biased exponent.
 //
-// Encoding: x in [0, 1] belongs to the last section s whose start[s] <= x, a start being the middle between neighbouring
-// entries; there j = round(min(fma(x, steps[s], first[s]), last[s])).
+// Encoding: x in [0, 1] belongs to the last section s whose start[s] <= x, a start being the middle between
+// neighbouring entries; there j = round(min(fma(x, steps[s], first[s]), last[s])).
 struct DynamicMap {
   float slope_by_exponent[kMapSections];
   float offset_by_exponent[kMapSections];
@@ -27,8 +27,8 @@ struct DynamicMap {
   float last[kMapSections];
 };
 
-// The section of x is guessed from its bits, as an integer: round(max(fma(bits, kGuessSlope, kGuessOffset), 0)) is it, or
-// the one after it. (The bits of a float, less those of 1, are 2^23 times its binary logarithm less at most 0.0861.)
+// The section of x is guessed from its bits, as an integer: round(max(fma(bits, kGuessSlope, kGuessOffset), 0)) is it,
+// or the one after it. (The bits of a float, less those of 1, are 2^23 times its binary logarithm less at most 0.0861.)
 constexpr double kLog10Of2 = 0.30102999566398119521;
 constexpr float kGuessSlope = static_cast<float>(kLog10Of2 / (1 << 23));
 constexpr float kGuessOffset = static_cast<float>(6.8 - 127 * kLog10Of2);
@@ -47,8 +47,8 @@ constexpr DynamicMap make_dynamic_map(int entries_of_first) {
     map.steps[s] = static_cast<float>(1 / slope);
     map.first[s] = static_cast<float>(-offset / slope);
     map.last[s] = static_cast<float>(2 * entries - 1);
-    // Between the last entry of this section, power * (1 - 0.45 / n), and the first of the next, which has twice as many:
-    // power * (1 + 2.25 / n); or 1.
+    // Between the last entry of this section, power * (1 - 0.45 / n), and the first of the next, which has twice as
+    // many: power * (1 + 2.25 / n); or 1.
     map.start[s + 1] = static_cast<float>(s < 6 ? power * (1 + 0.9 / entries) : 1 - 0.225 / entries);
     entries *= 2;
     power = s < 5 ? power * 10 : 1;

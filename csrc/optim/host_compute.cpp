@@ -134,8 +134,8 @@ class PoolCompute final : public HostCompute {
   }
 
  private:
-  // kernel(a part, of this job, from this element on), which is a multiple of `unit`. Jobs are laid end to end and split
-  // evenly, so that many small ones still keep all threads busy.
+  // kernel(a part, of this job, from this element on), which is a multiple of `unit`. Jobs are laid end to end and
+  // split evenly, so that many small ones still keep all threads busy.
   template <typename Kernel>
   void run(const std::vector<AdamJob>& jobs, int64_t unit, const Kernel& kernel) {
     std::vector<int64_t> starts;

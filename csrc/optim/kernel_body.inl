@@ -26,9 +26,10 @@
 //   skew of 128, no prefetch                    0.68 / 0.69 / 0.59
 //   skew of 128, prefetch 0.5, 1, 2 KiB ahead   0.53, 0.53, 0.53 / 0.58, 0.61, 0.59 / 0.52, 0.52, 0.53
 //   skew of 64, 128, 256, prefetch 0.5 KiB      0.55, 0.53, 0.56 / 0.62, 0.58, 0.61 / 0.54, 0.52, 0.57
-// Later, in pieces of 512 Ki elements that threads take in turn, a skew of 128, prefetch 0.25, 0.5, 1, 2, 4 KiB ahead, ns
-// per element: 2 cores of a Xeon: whole update 0.380, 0.371, 0.359, 0.348, 0.353, parameter alone 0.356, 0.354,
-// 0.335, 0.338, 0.388; 15 threads of a Xeon (Sapphire Rapids): 0.207, 0.204, 0.196, 0.194, 0.193 and 0.145, 0.143, 0.137,
+// Later, in pieces of 512 Ki elements that threads take in turn, a skew of 128, prefetch 0.25, 0.5, 1, 2, 4 KiB ahead,
+// ns per element: 2 cores of a Xeon: whole update 0.380, 0.371, 0.359, 0.348, 0.353, parameter alone 0.356, 0.354,
+// 0.335, 0.338, 0.388; 15 threads of a Xeon (Sapphire Rapids): 0.207, 0.204, 0.196, 0.194, 0.193 and 0.145, 0.143,
+// 0.137,
 // 0.135, 0.133. Cached stores of the parameter: 5 to 10 % slower.
 // When the neighbours on the machine are quiet, everything is up to 1.7 times as fast; the order stays. Threads that
 // take turns at tiles of 4 to 64 Ki elements instead of halves: no better. Non-temporal stores: 5 % better for a
@@ -495,8 +496,8 @@ struct StatesUnwritten {
 };
 static_assert(StatesUnwritten::kRing >= 2 * kSkew + 2 * kStride);
 
-// or apart from the old ones too. Memory is written past the cache (a store that first reads its line costs half as much
-// again; so this takes as long as in place).
+// or apart from the old ones too. Memory is written past the cache (a store that first reads its line costs half as
+// much again; so this takes as long as in place).
 template <bool kStreaming>
 struct StatesApart : StatesUnwritten {
   template <class V>
@@ -616,9 +617,10 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
           PS_INLINE { update_param<decltype(lane), kParam, Master>(r, c, i, param_store, states); });
 }
 
-// [Note: settled values] What 16-bit values are at both ends of the gradients' scales. Roots and quotients are bounded by the
-// processor's approximations, moved outwards by more than their errors and that of the roundings between: the exact ones
-// take as long as memory does. Where bounds of the denominator are no numbers of ordinary size, the value is open.
+// [Note: settled values] What 16-bit values are at both ends of the gradients' scales. Roots and quotients are bounded
+// by the processor's approximations, moved outwards by more than their errors and that of the roundings between: the
+// exact ones take as long as memory does. Where bounds of the denominator are no numbers of ordinary size, the value is
+// open.
 template <DType kHalf>
 struct BetweenScales {
   static constexpr float kLeastSquare = 0x1p-120f;

@@ -20,28 +20,28 @@
 // torch.optim.Adam.) Casts to 16 bits round to nearest even; a NaN becomes the quiet NaN 0x7fc0
 // (bfloat16) or 0x7e00 (float16), whatever its payload and sign were.
 //
-// [Note: split masters] A bfloat16 parameter is the upper half of its float32 master, rounded to nearest even, so beside it
-// 16 bits restore the master: the signed distance to it, in units of the master's last place. (They are the master's
-// lower half.) One case is left: an even upper half is the nearest of 2^16 + 1 masters, those halfway to its neighbours
-// included, whose distances -2^15 and 2^15 have the same 16 bits. The bit that tells them apart is the sign of the
-// variance, which is never negative: set where the distance is 2^15.
+// [Note: split masters] A bfloat16 parameter is the upper half of its float32 master, rounded to nearest even, so
+// beside it 16 bits restore the master: the signed distance to it, in units of the master's last place. (They are the
+// master's lower half.) One case is left: an even upper half is the nearest of 2^16 + 1 masters, those halfway to its
+// neighbours included, whose distances -2^15 and 2^15 have the same 16 bits. The bit that tells them apart is the sign
+// of the variance, which is never negative: set where the distance is 2^15.
 //
 //   master = bits(param) * 2^16 + signed(lower) + (sign of variance ? 2^16 : 0)
 //
 // So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
 // split; arithmetic yields none but the canonical one.
 //
-// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16). The parameter beside it is therefore
-// rounded to nearest with ties away from zero, so that 16 bits hold every distance: the master stays exact, and the
-// parameter differs from round(master) where that is a tie whose upper half is even, about once in 2^17 values.
+// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16). The parameter beside it is
+// therefore rounded to nearest with ties away from zero, so that 16 bits hold every distance: the master stays exact,
+// and the parameter differs from round(master) where that is a tie whose upper half is even, about once in 2^17 values.
 //
 // [Note: states of fewer bytes] They are expanded to float32, which is exact, and updated by the operations above. The
 // parameter is made of the new moments as they are then; after that these are stored in fewer bits. So nothing but what
 // the next step reads is rounded.
 //
-// [Note: random bits] bfloat16 states are rounded stochastically: 16 random bits r are added to the bits of the float32,
-// and the lower half is cut off, so that the mean over r is the value. (A NaN becomes 0x7fc0, infinities stay; what is
-// above the largest bfloat16 may become infinite.) A bfloat16 parameter without master
+// [Note: random bits] bfloat16 states are rounded stochastically: 16 random bits r are added to the bits of the
+// float32, and the lower half is cut off, so that the mean over r is the value. (A NaN becomes 0x7fc0, infinities stay;
+// what is above the largest bfloat16 may become infinite.) A bfloat16 parameter without master
 // is rounded so too. Element i of a range with key (a, b, first) has the random bits
 //
 //   x = uint32(first + i) ^ a
@@ -55,30 +55,32 @@
 // nor need it be: rounding asks for bits that are uniform, and not correlated with values or with the same element's in
 // other steps. Elements 2^32 apart share their bits.
 //
-// [Note: states of 8 bits] Blocks of kStateBlock elements, by the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861;
-// create_dynamic_map of bitsandbytes), signed for momentum and unsigned for variance; dynamic_map.h has the constants.
+// [Note: states of 8 bits] Blocks of kStateBlock elements, by the dynamic map of Dettmers et al. 2021 (arXiv
+// 2110.02861; create_dynamic_map of bitsandbytes), signed for momentum and unsigned for variance; dynamic_map.h has the
+// constants.
 //
 //   scale = the element of the largest magnitude in the block, the positive one of two; inverse = 1 / scale
 //   code = the entry nearest to x * inverse    found by the operations in dynamic_map.h
 //   x = map(code) * scale
 //
-// The codes of a signed map are those of bitsandbytes less 127, so that zero bytes are zero; those of an unsigned map are
-// the same. There a scale is a magnitude; but the signed map has an entry for 1 and none for -1, so that a negative
+// The codes of a signed map are those of bitsandbytes less 127, so that zero bytes are zero; those of an unsigned map
+// are the same. There a scale is a magnitude; but the signed map has an entry for 1 and none for -1, so that a negative
 // element of the largest magnitude would lose 0.7 % of it. With its sign in the scale it is exact, and compressing what
-// was expanded gives the same codes and scales: float32 values in checkpoints stand for what was stored, to the last bit.
-// For that a block whose largest magnitude is below 2^-100 is stored as zeros, since its least entries would be
+// was expanded gives the same codes and scales: float32 values in checkpoints stand for what was stored, to the last
+// bit. For that a block whose largest magnitude is below 2^-100 is stored as zeros, since its least entries would be
 // subnormal numbers. One with a NaN or an infinity gets a NaN as its scale and is all NaN from then on.
 //
-// [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are. A
-// 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of its
-// last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale give
-// bounds of g, m, v and p, by the same operations: with 0 <= least <= most, v is least and most at these, m at either,
-// m / d lies between the least m over the d that takes it farther down and the most m over the one that takes it up, and
-// p between what these give. (Bounds of d and of quotients are wider by what approximations of roots and inverses are
-// wrong by, so how many values are open differs between processors.) Where both ends round to the same 16 bits, so does all
-// between: the value is settled. Where they do not, or one of them is no number, the value is open, and made when the scale is known, from its inputs, which
-// are copied to lie side by side: where they are they lie far apart, and to read them there takes nearly as long as to
-// read all. (Bounds hold without L2 term, which may turn g's sign; all is open where weight_decay is not 0.)
+// [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are.
+// A 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of
+// its last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale
+// give bounds of g, m, v and p, by the same operations: with 0 <= least <= most, v is least and most at these, m at
+// either, m / d lies between the least m over the d that takes it farther down and the most m over the one that takes
+// it up, and p between what these give. (Bounds of d and of quotients are wider by what approximations of roots and
+// inverses are wrong by, so how many values are open differs between processors.) Where both ends round to the same 16
+// bits, so does all between: the value is settled. Where they do not, or one of them is no number, the value is open,
+// and made when the scale is known, from its inputs, which are copied to lie side by side: where they are they lie far
+// apart, and to read them there takes nearly as long as to read all. (Bounds hold without L2 term, which may turn g's
+// sign; all is open where weight_decay is not 0.)
 //
 // Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
 // a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
@@ -168,8 +170,8 @@ constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64
 // With lower halves as its master, or none, `param` is bfloat16, apart from `grad` and never null; it is read as well,
 // the new states take the old ones' place, and adam alone takes such a range.
 //
-// States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its last
-// one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
+// States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its
+// last one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
 struct AdamRange {
   void* master;    // of `master_type`; null where that is kNone
   void* momentum;  // of `momentum_type`
@@ -199,14 +201,14 @@ struct CpuKernels {
   // What adam would store to `param`, which is apart from all else here; nothing else is written.
   void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
   // [Note: settled values], of at most kOpenPiece elements: what adam_param stores for each grad_scale from that of
-  // `scalars` to `most_grad_scale`, where it is settled; the others go to `open`. `grad` and `param` are of one dtype of
-  // 16 bits.
+  // `scalars` to `most_grad_scale`, where it is settled; the others go to `open`. `grad` and `param` are of one dtype
+  // of 16 bits.
   void (*adam_param_between)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
                              OpenValues* open);
   // These others, now that the scale is known.
   void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
-  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is. `variance` is null where
-  // that is of fewer bytes.
+  // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is. `variance` is null
+  // where that is of fewer bytes.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);
   // and back
   void (*join_master)(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
@@ -221,8 +223,8 @@ struct CpuKernels {
   void (*add_to_float)(float* sum, const void* x, DType x_dtype, int64_t numel);
   // partials[b] for every block b of x, see [Note: one order of summation]
   void (*sum_squares)(const void* x, DType dtype, int64_t numel, double* partials);
-  // A state of `type` (no lower halves) as float32, and back: what adam reads, and what it stores of the values `in` as a
-  // momentum. `scales` is null but for 8 bits.
+  // A state of `type` (no lower halves) as float32, and back: what adam reads, and what it stores of the values `in` as
+  // a momentum. `scales` is null but for 8 bits.
   void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
   void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
                          const RandomKey& key);

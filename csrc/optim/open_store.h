@@ -1,4 +1,5 @@
-// Where open values ([Note: settled values], kernels.h) are kept from the pass that finds them to the one that makes them.
+// Where open values ([Note: settled values], kernels.h) are kept from the pass that finds them to the one that makes
+// them.
 //
 // Nobody knows how many there will be: what is at hand is divided among the chunks as they come, each of which may take
 // somewhat more than its share of what is left. Where a piece's values find no room, all of the piece are made again.

@@ -9,8 +9,8 @@ namespace patrickstar {
 
 namespace {
 
-// [Note: caution] A step jitters, and one late fetch delays all that comes after it, while bytes and room that compute hides
-// cost nothing. So plans are compared on a machine whose transfers, collectives and updates take so much longer.
+// [Note: caution] A step jitters, and one late fetch delays all that comes after it, while bytes and room that compute
+// hides cost nothing. So plans are compared on a machine whose transfers, collectives and updates take so much longer.
 constexpr double kCaution = 1.5;
 
 Rates cautious(Rates rates) {
@@ -73,8 +73,8 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
   }
   double least = choices.front().predicted.seconds;
   for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
-  // Too slow ones last; of the others the problem's own room, since nothing is gained by another one; then by bytes, then
-  // by room.
+  // Too slow ones last; of the others the problem's own room, since nothing is gained by another one; then by bytes,
+  // then by room.
   const auto rank = [least, usual = usual_room](const PlanChoice& choice) {
     const bool slower = choice.predicted.seconds > least * (1 + kPredictionTolerance);
     return std::make_tuple(slower, choice.prefetch_bytes != usual,

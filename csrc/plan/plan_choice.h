@@ -30,11 +30,12 @@ struct PlanChoice {
 };
 
 // The rooms to try, ascending: none; one, two, four, ... of the largest array that can be fetched; all that no moment
-// needs for itself; and problem.prefetch_bytes, so that the choice is, with caution, never slower than the problem as it is.
+// needs for itself; and problem.prefetch_bytes, so that the choice is, with caution, never slower than the problem as
+// it is.
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 
-// Compared with caution (transfers and updates that take half as long again), predicted without. Throws ArgumentError as
-// simulate() does.
+// Compared with caution (transfers and updates that take half as long again), predicted without. Throws ArgumentError
+// as simulate() does.
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape);
 
 }  // namespace patrickstar

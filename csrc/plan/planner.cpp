@@ -104,8 +104,8 @@ bool Sweep::needs_write(size_t t, ArrayId id) const {
                      [id](const Access& access) { return access.array == id && access.mode == AccessMode::kWrite; });
 }
 
-// Moves each fetch of a value to the earliest moment from which it fits until it is needed, earlier needs first. What is
-// written (a gradient that left half done) may not exist before, so it is fetched where it is.
+// Moves each fetch of a value to the earliest moment from which it fits until it is needed, earlier needs first. What
+// is written (a gradient that left half done) may not exist before, so it is fetched where it is.
 void Sweep::hoist_fetches() {
   std::vector<int64_t> ahead(moments_.size(), 0);  // by moment: bytes fetched for later ones
   for (size_t t = 0; t < moments_.size(); ++t) {

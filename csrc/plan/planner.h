@@ -6,8 +6,8 @@
 // kept or not; the greedy choice by end time keeps the most).
 //
 // Prefetches: without room set aside for them, they look one moment ahead and are planned only where the room of the
-// earlier moment allows them with the same evictions, so they cost no bytes. With `prefetch_bytes` set aside, which keeps
-// as much from staying on the device, fetches start as early as that room allows, in the order of need.
+// earlier moment allows them with the same evictions, so they cost no bytes. With `prefetch_bytes` set aside, which
+// keeps as much from staying on the device, fetches start as early as that room allows, in the order of need.
 //
 //   Plan plan = make_plan(problem);
 //   plan.moments[t].evict   // at the start of moment t, before its fetches

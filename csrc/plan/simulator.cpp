@@ -11,7 +11,8 @@ namespace patrickstar {
 
 namespace {
 
-// Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is averaged.
+// Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is
+// averaged.
 constexpr int kSteps = 16;
 
 // A point in time, and what the compute queue would be waiting for if it waited until then.

@@ -1,14 +1,15 @@
-// The simulator: a pure function from a plan, the times of its moments and the machine's rates to the step that results.
+// The simulator: a pure function from a plan, the times of its moments and the machine's rates to the step that
+// results.
 //
 // It plays the plan on the queues that the runtime has: the launching thread, which issues in program order and runs
-// ahead of the device; the compute, upload and download queues; and the host's queue of updates. Each does one thing after
-// the other and waits for what the runtime's events wait for. Several steps are played; the last ones, in which nothing
-// changes from step to step any more, are what is reported.
+// ahead of the device; the compute, upload and download queues; and the host's queue of updates. Each does one thing
+// after the other and waits for what the runtime's events wait for. Several steps are played; the last ones, in which
+// nothing changes from step to step any more, are what is reported.
 //
-// With several ranks it plays one of them, the others being as fast, and has two queues more: a chunk is gathered when this
-// rank's shard is up (or cast, where the states are on the device), and compute waits for that; its gradient is scattered
-// when it is complete, and its memory, its way down and its update wait for that. Uploads, downloads and updates are of
-// shards then.
+// With several ranks it plays one of them, the others being as fast, and has two queues more: a chunk is gathered when
+// this rank's shard is up (or cast, where the states are on the device), and compute waits for that; its gradient is
+// scattered when it is complete, and its memory, its way down and its update wait for that. Uploads, downloads and
+// updates are of shards then.
 //
 //   SimulatedStep step = simulate(problem, plan, rates, shape);
 //   step.seconds, step.compute_seconds, step.stall_seconds[kOnUpload], ...
@@ -29,7 +30,8 @@ struct Rates {
   double upload_gbps = 0;               // 1e9 bytes per second, host to device; must be more than 0
   double download_gbps = 0;             // device to host; must be more than 0
   double transfer_latency_seconds = 0;  // of each transfer, on top of its bytes
-  // Of the others' shards of a chunk, (p - 1) / p of its bytes, at each of p ranks ("bus bandwidth"). 0: they take no time.
+  // Of the others' shards of a chunk, (p - 1) / p of its bytes, at each of p ranks ("bus bandwidth"). 0: they take no
+  // time.
   double gather_gbps = 0;
   double scatter_gbps = 0;
   double collective_latency_seconds = 0;     // of each gather and scatter, on top of its bytes
@@ -60,11 +62,11 @@ struct ActivationCopies {
 };
 
 struct StepShape {
-  std::vector<double> compute_seconds;        // by moment: device work until the next one begins, without waiting
-  std::vector<UpdateAt> updates;              // by chunk
-  std::vector<int64_t> numels;                // by chunk: what this rank updates
-  int num_ranks = 1;                          // that share each chunk
-  std::vector<ActivationCopies> activations;  // by moment; empty: none leave
+  std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
+  std::vector<UpdateAt> updates;                // by chunk
+  std::vector<int64_t> numels;                  // by chunk: what this rank updates
+  int num_ranks = 1;                            // that share each chunk
+  std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
 };
 
 // What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).

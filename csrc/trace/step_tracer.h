@@ -1,15 +1,15 @@
 // Traces one step: what every queue did when, what each moment waited for, and who held the device's memory.
 //
 //   tracer.arm();            // the next training step is wanted
-//   tracer.begin_step();     // its first forward begins; the parts of the runtime report from now on (common/tracing.h)
+//   tracer.begin_step();     // its first forward begins; parts of the runtime report from now on (common/tracing.h)
 //   tracer.begin_optimizer();
 //   tracer.end_step(timeline, StepOutcome::kApplied);
 //   StepTrace trace = *tracer.take();
 //
-// [Note: the window of a trace] A trace spans its step: from the first forward to the end of the optimizer's step, as the
-// compute queue sees it. What the step started is kept whole, also where it ends later: updates and downloads that run
-// on into the next step have end_seconds > seconds. Updates of the step before that still run are there too, clipped to
-// begin at 0 and marked, if the tracer was armed when they were submitted.
+// [Note: the window of a trace] A trace spans its step: from the first forward to the end of the optimizer's step, as
+// the compute queue sees it. What the step started is kept whole, also where it ends later: updates and downloads that
+// run on into the next step have end_seconds > seconds. Updates of the step before that still run are there too,
+// clipped to begin at 0 and marked, if the tracer was armed when they were submitted.
 //
 // Beginning a trace drains the compute queue once, to place the host's clock on its axis; nothing else waits until
 // take(). Guarded by the runtime's lock.
@@ -65,8 +65,8 @@ struct TracedMoment {
   double seconds = 0;           // until the next moment, or the optimizer's step
   double stalled_seconds = 0;   // of these
   int64_t tide_peak_bytes = 0;  // as in the step's timeline
-  // When the tide was highest. Where slots follow it moment by moment: the peak, and the least that slots took meanwhile,
-  // which is what they left it when it was pressed for room. Else an instant that was sampled.
+  // When the tide was highest. Where slots follow it moment by moment: the peak, and the least that slots took
+  // meanwhile, which is what they left it when it was pressed for room. Else an instant that was sampled.
   MemorySample memory;
 };
 

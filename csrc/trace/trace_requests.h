@@ -1,5 +1,5 @@
-// Whom a traced step is for. Several readers share the one tracer: each asks for a step and takes its trace, and all may
-// have the same one.
+// Whom a traced step is for. Several readers share the one tracer: each asks for a step and takes its trace, and all
+// may have the same one.
 //
 //   requests.ask(TraceReader::kPlanner);   // then a step goes by
 //   std::optional<StepTrace> trace = requests.take(TraceReader::kPlanner);
@@ -29,8 +29,8 @@ class TraceRequests {
  public:
   explicit TraceRequests(StepTracer& tracer) : tracer_(tracer) {}
 
-  // The next training step that begins is traced for `reader`, who gives up a trace that it has not taken. Waits for what
-  // a traced step started, if another reader has not taken that yet.
+  // The next training step that begins is traced for `reader`, who gives up a trace that it has not taken. Waits for
+  // what a traced step started, if another reader has not taken that yet.
   void ask(TraceReader reader);
   // The step that was asked for is over.
   bool is_ready(TraceReader reader) const;

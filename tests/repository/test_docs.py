@@ -219,3 +219,11 @@ def prose_lines(text):
 def test_lines_of_prose_are_not_longer_than_120(page):
     lines = prose_lines(page.read_text(encoding="utf-8"))
     assert [number for number, line in lines if len(line) > 120] == []
+
+
+def test_lines_of_the_core_are_not_longer_than_120():
+    """clang-format leaves comments as they are."""
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    assert len(files) > 100
+    lines = [(f, number) for f in files for number, line in enumerate(f.open(encoding="utf-8"), 1) if len(line) > 121]
+    assert lines == []
