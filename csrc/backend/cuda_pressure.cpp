@@ -99,19 +99,19 @@ class EvictChunks final : public c10::FreeMemoryCallback {
       // again.
       const bool is_close = left < needed && missing > -target.headroom_bytes / 4;
       if (!is_close) return missing > 0 && target.gate.ask(missing) > 0;
-      make_room(target, needed);
+      make_room(target, needed, headroom);
       return true;
     }
     // What is freed may lie in segments that still hold something.
-    if (target.gate.ask(headroom - left) > 0) make_room(target, needed);
+    if (target.gate.ask(headroom - left) > 0) make_room(target, needed, needed);
     return true;
   }
 
  private:
-  // What was freed counts when the driver has it back.
-  static void make_room(Listener& target, int64_t needed) {
+  // What was freed counts when the driver has it back. Where less than `needed` is left, asks for `wanted` at once.
+  static void make_room(Listener& target, int64_t needed, int64_t wanted) {
     c10::cuda::CUDACachingAllocator::emptyCache();
-    while (left_bytes(target) < needed && target.gate.ask(needed - left_bytes(target)) > 0) {
+    while (left_bytes(target) < needed && target.gate.ask(wanted - left_bytes(target)) > 0) {
       c10::cuda::CUDACachingAllocator::emptyCache();
     }
   }

@@ -20,6 +20,9 @@ constexpr int kMostDoublings = 5;
 // updates that were started before the norm was known.
 constexpr int kLooks = 4;
 constexpr double kWorthMoving = 0.02;
+// What is kept free for fragments, as a multiple of the most that was measured: they vary from step to step, and states
+// that take their room leave slowly, or not at all where the host is full.
+constexpr int64_t kFragmentsToCome = 2;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -35,7 +38,7 @@ int64_t Residency::limit_within_slack() const {
     slack = share(device_limit(), kCudaSlackRatio);
     const std::optional<int64_t> fragments = memory_.backend().fragment_bytes();
     if (fragments && !layout().is_sharded()) {
-      slack = std::min(slack, *fragments + device.options().limit_rounding_bytes);
+      slack = std::min(slack, kFragmentsToCome * *fragments + device.options().limit_rounding_bytes);
     }
   }
   if (device.is_cuda() && device.options().limit_rounding_bytes == 0) {
