@@ -1,22 +1,32 @@
 """A number of ranks that changes while a run goes on (docs/guides/elastic.md): samples and batches for any number of
-ranks, learning-rate rules, and where old and new ranks meet.
+ranks, learning-rate rules, where old and new ranks meet, and a run that follows the orders of whoever started it.
 """
 
 from patrickstar.elastic.batches import BatchDivision, LearningRateRule, divide_batch, learning_rate_factor
+from patrickstar.elastic.orders import Order, OrderKind, Orders, Outcome, OutcomeKind, RunReport
 from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
+from patrickstar.elastic.run import ElasticRun, Next
 from patrickstar.elastic.sampler import ElasticLoader, ElasticSampler
 
 __all__ = [
     "BatchDivision",
     "ElasticLoader",
+    "ElasticRun",
     "ElasticSampler",
     "LearningRateRule",
     "Membership",
+    "Next",
+    "Order",
+    "OrderKind",
+    "Orders",
+    "Outcome",
+    "OutcomeKind",
     "Phase",
     "Rendezvous",
     "ResizeError",
     "Resized",
+    "RunReport",
     "divide_batch",
     "learning_rate_factor",
     "serve_rendezvous",

@@ -90,6 +90,19 @@ class Rendezvous:
         except RuntimeError as error:
             raise _C.RankFailure(f"nobody serves a rendezvous at {address} ({first_line(error)})") from error
 
+    @property
+    def store(self) -> dist.Store:
+        """This process's connection, for keys of others."""
+        return self._base
+
+    def await_key(self, key: str, *, beating: str) -> None:
+        """Waits for a key of :attr:`store` as long as somebody shows itself alive by that name (:meth:`beating`).
+
+        Raises:
+            ResizeError: it does not any more.
+        """
+        self._wait(self._base, key, f"beat/{beating}", float("inf"), "the rank that leads")
+
     # The leader.
 
     def gather(self, num_joining: int, timeout_seconds: float) -> dict[int, dict[str, Any]]:
@@ -134,7 +147,9 @@ class Rendezvous:
             ResizeError: one is not: it says why, or it is gone.
         """
         for number in numbers:
-            said = self._wait(f"answer/{number}", f"beat/{number}", timeout_seconds, f"process {number} that joins")
+            said = self._wait(
+                self._store, f"answer/{number}", f"beat/{number}", timeout_seconds, f"process {number} that joins"
+            )
             if said != "ready":
                 raise ResizeError(f"process {number} cannot join: {said}")
 
@@ -156,7 +171,9 @@ class Rendezvous:
         Raises:
             ResizeError: none came within the timeout.
         """
-        return json.loads(self._wait(f"invitation/{number}", None, timeout_seconds, "the ranks that train"))
+        return json.loads(
+            self._wait(self._store, f"invitation/{number}", None, timeout_seconds, "the ranks that train")
+        )
 
     def answer(self, number: int, problem: str | None) -> None:
         """None: this process is ready to join."""
@@ -168,7 +185,9 @@ class Rendezvous:
         Raises:
             ResizeError: the leader is gone, or the timeout is over.
         """
-        return Decision(self._wait(f"decision/{token}", f"beat/{token}", timeout_seconds, "the rank that leads"))
+        return Decision(
+            self._wait(self._store, f"decision/{token}", f"beat/{token}", timeout_seconds, "the rank that leads")
+        )
 
     # Both.
 
@@ -197,11 +216,11 @@ class Rendezvous:
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""
 
-    def _wait(self, key: str, beat_key: str | None, timeout_seconds: float, whom: str) -> str:
+    def _wait(self, store: dist.Store, key: str, beat_key: str | None, timeout_seconds: float, whom: str) -> str:
         now = time.monotonic()
         deadline, beat, seen_at = now + timeout_seconds, b"", now
         try:
-            while not self._store.check([key]):
+            while not store.check([key]):
                 now = time.monotonic()
                 if beat_key is not None and (latest := self._get(beat_key)) != beat:
                     beat, seen_at = latest, now
@@ -210,6 +229,6 @@ class Rendezvous:
                 if now > deadline:
                     raise ResizeError(f"{whom}: no word within {timeout_seconds:g} s")
                 time.sleep(_POLL_SECONDS)
-            return self._store.get(key).decode()
+            return store.get(key).decode()
         except dist.DistError as error:
             raise ResizeError(f"the rendezvous' store is gone ({first_line(error)})") from error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from patrickstar import RankFailure
-from patrickstar.elastic import ElasticLoader, ElasticSampler, Membership, Phase, ResizeError
+from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Membership, Next, Phase, ResizeError
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
@@ -185,3 +185,43 @@ def join_with_another_model(address: str) -> dict[str, Any]:
         except ResizeError as error:
             return {"error": str(error), "before": before, "after": state_of(engine, optimizer)}
         return {"error": ""}
+
+
+def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
+    """A script with the elastic line, which knows nothing of how many ranks there are when."""
+    engine, optimizer = initialize_engine(build, 0, make_config("fp32", default_chunk_size=16384))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
+    run = ElasticRun(
+        engine,
+        {"schedule": schedule, "sampler": sampler},
+        checkpoint=folder,
+        look_seconds=0.05,
+        rendezvous=address,
+    )
+    result: dict[str, Any] = {"losses": {}, "seen": {}, "end": None}
+    while run.num_steps < num_steps and result["end"] is None:
+        for micro_batches in ElasticLoader(samples(), sampler):
+            step = run.num_steps
+            optimizer.zero_grad()
+            for indices, inputs, targets in micro_batches:
+                loss = nn.functional.mse_loss(engine(inputs).float(), targets)
+                engine.backward(loss / len(micro_batches))
+                result["losses"].setdefault(step, []).append(loss.item())
+                result["seen"].setdefault(step, []).extend(indices.tolist())
+            optimizer.step()
+            schedule.step()
+            time.sleep(0.02)
+            following = run.step_done(loss.item())
+            if following is not Next.TRAIN:
+                result["end"] = following
+                break
+            if run.num_steps == num_steps:
+                break
+    result["num_steps"] = run.num_steps
+    if result["end"] is Next.LEAVE:
+        return result
+    run.end()
+    result["state"] = state_of(engine, optimizer)
+    engine.close()
+    return result

@@ -1,0 +1,284 @@
+"""One line in a training script makes its ranks change when whoever started it says so.
+
+    run = ElasticRun(engine, {"sampler": sampler, "schedule": schedule}, checkpoint=folder)
+    for micro_batches in ElasticLoader(data, sampler):
+        ...                                     # a step
+        if run.step_done(loss) is not Next.TRAIN:
+            break
+    run.end()
+
+[Note: looks] Orders come at any time, and all ranks must carry one out after the same step. So they look only after
+steps that all of them know: at each look rank 0 reads what was ordered, and writes it down together with the number of
+steps after which the next look is, about ``look_seconds`` later; the others wait for that line. Between looks a step
+costs nothing.
+
+Without a rendezvous (no argument, no ``PATRICKSTAR_ELASTIC``) nobody gives orders: the same script trains as it is
+started. Several ranks then save a checkpoint at the end alone, since they have no looks to agree at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from patrickstar import _C
+from patrickstar.elastic.orders import Look, Order, OrderBoard, OrderKind, Outcome, OutcomeKind, RunReport
+from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
+from patrickstar.ranks.failures import first_line
+
+JOINS_VARIABLE = "PATRICKSTAR_ELASTIC_JOINS"
+"""The environment variable that is "1" in a process that is started to join ranks that train."""
+_MOST_STEPS = 1000
+_OWN_NAME = "patrickstar.elastic.ElasticRun"  # in what is carried and in a checkpoint's client state
+
+
+class ElasticEngine(Protocol):
+    """What a run needs of :class:`patrickstar.Engine`."""
+
+    def resize(self, num_ranks: int, **options: Any) -> Resized:
+        """Changes the ranks."""
+
+    def join(self, **options: Any) -> Resized:
+        """Joins them."""
+
+    def save_checkpoint(self, directory: str, /, *, client_state: Mapping[str, Any]) -> Any:
+        """Saves the run."""
+
+    def load_checkpoint(self, directory: str, /) -> tuple[Any, dict[str, Any]]:
+        """Goes on from it."""
+
+
+class Next(enum.Enum):
+    """What the script does after a step."""
+
+    TRAIN = "the next step"
+    LEAVE = "it ends: this process is no rank any more, its engine is closed"
+    STOP = "it ends: the run was ordered to; a checkpoint was saved where one is kept"
+
+
+class ElasticRun:
+    """A rank's part of a run whose number of ranks changes while it trains; see the module's text.
+
+    A process that was started to join (``PATRICKSTAR_ELASTIC_JOINS`` is 1) joins here. One that begins goes on from the
+    checkpoint, if there is one. Make it after the optimizer, its schedule and the sampler, before the first step.
+
+    Args:
+        engine: of ``initialize_engine``.
+        carried: as for ``Engine.resize``: by name, what has a state and goes along, also into checkpoints.
+        checkpoint: a folder for checkpoints, which all ranks reach; None: none are saved.
+        checkpoint_seconds: between two of them.
+        look_seconds: about how long an order waits.
+        rendezvous: "host:port"; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives orders.
+        resize_options: further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``).
+
+    Raises:
+        ResizeError: this process was to join and could not.
+        ValueError: it is to join and there is no rendezvous, or a number of seconds is not positive.
+        CheckpointError: the checkpoint is of another model, or damaged.
+    """
+
+    def __init__(
+        self,
+        engine: ElasticEngine,
+        carried: Mapping[str, Any],
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_seconds: float = 600.0,
+        look_seconds: float = 1.0,
+        rendezvous: str | None = None,
+        resize_options: Mapping[str, Any] | None = None,
+    ):
+        if look_seconds <= 0 or checkpoint_seconds <= 0:
+            raise ValueError(
+                f"look_seconds is {look_seconds:g} and checkpoint_seconds {checkpoint_seconds:g}; give more than 0"
+            )
+        if _OWN_NAME in carried:
+            raise ValueError(f"carried has a {_OWN_NAME!r}, the name of the run's own state; give it another name")
+        self._engine = engine
+        self._carried = {**carried, _OWN_NAME: self}
+        self._checkpoint = None if checkpoint is None else os.fspath(checkpoint)
+        self._checkpoint_seconds = checkpoint_seconds
+        self._look_seconds = look_seconds
+        self._options = dict(resize_options or {})
+        address = os.environ.get(ADDRESS_VARIABLE) if rendezvous is None else rendezvous
+        joins = os.environ.get(JOINS_VARIABLE) == "1"
+        if joins and not address:
+            raise ValueError(f"{JOINS_VARIABLE} is 1 and there is no rendezvous; set {ADDRESS_VARIABLE} to host:port")
+        self._meeting = Rendezvous.at(address) if address else None
+        self._board = OrderBoard(self._meeting.store) if self._meeting else None
+        self.num_steps = 0
+        """Optimizer steps since the run began, also by ranks before this one joined."""
+        self._next_look = 1
+        self._next_order = 1
+        self._saved_steps = 0
+        self._loss: float | None = None
+        self._until_end = contextlib.ExitStack()
+        self._saved_at = time.monotonic()
+        self.rank = int(os.environ.get("RANK", "0"))
+        """Of this process; -1 when it has left."""
+        self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        """That train together now."""
+        if joins:
+            self._place(engine.join(carried=self._carried, rendezvous=self._meeting))
+        else:
+            self._load()
+        if self._meeting is not None and self._board is not None and self.rank == 0:
+            self._next_order = self._board.first_open_order()
+            self._until_end.enter_context(self._meeting.beating(_OWN_NAME))
+        self._mark()
+
+    # What goes along with a resize and into checkpoints.
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run is, the same on all ranks."""
+        return {"num_steps": self.num_steps, "next_look": self._next_look, "saved_steps": self._saved_steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from there."""
+        self.num_steps, self._next_look = state["num_steps"], state["next_look"]
+        self._saved_steps = state["saved_steps"]
+
+    # The script.
+
+    def step_done(self, loss: float | None = None) -> Next:
+        """To be called by all ranks after each optimizer step, and after schedules have moved on.
+
+        Args:
+            loss: of the step, for :class:`~patrickstar.elastic.RunReport`.
+
+        Raises:
+            RankFailure: the rank that leads is gone, or one failed in the middle of a resize: end, and start again from
+                the checkpoint.
+        """
+        self.num_steps += 1
+        self._loss = self._loss if loss is None else float(loss)
+        if self.num_steps < self._next_look:
+            return Next.TRAIN
+        seen_at = time.monotonic()
+        look = self._lead() if self.rank == 0 else self._follow()
+        self._next_look = look.next_step
+        stops = look.order is not None and look.order.kind is OrderKind.STOP
+        if look.saves or stops:
+            self._save()
+        result = Next.TRAIN if look.order is None else self._carry_out(look.order, seen_at)
+        self._mark()
+        return result
+
+    def end(self) -> None:
+        """The script is done: saves a last checkpoint where one is kept, and tells whoever started the run. For all
+        ranks that have not left. The engine stays open.
+        """
+        if self.rank < 0:
+            return
+        if self._saved_steps < self.num_steps:
+            self._save()
+        if self.rank == 0:
+            self._report(has_ended=True)
+        self._until_end.close()
+
+    # Looks.
+
+    def _lead(self) -> Look:
+        seconds = max(time.monotonic() - self._marked_at, 1e-9)
+        steps = round(self._look_seconds * (self.num_steps - self._marked_steps) / seconds)
+        look = Look(
+            order=self._board.order(self._next_order) if self._board else None,
+            next_step=self.num_steps + max(1, min(_MOST_STEPS, steps)),
+            saves=time.monotonic() - self._saved_at >= self._checkpoint_seconds,
+        )
+        self._report(has_ended=False)
+        if self.num_ranks > 1:
+            if self._board is None:  # the others hear of no look
+                return dataclasses.replace(look, next_step=sys.maxsize, saves=False)
+            self._board.tell(self.num_steps, look)
+        return look
+
+    def _follow(self) -> Look:
+        if self._meeting is None or self._board is None:
+            return Look(order=None, next_step=sys.maxsize, saves=False)
+        try:
+            self._meeting.await_key(self._board.look_key(self.num_steps), beating=_OWN_NAME)
+        except ResizeError as error:
+            raise _C.RankFailure(f"rank {self.rank} waits for rank 0 to say what is ordered: {error}") from error
+        return self._board.told(self.num_steps)
+
+    def _carry_out(self, order: Order, seen_at: float) -> Next:
+        if order.kind is OrderKind.STOP:
+            self._conclude(OutcomeKind.DONE, "", seen_at)
+            self.end()
+            return Next.STOP
+        try:
+            resized = self._engine.resize(
+                order.num_ranks,
+                leaving=order.leaving,
+                carried=self._carried,
+                rendezvous=self._meeting,
+                **self._options,
+            )
+        except (_C.StateError, ValueError) as error:  # also a ResizeError: the ranks are as they were
+            self._conclude(OutcomeKind.REFUSED, first_line(error), seen_at)
+            return Next.TRAIN
+        self._place(resized)
+        if resized.membership is Membership.LEFT:
+            return Next.LEAVE
+        self._conclude(OutcomeKind.DONE, "", seen_at)
+        return Next.TRAIN
+
+    def _conclude(self, kind: OutcomeKind, reason: str, seen_at: float) -> None:
+        if self.rank == 0 and self._board is not None:
+            self._board.conclude(self._next_order, Outcome(kind, reason, time.monotonic() - seen_at))
+            self._next_order += 1
+
+    def _report(self, *, has_ended: bool) -> None:
+        if self._board is None:
+            return
+        steps = self.num_steps - self._marked_steps
+        seconds = time.monotonic() - self._marked_at
+        self._board.write_report(
+            RunReport(
+                num_steps=self.num_steps,
+                num_ranks=self.num_ranks,
+                seconds_per_step=seconds / steps if steps else 0.0,
+                loss=self._loss,
+                checkpoint_steps=self._saved_steps,
+                has_ended=has_ended,
+            )
+        )
+
+    def _mark(self) -> None:
+        self._marked_at, self._marked_steps = time.monotonic(), self.num_steps
+
+    def _place(self, resized: Resized) -> None:
+        self.rank, self.num_ranks = resized.rank, resized.num_ranks
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        if self._checkpoint is None:
+            return
+        self._saved_steps = self.num_steps
+        states = {name: item.state_dict() for name, item in self._carried.items()}
+        self._engine.save_checkpoint(self._checkpoint, client_state=states)
+
+    def _load(self) -> None:
+        if self._checkpoint is None or not Path(self._checkpoint, "latest").is_file():
+            return
+        _, states = self._engine.load_checkpoint(self._checkpoint)
+        missing = sorted(self._carried.keys() - states.keys())
+        if missing:
+            raise ValueError(
+                f"the checkpoint in {self._checkpoint} has no state of {', '.join(missing)}; it is of another script: "
+                "give another folder"
+            )
+        for name, item in self._carried.items():
+            item.load_state_dict(states[name])
+        self._next_look = self.num_steps + 1
