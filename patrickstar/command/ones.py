@@ -1,4 +1,4 @@
-"""``patrickstar ones``: sharing a cluster among training jobs; so far its simulator (docs/guides/ones.md)."""
+"""``patrickstar ones``: sharing a cluster among training jobs, for real or simulated (docs/guides/ones.md)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from patrickstar.command.flags import CommandParser, at_least_1, not_negative, positive, run_reporting
+from patrickstar.command.ones_cluster import add_cluster_commands
 from patrickstar.ones import (
     POLICIES,
     Cluster,
@@ -36,8 +37,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
 
 
 def _make_parser(prog: str) -> CommandParser:
-    parser = CommandParser(prog, "Shares a cluster among training jobs that change their number of GPUs: a simulator.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{simulate,trace}")
+    parser = CommandParser(prog, "Shares a cluster among training jobs that change their number of GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     simulating = commands.add_parser("simulate", help="run schedulers on simulated time and compare them")
     simulating.add_argument(
@@ -63,6 +64,7 @@ def _make_parser(prog: str) -> CommandParser:
     writing.add_argument("--seed", type=_seed, default=0, help="of the trace")
     _add_mix(writing)
     writing.set_defaults(run=_write)
+    add_cluster_commands(commands)
     return parser
 
 

@@ -32,6 +32,7 @@ from patrickstar import _C
 from patrickstar.elastic.orders import Look, Order, OrderBoard, OrderKind, Outcome, OutcomeKind, RunReport
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
+from patrickstar.elastic.sampler import OfRanks
 from patrickstar.ranks.failures import first_line
 
 JOINS_VARIABLE = "PATRICKSTAR_ELASTIC_JOINS"
@@ -68,7 +69,8 @@ class ElasticRun:
     """A rank's part of a run whose number of ranks changes while it trains; see the module's text.
 
     A process that was started to join (``PATRICKSTAR_ELASTIC_JOINS`` is 1) joins here. One that begins goes on from the
-    checkpoint, if there is one. Make it after the optimizer, its schedule and the sampler, before the first step.
+    checkpoint, if there is one; a sampler in ``carried`` is told its ranks. Make it after the optimizer, its schedule
+    and the sampler, before the first step.
 
     Args:
         engine: of ``initialize_engine``.
@@ -130,6 +132,9 @@ class ElasticRun:
             self._place(engine.join(carried=self._carried, rendezvous=self._meeting))
         else:
             self._load()
+            for item in carried.values():
+                if isinstance(item, OfRanks):
+                    item.set_ranks(self.rank, self.num_ranks)
         if self._meeting is not None and self._board is not None and self.rank == 0:
             self._next_order = self._board.first_open_order()
             self._until_end.enter_context(self._meeting.beating(_OWN_NAME))

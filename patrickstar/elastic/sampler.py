@@ -13,12 +13,23 @@ decide, rank r the r-th of equal parts of them. So which samples a step takes do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from patrickstar.elastic.batches import BatchDivision, divide_batch
+
+
+@runtime_checkable
+class OfRanks(Protocol):
+    """What is carried and knows the ranks, such as ``patrickstar.elastic.ElasticSampler``."""
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises ValueError where it cannot be shared by so many."""
+
+    def set_ranks(self, rank: int, num_ranks: int) -> None:
+        """It is shared by so many from now on, of which this process is ``rank``."""
 
 
 class ElasticSampler(Sampler[list[int]]):

@@ -19,7 +19,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, k
 from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.published import PublishedShards
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
+from patrickstar.elastic.sampler import OfRanks
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
@@ -57,17 +58,6 @@ class Carried(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Takes the state on a process that joins."""
-
-
-@runtime_checkable
-class OfRanks(Protocol):
-    """What is carried and knows the ranks, such as ``patrickstar.elastic.ElasticSampler``."""
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raises ValueError where it cannot be shared by so many."""
-
-    def set_ranks(self, rank: int, num_ranks: int) -> None:
-        """It is shared by so many from now on, of which this process is ``rank``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,8 @@ def test_what_modules_import_at_once_is_required():
     required = {package.name for package in PACKAGES if package.extra == REQUIRED}
     known = {"torch", "patrickstar", "pydantic_core", *required, *sys.stdlib_module_names}  # pydantic brings its core
     of_hosts = {package.name for package in PACKAGES} | {"lightning_utilities"}  # Lightning brings its utilities
-    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "profiling" / "picture.py"}:  # imported where one is drawn
+    on_demand = {PACKAGE / "profiling" / "picture.py", *(PACKAGE / "ones" / "cluster").glob("*.py")}
+    for path in set(PACKAGE.rglob("*.py")) - on_demand:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -1,0 +1,166 @@
+"""``patrickstar ones {start,submit,status,cancel,end}``: a scheduler on Ray (docs/guides/ones.md)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patrickstar.command.flags import at_least_1, positive
+from patrickstar.ones import POLICIES
+
+if TYPE_CHECKING:
+    from patrickstar.ones.cluster.scheduler import Row
+
+_FOLDER = Path("~/.patrickstar/ones")
+_COLUMNS = ("job", "state", "GPUs", "steps", "s/step", "loss", "resizes", "last resize", "failures", "note")
+
+
+def add_cluster_commands(commands: Any) -> None:
+    """Adds their parsers to those of ``patrickstar ones``."""
+    starting = commands.add_parser("start", help="start a scheduler on a Ray cluster, or on simulated GPUs here")
+    starting.add_argument("--simulated-gpus", type=at_least_1, metavar="N", help="start Ray here, with so many")
+    starting.add_argument("--policy", choices=[*POLICIES], default="ones", help="that decides (default: ones)")
+    starting.add_argument("--interval-s", type=positive, default=2.0, help="between two looks at all jobs")
+    starting.add_argument(
+        "--folder", type=Path, default=_FOLDER, help=f"for the ledger and what jobs write (default: {_FOLDER})"
+    )
+    _finish(starting, _start)
+
+    submitting = commands.add_parser("submit", help="submit a training script")
+    submitting.add_argument("--name", required=True, help="of the job, unique in the cluster")
+    submitting.add_argument("--gpus", type=_range, required=True, metavar="MIN-MAX", help="that it may have, as in 1-4")
+    submitting.add_argument("--requested-gpus", type=at_least_1, metavar="N", help="at its start (default: MIN)")
+    submitting.add_argument("--global-batch", type=at_least_1, required=True, help="samples of an optimizer step")
+    submitting.add_argument("--epoch-samples", type=at_least_1, required=True, help="samples of an epoch")
+    submitting.add_argument("--env", action="append", default=[], type=_variable, metavar="NAME=VALUE")
+    submitting.add_argument("script", type=Path, help="of Python, at the same path on all nodes")
+    submitting.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    _finish(submitting, _submit)
+
+    showing = commands.add_parser("status", help="show all jobs, live")
+    showing.add_argument("--once", action="store_true", help="print the table and end")
+    _finish(showing, _status)
+
+    cancelling = commands.add_parser("cancel", help="end a job at once")
+    cancelling.add_argument("name", help="of the job")
+    _finish(cancelling, _cancel)
+
+    ending = commands.add_parser("end", help="end the scheduler; jobs that run go on")
+    _finish(ending, _end)
+
+
+def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
+    parser.add_argument("--address", help="of Ray, host:port (default: the cluster that runs on this machine)")
+    parser.set_defaults(run=run)
+
+
+def _client_module() -> Any:
+    try:
+        return importlib.import_module("patrickstar.ones.cluster.client")
+    except ImportError as error:
+        raise ImportError(f"{error}; the scheduler needs Ray: pip install 'patrickstar[ones]'") from error
+
+
+def _start(options: argparse.Namespace) -> int:
+    client = _client_module()
+    folder = options.folder.expanduser().absolute()
+    chosen = client.StartOptions(
+        ledger=str(folder / "ledger.jsonl"),
+        logs=str(folder / "logs"),
+        policy=options.policy,
+        interval_s=options.interval_s,
+    )
+    about = client.start(chosen, options.address, options.simulated_gpus).about
+    print(f"{about.policy} schedules {about.cluster.num_gpus} GPUs; ledger and logs are in {folder}")
+    return 0
+
+
+def _submit(options: argparse.Namespace) -> int:
+    client = _client_module()
+    submission = importlib.import_module("patrickstar.ones.cluster.submission")
+    least, most = options.gpus
+    job = submission.Submission(
+        name=options.name,
+        script=str(options.script.absolute()),
+        arguments=tuple(options.arguments),
+        folder=str(Path.cwd()),
+        environment=tuple(options.env),
+        min_gpus=least,
+        max_gpus=most,
+        requested_gpus=least if options.requested_gpus is None else options.requested_gpus,
+        global_batch=options.global_batch,
+        epoch_samples=options.epoch_samples,
+    )
+    client.ClusterClient(options.address).submit(job)
+    sizes = ", ".join(map(str, job.sizes))
+    print(f"{job.name} waits for GPUs; it can run on {sizes} of them")
+    if "ElasticRun" not in options.script.read_text(errors="replace"):
+        print(
+            f"{options.script} has no ElasticRun: where nothing it imports has one, its number of GPUs stays what it "
+            "is at the start (docs/guides/elastic.md)"
+        )
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    client = _client_module().ClusterClient(options.address)
+    console, live = importlib.import_module("rich.console"), importlib.import_module("rich.live")
+    if options.once:
+        console.Console(width=None if os.isatty(1) else 160).print(_table(client.rows()))
+        return 0
+    try:
+        with live.Live(_table(client.rows()), auto_refresh=False) as shown:
+            while True:
+                time.sleep(1)
+                shown.update(_table(client.rows()), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    _client_module().ClusterClient(options.address).cancel(options.name)
+    print(f"{options.name} is cancelled")
+    return 0
+
+
+def _end(options: argparse.Namespace) -> int:
+    _client_module().ClusterClient(options.address).end()
+    print("the scheduler has ended; jobs that run go on until they are done (`ray stop` ends all of this machine)")
+    return 0
+
+
+def _table(rows: list[Row]) -> Any:
+    made = importlib.import_module("rich.table").Table(*_COLUMNS)
+    for row in rows:
+        made.add_row(
+            row.name,
+            row.state,
+            str(row.num_gpus),
+            str(row.num_steps),
+            f"{row.seconds_per_step:.3g}" if row.seconds_per_step else "",
+            "" if row.loss is None else f"{row.loss:.4g}",
+            str(row.num_resizes),
+            f"{row.resize_s:.2f} s" if row.resize_s else "",
+            str(row.num_failures),
+            row.note,
+        )
+    return made
+
+
+def _range(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number of GPUs, or two as in 1-4")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give NAME=VALUE")
+    return name, value

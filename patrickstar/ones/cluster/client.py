@@ -1,0 +1,223 @@
+"""The actor that schedules, and how commands reach it.
+
+    client = start(StartOptions(ledger="…", logs="…"), address=None, simulated_gpus=4)
+    client.submit(submission)
+    client.rows()
+
+The actor is detached and Ray restarts it when it dies: it reads the ledger, finds the actors of jobs that run by their
+names, and goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import ray
+
+import patrickstar
+from patrickstar.ones.cluster.ledger import Ledger
+from patrickstar.ones.cluster.ray_fleet import NAMESPACE, RayFleet
+from patrickstar.ones.cluster.scheduler import Row, Scheduler
+from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ones.jobs import Cluster
+from patrickstar.ones.policies import make_policy
+
+_NAME = "scheduler"
+_ANSWER_SECONDS = 120.0  # it may be between two decisions
+
+
+class ClusterError(RuntimeError):
+    """There is no cluster or no scheduler there, or another version of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """Of a scheduler."""
+
+    ledger: str
+    """The file of its jobs, on the node where it runs."""
+    logs: str
+    """The folder for what jobs write, on each node."""
+    policy: str = "ones"
+    """Of ``patrickstar.ones.POLICIES``."""
+    seed: int = 0
+    """Of the policy."""
+    interval_s: float = 2.0
+    """Between two looks at all jobs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a scheduler is."""
+
+    version: str
+    """Of patrickstar, there."""
+    policy: str
+    cluster: Cluster
+    problem: str
+    """Of the last look at all jobs; empty where it went well."""
+
+
+class SchedulerService:
+    """The actor."""
+
+    def __init__(self, options: StartOptions):
+        self._options = options
+        self._scheduler = Scheduler(
+            Ledger(options.ledger), RayFleet(options.logs), make_policy(options.policy, options.seed), _cluster()
+        )
+        self._lock = threading.Lock()
+        self._problem = ""
+        threading.Thread(target=self._run, name="ones-scheduler", daemon=True).start()
+
+    def about(self) -> About:
+        """What it is."""
+        return About(patrickstar.__version__, self._options.policy, self._scheduler.cluster, self._problem)
+
+    def submit(self, plain: dict[str, Any]) -> str:
+        """Accepts a job; else why not."""
+        return self._answer(lambda: self._scheduler.submit(Submission.of(plain)))
+
+    def cancel(self, name: str) -> str:
+        """Ends a job; else why not."""
+        return self._answer(lambda: self._scheduler.cancel(name))
+
+    def rows(self) -> list[Row]:
+        """All jobs."""
+        with self._lock:
+            return self._scheduler.rows()
+
+    def _answer(self, call: Any) -> str:
+        try:
+            with self._lock:
+                call()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    self._scheduler.tick()
+                self._problem = ""
+            except Exception:  # the next look may go well: a node came back
+                self._problem = traceback.format_exc()
+                print(self._problem, file=sys.stderr, flush=True)
+            time.sleep(self._options.interval_s)
+
+
+def _cluster() -> Cluster:
+    """As Ray counts it now."""
+    per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    if sum(per_node) == 0:
+        raise ClusterError("the cluster has no GPUs; start nodes that have some, or simulated ones")
+    return Cluster(sum(per_node), max(per_node))
+
+
+class ClusterClient:
+    """A scheduler from outside.
+
+    Args:
+        address: of Ray; None: of the cluster to which this process is connected, or that runs on this machine.
+
+    Raises:
+        ClusterError: nobody answers there, no scheduler runs, or it is another version.
+    """
+
+    def __init__(self, address: str | None = None):
+        _connect(address)
+        try:
+            self._actor = ray.get_actor(_NAME, NAMESPACE)
+        except ValueError as error:
+            raise ClusterError("no scheduler runs on this cluster; start one with `patrickstar ones start`") from error
+        self.about: About = self._ask("about")
+        if self.about.version != patrickstar.__version__:
+            raise ClusterError(
+                f"the scheduler is of patrickstar {self.about.version} and this is {patrickstar.__version__}; install "
+                "the same version here and on all nodes"
+            )
+
+    def submit(self, submission: Submission) -> None:
+        """Submits a job.
+
+        Raises:
+            ValueError: the cluster can never run it, or there is one of that name.
+        """
+        self._raise(self._ask("submit", submission.as_plain()))
+
+    def cancel(self, name: str) -> None:
+        """Ends a job at once.
+
+        Raises:
+            ValueError: there is none that has not ended.
+        """
+        self._raise(self._ask("cancel", name))
+
+    def rows(self) -> list[Row]:
+        """All jobs, in the order in which they were submitted."""
+        return self._ask("rows")
+
+    def end(self) -> None:
+        """Ends the scheduler; jobs that run go on, and the next scheduler of the same ledger finds them."""
+        ray.kill(self._actor)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(
+                f"the scheduler does not answer ({error}); see Ray's dashboard, or start another"
+            ) from error
+
+    @staticmethod
+    def _raise(problem: str) -> None:
+        if problem:
+            raise ValueError(problem)
+
+
+def start(options: StartOptions, address: str | None = None, simulated_gpus: int | None = None) -> ClusterClient:
+    """Starts a scheduler, and before it, on this machine, a cluster with simulated GPUs where they are asked for.
+
+    Raises:
+        ClusterError: nobody answers at the address, a scheduler runs there already, or there are no GPUs.
+        ValueError: there is no such policy.
+    """
+    make_policy(options.policy, options.seed)
+    if simulated_gpus is not None:
+        command = ["start", "--head", f"--num-gpus={simulated_gpus}", "--disable-usage-stats"]
+        started = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", *command], capture_output=True, text=True, check=False
+        )
+        if started.returncode != 0:
+            raise ClusterError(f"Ray did not start: {started.stdout[-500:]}{started.stderr[-500:]}")
+    _connect(address)
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(SchedulerService)
+    try:
+        ray.get_actor(_NAME, NAMESPACE)
+    except ValueError:
+        service = actor.options(name=_NAME, namespace=NAMESPACE, lifetime="detached").remote(options)
+        try:
+            ray.get(service.about.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(f"the scheduler ended as it began: {error}") from error
+        return ClusterClient(address)
+    raise ClusterError("a scheduler runs on this cluster already; `patrickstar ones status` shows its jobs")
+
+
+def _connect(address: str | None) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address or 'this machine'}; start one with `ray start --head`, or simulated "
+            "GPUs with `patrickstar ones start --simulated-gpus 4`"
+        ) from error

@@ -1,0 +1,75 @@
+"""The fleet on Ray: an actor for each job, found by its name by whoever schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import ray
+
+from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.ray_ranks import JobProcesses
+from patrickstar.ones.cluster.submission import Submission
+
+NAMESPACE = "patrickstar-ones"
+"""Of Ray, in which the actors have their names."""
+_ANSWER_SECONDS = 60.0
+
+
+class RayFleet:
+    """As :class:`patrickstar.ones.cluster.fleet.Fleet`.
+
+    Args:
+        logs: a folder in which each job has one for what its ranks write, on the node of the rank.
+    """
+
+    def __init__(self, logs: str):
+        self._logs = logs
+
+    def start(self, submission: Submission, num_ranks: int) -> None:
+        """Starts the job's actor, and with it the ranks; does not wait for them."""
+        options = {"name": f"job:{submission.name}", "namespace": NAMESPACE, "lifetime": "detached"}
+        ray.remote(num_cpus=0)(JobProcesses).options(**options).remote(submission.as_plain(), self._logs, num_ranks)
+
+    def resize(self, name: str, num_ranks: int) -> None:
+        """Does not wait for it."""
+        actor = self._actor(name)
+        if actor is not None:
+            actor.resize.remote(num_ranks)
+
+    def stop(self, name: str) -> None:
+        """Does not wait for it."""
+        actor = self._actor(name)
+        if actor is not None:
+            actor.stop.remote()
+
+    def status(self, name: str) -> Status | None:
+        """Waits for the actor's answer."""
+        actor = self._actor(name)
+        if actor is None:
+            return None
+        try:
+            return ray.get(actor.status.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            return Status(Phase.CHANGING, 0, None, 0.0)  # it waits for GPUs
+        except ray.exceptions.RayError as error:
+            return Status(Phase.FAILED, 0, None, 0.0, reason=f"the job's actor is gone: {error}")
+
+    def remove(self, name: str) -> None:
+        """Ends the ranks, then the actor."""
+        actor = self._actor(name)
+        if actor is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError):  # it is gone, and its ranks end with it
+            ray.get(actor.end.remote(), timeout=_ANSWER_SECONDS)
+        ray.kill(actor)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while self._actor(name) is not None and time.monotonic() < deadline:  # its name is in use a moment longer
+            time.sleep(0.02)
+
+    def _actor(self, name: str) -> Any:
+        try:
+            return ray.get_actor(f"job:{name}", NAMESPACE)
+        except ValueError:
+            return None

@@ -1,0 +1,251 @@
+"""Processes of a job on Ray: an actor for each rank, in a placement group, and one for the job, which owns them.
+
+The job's actor is detached: it and its ranks outlive the scheduler. If it dies, its ranks die with it, and the job goes
+on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from patrickstar.elastic import Orders, OutcomeKind, serve_rendezvous
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE
+from patrickstar.elastic.run import JOINS_VARIABLE
+from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.submission import Submission
+
+_GPUS_WAIT_SECONDS = 20.0
+_ANSWER_SECONDS = 30.0
+_TAIL_BYTES = 2000
+_PR_SET_PDEATHSIG = 1
+
+
+class RankProcess:
+    """An actor: the process of one rank, on the GPU that the actor has."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: Path | None = None
+
+    def place(self) -> tuple[str, int, list[str]]:
+        """(address of this node, a free port there, ids of this actor's GPUs)."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), port, [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def start(self, plain: dict[str, Any], environment: dict[str, str], log: str) -> None:
+        """Starts the script; it ends when this actor does."""
+        submission = Submission.of(plain)
+        self._log = Path(log)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, submission.script, *submission.arguments],
+                cwd=submission.folder,
+                env={**os.environ, **dict(submission.environment), **environment},
+                stdout=output,
+                stderr=output,
+                preexec_fn=_die_with_parent,
+            )
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def kill(self) -> None:
+        """Ends it, and waits until it has ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def tail(self) -> str:
+        """The end of what it wrote."""
+        if self._log is None:
+            return ""
+        return self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Ranks:
+    """Ranks that were started together. Each has a placement group of its own, so that its GPU is free when it leaves.
+
+    Raises:
+        RuntimeError: so many GPUs were not free in time; none is taken then.
+    """
+
+    def __init__(self, count: int):
+        groups = [placement_group([{"GPU": 1}], strategy="PACK") for _ in range(count)]
+        try:
+            ray.get([group.ready() for group in groups], timeout=_GPUS_WAIT_SECONDS)
+        except ray.exceptions.GetTimeoutError as error:
+            for group in groups:
+                remove_placement_group(group)
+            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s") from error
+        rank_actor = ray.remote(num_cpus=0, num_gpus=1)(RankProcess)
+        self._groups = {
+            rank_actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(): group
+            for group in groups
+        }
+
+    @property
+    def actors(self) -> list[Any]:
+        """Those that have not been dropped, in the order of their ranks at the start."""
+        return list(self._groups)
+
+    def drop(self, actor: Any) -> None:
+        """Ends a rank and frees its GPU."""
+        ray.kill(actor)
+        remove_placement_group(self._groups.pop(actor))
+
+
+class JobProcesses:
+    """An actor: the ranks of one job, the rendezvous at which they meet, and the orders that they follow. It starts as
+    many ranks as it is made with: a scheduler that is gone a moment later leaves a job that runs.
+    """
+
+    def __init__(self, plain: dict[str, Any], logs: str, num_ranks: int):
+        self._submission = Submission.of(plain)
+        self._logs = Path(logs, self._submission.name)
+        self._host = ray.util.get_node_ip_address()
+        self._store = serve_rendezvous(self._host, 0)
+        self._orders = Orders(self._store)
+        self._groups: list[_Ranks] = []
+        self._joining: _Ranks | None = None
+        self._number = 0  # of the order that is being carried out; 0: none
+        self._num_ranks = 0
+        self._ordered_ranks = 0
+        self._stops = False
+        self._num_started = 0
+        self._resize_s = 0.0
+        self._refusal = ""
+        self._failure = ""
+        self._start(num_ranks)
+
+    def _start(self, num_ranks: int) -> None:
+        try:
+            group = _Ranks(num_ranks)
+        except RuntimeError as error:
+            self._failure = str(error)
+            return
+        self._groups.append(group)
+        places = ray.get([actor.place.remote() for actor in group.actors], timeout=_ANSWER_SECONDS)
+        nodes = [node for node, _, _ in places]
+        here: Counter[str] = Counter()
+        for rank, (actor, node) in enumerate(zip(group.actors, nodes, strict=True)):
+            gpus = [gpu for other, _, ids in places if other == node for gpu in ids]
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(here[node]),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                "MASTER_ADDR": places[0][0],
+                "MASTER_PORT": str(places[0][1]),
+                "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+                JOINS_VARIABLE: "0",
+            }
+            here[node] += 1
+            self._launch(actor, environment)
+        self._num_ranks = num_ranks
+
+    def resize(self, num_ranks: int) -> None:
+        """Orders the ranks that train, and starts those that join."""
+        self._refusal = ""
+        if num_ranks > self._num_ranks:
+            try:
+                self._joining = _Ranks(num_ranks - self._num_ranks)
+            except RuntimeError as error:
+                self._refusal = str(error)
+                return
+            for actor in self._joining.actors:
+                _, _, gpus = ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
+                alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                self._launch(actor, {**alone, "CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
+        self._ordered_ranks = num_ranks
+        self._number = self._orders.resize(num_ranks)
+
+    def stop(self) -> None:
+        """Orders them to end with a checkpoint."""
+        self._stops = True
+        self._number = self._orders.stop()
+
+    def end(self) -> None:
+        """Ends all ranks at once; none of them runs any more when this returns."""
+        groups = [*self._groups, *([self._joining] if self._joining else [])]
+        for group in groups:
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
+                ray.get([actor.kill.remote() for actor in group.actors], timeout=_ANSWER_SECONDS)
+            for actor in group.actors:
+                group.drop(actor)
+
+    def status(self) -> Status:
+        """How it does now."""
+        self._note_outcome()
+        for group in list(self._groups):
+            for actor in group.actors:
+                self._note_exit(group, actor)
+            if not group.actors:
+                self._groups.remove(group)
+        if self._failure:
+            phase = Phase.FAILED
+        elif not self._groups and self._joining is None:
+            phase = Phase.STOPPED if self._stops else Phase.ENDED
+        elif self._number or sum(len(group.actors) for group in self._groups) > self._num_ranks:
+            phase = Phase.CHANGING
+        else:
+            phase = Phase.RUNNING
+        return Status(phase, self._num_ranks, self._orders.report(), self._resize_s, self._refusal, self._failure)
+
+    def _launch(self, actor: Any, environment: dict[str, str]) -> None:
+        self._num_started += 1
+        address = {ADDRESS_VARIABLE: f"{self._host}:{self._store.port}"}
+        log = self._logs / f"{self._num_started}.log"
+        ray.get(
+            actor.start.remote(self._submission.as_plain(), {**environment, **address}, str(log)),
+            timeout=_ANSWER_SECONDS,
+        )
+
+    def _note_outcome(self) -> None:
+        outcome = self._orders.outcome(self._number) if self._number else None
+        if outcome is None:
+            return
+        self._number = 0
+        if self._stops:
+            return
+        joined, self._joining = self._joining, None
+        if outcome.kind is OutcomeKind.REFUSED:
+            self._refusal = outcome.reason
+            for actor in joined.actors if joined else []:
+                joined.drop(actor)
+            return
+        self._resize_s, self._num_ranks = outcome.seconds, self._ordered_ranks
+        if joined is not None:
+            self._groups.append(joined)
+
+    def _note_exit(self, group: _Ranks, actor: Any) -> None:
+        try:
+            status = ray.get(actor.poll.remote(), timeout=_ANSWER_SECONDS)
+            if status is None:
+                return
+            tail = "" if status == 0 else ray.get(actor.tail.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayError as error:
+            status, tail = -1, f"its actor is gone: {error}"
+        group.drop(actor)
+        if status != 0 and not self._failure:
+            self._failure = f"a rank ended with {status}:\n{tail}"

@@ -1,0 +1,336 @@
+"""From what a policy decides to what jobs are told, again and again; the policy is the very code that is simulated.
+
+A tick asks the fleet how every job does, tells the policy, and orders what it grants as far as GPUs are free: GPUs of a
+job that shrinks or stops are granted to another one in a later tick, when its processes have left them. A job is left
+alone while an order to it is being carried out, before its first report, and always where its script has no elastic
+line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+from patrickstar.ones.cluster.fleet import Fleet, Phase, Status
+from patrickstar.ones.cluster.ledger import End, Entry, Ledger
+from patrickstar.ones.cluster.submission import Submission
+from patrickstar.ones.jobs import Cluster, Job, JobState, Throughput
+from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
+
+MOST_FAILURES = 3
+"""After so many failures without a step between them a job is given up."""
+_UNKNOWN_SAMPLE_S = 1e-3  # before anything was measured: the same for all jobs
+_UNKNOWN_RESIZE_S = 10.0
+_APPEARS_S = 30.0  # after a job was started, its processes are there
+
+
+@dataclasses.dataclass
+class _Track:
+    """What is known of a job that has not ended, beside its entry in the ledger."""
+
+    gpus: tuple[int, ...] = ()
+    """That it holds, by the numbers of the policy; Ray decides where they are."""
+    ordered: tuple[int, ...] | None = None
+    """That it will hold when the order is carried out."""
+    has_reported: bool = False
+    """Since it was started."""
+    status: Status | None = None
+    observed: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by number of ranks."""
+    num_steps: int = 0
+    steps_at_change: int = 0
+    steps_at_failure: int = -1
+    failures_since_step: int = 0
+    seen_s: float | None = None
+    changed_s: float = 0.0
+    run_s: float = 0.0
+    gpu_s: float = 0.0
+    num_resizes: int = 0
+    most_gpus: int = 0
+    first_loss: float = 0.0
+    loss: float = 0.0
+    resize_s: float = 0.0
+    start_s: float = 0.0
+    """From a start to the first report."""
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A job as ``status`` shows it."""
+
+    name: str
+    state: str
+    """Waiting, or a phase of the fleet, or how it ended."""
+    num_gpus: int
+    num_steps: int
+    seconds_per_step: float
+    """0: not measured yet."""
+    loss: float | None
+    num_resizes: int
+    resize_s: float
+    """Of its last resize."""
+    num_failures: int
+    note: str
+
+
+class Scheduler:
+    """Decides and orders; see the module's text. One thread at a time.
+
+    Args:
+        ledger: of the jobs.
+        fleet: that runs them.
+        policy: that decides.
+        cluster: as the policy sees it.
+        clock: seconds since 1970.
+
+    Raises:
+        ValueError: the policy needs to know the work that is left, which no real cluster knows.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        fleet: Fleet,
+        policy: Policy,
+        cluster: Cluster,
+        clock: Callable[[], float] = time.time,
+    ):
+        if policy.foresight is not Foresight.NONE:
+            raise ValueError(
+                f"{type(policy).__name__} needs to know how much work each job has left, which only a simulator "
+                "knows; choose another policy"
+            )
+        self.cluster = cluster
+        self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
+        self._tracks: dict[str, _Track] = {}
+
+    def submit(self, submission: Submission) -> None:
+        """Accepts a job; it is not forgotten from now on.
+
+        Raises:
+            ValueError: the cluster can never run it, or there is one of that name.
+        """
+        submission.check(self.cluster)
+        self._ledger.submitted(submission)
+
+    def cancel(self, name: str) -> None:
+        """Ends a job at once.
+
+        Raises:
+            ValueError: there is none that has not ended.
+        """
+        entry = self._ledger.entries.get(name)
+        if entry is None or entry.end is not None:
+            raise ValueError(f"there is no job {name} that waits or runs; `status` shows which do")
+        self._end(name, End.CANCELLED)
+
+    def tick(self) -> None:
+        """Looks at all jobs, decides, and orders."""
+        now = self._clock()
+        for name, entry in list(self._open()):
+            self._look_at(now, name, entry)
+        states = [self._state(now, entry) for _, entry in self._open()]
+        if states:
+            self._order(now, dict(self._policy.decide(now, states, self.cluster)))
+
+    def rows(self) -> list[Row]:
+        """All jobs, in the order in which they were submitted."""
+        return [self._row(name, entry) for name, entry in self._ledger.entries.items()]
+
+    # A tick.
+
+    def _open(self) -> Iterator[tuple[str, Entry]]:
+        return ((name, entry) for name, entry in self._ledger.entries.items() if entry.end is None)
+
+    def _look_at(self, now: float, name: str, entry: Entry) -> None:
+        track = self._tracks.setdefault(name, _Track())
+        before, status = track.status, self._fleet.status(name)
+        if status is None and track.gpus and before is None and now - track.changed_s < _APPEARS_S:
+            return  # it was started a moment ago
+        if status is None and track.gpus:
+            status = Status(Phase.FAILED, 0, None, 0.0, reason="its processes are gone, with the node they were on")
+        track.status = status
+        if track.gpus and track.seen_s is not None:
+            track.run_s += now - track.seen_s
+            track.gpu_s += (now - track.seen_s) * len(track.gpus)
+        track.seen_s = now
+        if status is None:
+            return
+        if not track.gpus:  # this scheduler is new, the job is not
+            track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
+        self._note_report(now, track, status)
+        if status.phase is Phase.ENDED:
+            self._policy.finished(now, self._state(now, entry))
+            self._end(name, End.FINISHED)
+        elif status.phase is Phase.STOPPED:
+            self._vacate(name, track)
+        elif status.phase is Phase.FAILED:
+            if track.num_steps > track.steps_at_failure:
+                track.failures_since_step = 0
+            track.failures_since_step += 1
+            track.steps_at_failure = track.num_steps
+            if track.failures_since_step >= MOST_FAILURES:
+                self._end(name, End.FAILED, status.reason)
+                return
+            self._ledger.failed(name, status.reason)
+            self._vacate(name, track)
+
+    def _note_report(self, now: float, track: _Track, status: Status) -> None:
+        report = status.report
+        track.note = status.refusal
+        if report is not None:
+            if not track.has_reported:
+                track.has_reported, track.start_s = True, now - track.changed_s
+            track.num_steps = max(track.num_steps, report.num_steps)
+            if report.seconds_per_step > 0:
+                track.observed[report.num_ranks] = report.seconds_per_step
+            if report.loss is not None:
+                track.first_loss = track.first_loss or report.loss
+                track.loss = report.loss
+        elif not track.note and status.phase is Phase.RUNNING:
+            track.note = "no report yet: its ranks stay as they are (a script without ElasticRun never reports)"
+        if status.phase is not Phase.RUNNING or track.ordered is None:
+            return
+        if len(track.ordered) == status.num_ranks:
+            track.gpus = track.ordered
+            track.num_resizes += 1
+            track.resize_s = status.resize_s
+        track.ordered, track.changed_s, track.steps_at_change = None, now, track.num_steps
+
+    def _end(self, name: str, end: End, reason: str = "") -> None:
+        self._ledger.ended(name, end, reason)
+        self._vacate(name, self._tracks.setdefault(name, _Track()))
+
+    def _vacate(self, name: str, track: _Track) -> None:
+        self._fleet.remove(name)
+        track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
+
+    def _order(self, now: float, grants: dict[str, Grant]) -> None:
+        shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)
+        for name, entry in shrinks_first:
+            track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
+            if not track.gpus:
+                if grant is not None and self._are_free(grant.gpus, track):
+                    self._start(now, track, entry.submission, grant.gpus)
+            elif not self._may_change(track):
+                continue
+            elif grant is None:
+                track.ordered = track.gpus
+                self._fleet.stop(name)
+            elif len(grant.gpus) != len(track.gpus) and self._are_free(grant.gpus, track):
+                track.ordered = grant.gpus
+                self._fleet.resize(name, len(grant.gpus))
+
+    def _start(self, now: float, track: _Track, submission: Submission, gpus: tuple[int, ...]) -> None:
+        self._fleet.start(submission, len(gpus))
+        track.gpus, track.changed_s, track.steps_at_change = gpus, now, track.num_steps
+        track.most_gpus = max(track.most_gpus, len(gpus))
+
+    def _may_change(self, track: _Track) -> bool:
+        status = track.status
+        return (
+            track.ordered is None
+            and status is not None
+            and status.phase is Phase.RUNNING
+            and status.report is not None
+            and not status.report.has_ended
+        )
+
+    def _taken(self) -> set[int]:
+        return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
+
+    def _are_free(self, gpus: tuple[int, ...], track: _Track) -> bool:
+        return not (set(gpus) - set(track.gpus)) & self._taken()
+
+    def _any_gpus(self, count: int) -> tuple[int, ...]:
+        taken = self._taken()
+        return tuple([gpu for gpu in range(self.cluster.num_gpus) if gpu not in taken][:count])
+
+    # What the policy is told.
+
+    def _state(self, now: float, entry: Entry) -> JobState:
+        submission = entry.submission
+        track = self._tracks.setdefault(submission.name, _Track())
+        batch = submission.global_batch
+        seen = float(track.num_steps * batch)
+        observed = tuple((n, batch / seconds) for n, seconds in sorted(track.observed.items()))
+        return JobState(
+            job=self._job(entry, track),
+            gpus=track.ordered or track.gpus,
+            batch_size=batch if track.gpus else 0,
+            done_samples=seen,
+            seen_samples=seen,
+            gpu_s=track.gpu_s,
+            run_s=track.run_s,
+            num_resizes=track.num_resizes,
+            samples_since_resize=float((track.num_steps - track.steps_at_change) * batch),
+            run_since_resize_s=now - track.changed_s if track.gpus else 0.0,
+            most_gpus=track.most_gpus,
+            observed=observed,
+            initial_loss=track.first_loss,
+            loss=track.loss,
+            accuracy=0.0,
+        )
+
+    def _job(self, entry: Entry, track: _Track) -> Job:
+        submission, sizes = entry.submission, entry.submission.sizes
+        least, most, requested = submission.min_gpus, submission.max_gpus, submission.requested_gpus
+        if track.gpus and not self._may_change(track):
+            least = most = requested = len(track.ordered or track.gpus)
+            sizes = (least,)
+        return Job(
+            name=submission.name,
+            arrival_s=entry.submitted_s,
+            min_gpus=least,
+            max_gpus=most,
+            requested_gpus=requested,
+            gpu_batch=max(1, submission.global_batch // requested),
+            base_batch=submission.global_batch,
+            max_batch=submission.global_batch,
+            epoch_samples=submission.epoch_samples,
+            throughput=measured_throughput(track.observed, submission.global_batch),
+            noise_scale=0.0,
+            resize_s=track.resize_s or track.start_s or _UNKNOWN_RESIZE_S,
+            feasible_gpus=sizes,
+        )
+
+    def _row(self, name: str, entry: Entry) -> Row:
+        track = self._tracks.get(name, _Track())
+        state = "waiting"
+        if entry.end is not None:
+            state = entry.end.value
+        elif track.status is not None:
+            state = track.status.phase.value
+        elif track.gpus:
+            state = "starting"
+        note = track.note if entry.end is None and track.note else entry.reason
+        return Row(
+            name=name,
+            state=state,
+            num_gpus=len(track.gpus),
+            num_steps=track.num_steps,
+            seconds_per_step=track.observed.get(len(track.gpus), 0.0),
+            loss=track.loss or None,
+            num_resizes=track.num_resizes,
+            resize_s=track.resize_s,
+            num_failures=entry.num_failures,
+            note=note.strip().splitlines()[0] if note.strip() else "",
+        )
+
+
+def measured_throughput(observed: dict[int, float], global_batch: int) -> Throughput:
+    """What is known of a job's speed: computing from the fewest GPUs that it ran on, synchronising from the others.
+
+    Args:
+        observed: seconds of a step of ``global_batch`` samples by number of GPUs.
+        global_batch: in samples.
+    """
+    if not observed:
+        return Throughput(sample_s=_UNKNOWN_SAMPLE_S)
+    fewest = min(observed)
+    sample_s = observed[fewest] * fewest / global_batch
+    others = [max(0.0, seconds - sample_s * global_batch / n) for n, seconds in observed.items() if n > fewest]
+    sync_s = sum(others) / len(others) if others else 0.0
+    return Throughput(sample_s=sample_s, sync_s=sync_s, node_sync_s=sync_s, gamma=1.0)

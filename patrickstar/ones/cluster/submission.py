@@ -1,0 +1,99 @@
+"""What a user submits: a training script and the numbers of GPUs that it may have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from patrickstar.elastic import divide_batch
+from patrickstar.ones.jobs import Cluster
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """A job as it was submitted.
+
+    Raises:
+        ValueError: it contradicts itself, when it is made.
+    """
+
+    name: str
+    """Unique in the cluster: letters, digits, and ``_.-``."""
+    script: str
+    """Of Python, at the same absolute path on all nodes."""
+    arguments: tuple[str, ...]
+    """Of the script."""
+    folder: str
+    """In which it runs: absolute, the same on all nodes."""
+    environment: tuple[tuple[str, str], ...]
+    """Variables that it gets beside those of the node."""
+    min_gpus: int
+    """Fewer do not run it."""
+    max_gpus: int
+    """More are never given to it."""
+    requested_gpus: int
+    """What it gets from a scheduler that changes nothing, and at its first start from most others."""
+    global_batch: int
+    """Samples of an optimizer step, on all GPUs together, whatever their number."""
+    epoch_samples: int
+    """Samples of one epoch."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"a job's name is {self.name!r}; give letters, digits and _.- only")
+        for what, path in (("script", self.script), ("folder", self.folder)):
+            if not Path(path).is_absolute():
+                raise ValueError(f"job {self.name}: its {what} is {path!r}; give an absolute path")
+        if not 1 <= self.min_gpus <= self.requested_gpus <= self.max_gpus:
+            raise ValueError(
+                f"job {self.name}: min_gpus {self.min_gpus}, requested_gpus {self.requested_gpus} and max_gpus "
+                f"{self.max_gpus} must be at least 1 and ascend; correct its limits"
+            )
+        if self.global_batch < 1 or self.epoch_samples < 1:
+            raise ValueError(
+                f"job {self.name}: global_batch {self.global_batch} and epoch_samples {self.epoch_samples} must be at "
+                "least 1; correct them"
+            )
+        if not self.sizes:
+            raise ValueError(
+                f"job {self.name}: no number of GPUs from {self.min_gpus} to {self.max_gpus} divides its global batch "
+                f"of {self.global_batch} samples; change the batch or the limits"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of GPUs that it can run on: those within its limits that divide its global batch."""
+        return tuple(n for n in range(self.min_gpus, self.max_gpus + 1) if _divides(self.global_batch, n))
+
+    def check(self, cluster: Cluster) -> None:
+        """Raises ValueError for a job that this cluster can never run; call it before the job is queued."""
+        if self.sizes[0] > cluster.num_gpus:
+            raise ValueError(
+                f"job {self.name} needs at least {self.sizes[0]} GPUs and the cluster has {cluster.num_gpus}; lower "
+                "its min_gpus, or submit it to a larger cluster"
+            )
+        if not Path(self.script).is_file():
+            raise ValueError(f"job {self.name}: there is no script {self.script}; it must be there on every node")
+
+    def as_plain(self) -> dict[str, Any]:
+        """JSON's types."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Submission:
+        """Of :meth:`as_plain`."""
+        environment = tuple((name, value) for name, value in plain["environment"])
+        return cls(**{**plain, "arguments": tuple(plain["arguments"]), "environment": environment})
+
+
+def _divides(global_batch: int, num_ranks: int) -> bool:
+    try:
+        divide_batch(global_batch, num_ranks, global_batch)
+    except ValueError:
+        return False
+    return True

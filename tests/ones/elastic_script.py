@@ -1,0 +1,67 @@
+"""A job of these tests: trains a tiny model; rank 0 writes what it had in the end.
+
+    python elastic_script.py FOLDER NUM_STEPS STEP_SECONDS
+
+With FAIL_ONCE in the environment a rank kills itself in the middle, the first time.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from patrickstar import initialize_engine
+from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Next
+
+GLOBAL_BATCH, NUM_SAMPLES = 12, 120
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+
+
+def main(folder, num_steps, step_seconds):
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
+    data = TensorDataset(torch.arange(NUM_SAMPLES), inputs, inputs.sin().sum(1, keepdim=True))
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "default_chunk_size": 4096}
+    engine, optimizer = initialize_engine(build, config=config)
+    sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12)
+    run = ElasticRun(
+        engine, {"sampler": sampler}, checkpoint=folder / "checkpoint", checkpoint_seconds=0.5, look_seconds=0.1
+    )
+    seen = (folder / f"seen-{os.getpid()}").open("a")
+    while run.num_steps < num_steps:
+        for micro_batches in ElasticLoader(data, sampler):
+            optimizer.zero_grad()
+            for indices, x, y in micro_batches:
+                loss = nn.functional.mse_loss(engine(x), y)
+                engine.backward(loss / len(micro_batches))
+                seen.write(f"{run.num_steps} {' '.join(map(str, indices.tolist()))}\n")
+            seen.flush()
+            optimizer.step()
+            time.sleep(step_seconds)
+            if run.step_done(loss.item()) is not Next.TRAIN:
+                return
+            if "FAIL_ONCE" in os.environ and run.num_steps > num_steps // 2 and not (folder / "failed").exists():
+                (folder / "failed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if run.num_steps == num_steps:
+                break
+    run.end()
+    values = {name: value.tolist() for name, value in engine.state_dict().items()}
+    if run.rank == 0:
+        (folder / "result.json").write_text(json.dumps({"num_steps": run.num_steps, "values": values}))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

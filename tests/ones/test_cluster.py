@@ -1,0 +1,193 @@
+"""Jobs that share simulated GPUs on Ray for real: tiny models on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from patrickstar.command.ones import main
+from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOptions, start
+from patrickstar.ones.cluster.ray_fleet import NAMESPACE
+from patrickstar.ones.cluster.submission import Submission
+from tests.distributed import ROOT
+from tests.ones import elastic_script
+
+SCRIPT = Path(elastic_script.__file__)
+SCHEDULER = "scheduler"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Ray with four simulated GPUs, and a scheduler."""
+    root = tmp_path_factory.mktemp("cluster")
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray starts no simulated GPUs beside it
+        ray.init(num_gpus=4, num_cpus=4, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+        try:
+            options = StartOptions(str(root / "ledger"), str(root / "logs"), interval_s=0.3)
+            yield start(options), options
+        finally:
+            ray.shutdown()
+
+
+def submit(client, folder, num_steps, step_seconds=0.05, environment=(), gpus=(1, 4), epoch_samples=120):
+    folder.mkdir()
+    arguments = (str(folder), str(num_steps), str(step_seconds))
+    least, most = gpus
+    limits = (least, most, least, elastic_script.GLOBAL_BATCH, epoch_samples)
+    client.submit(Submission(folder.name, str(SCRIPT), arguments, str(folder), environment, *limits))
+
+
+def rows(client):
+    return {row.name: row for row in client.rows()}
+
+
+def until(client, condition, seconds=150):
+    deadline = time.monotonic() + seconds
+    while not condition(found := rows(client)):
+        assert time.monotonic() < deadline, (found, client._ask("about").problem)
+        time.sleep(0.1)
+    return found
+
+
+def pid_of(name):
+    return ray.get(ray.get_actor(name, NAMESPACE).__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+
+
+def values_alone(tmp_path, num_steps):
+    """What the same job has in the end when nobody schedules it."""
+    folder = tmp_path / f"alone-{num_steps}"
+    folder.mkdir()
+    command = [sys.executable, str(SCRIPT), str(folder), str(num_steps), "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return result_of(folder)
+
+
+def result_of(folder):
+    result = json.loads((folder / "result.json").read_text())
+    return result["num_steps"], {name: torch.tensor(value) for name, value in result["values"].items()}
+
+
+def check(folder, alone):
+    """It ended where a job alone ends, within the rounding of sums in another order."""
+    num_steps, values = result_of(folder)
+    assert num_steps == alone[0]
+    for name, value in alone[1].items():
+        torch.testing.assert_close(values[name], value, rtol=1e-3, atol=1e-4)
+
+
+def samples_by_step(folder):
+    found = {}
+    for path in folder.glob("seen-*"):
+        for line in path.read_text().splitlines():
+            step, *samples = line.split()
+            found.setdefault(int(step), []).extend(samples)
+    return found
+
+
+def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_path):
+    client, _ = cluster
+    alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (60, 100)}
+    submit(client, tmp_path / "long", 100)
+    submit(client, tmp_path / "failing", 60, environment=(("FAIL_ONCE", "1"),))
+    until(client, lambda found: found["long"].num_steps > 0)
+
+    killed = pid_of(SCHEDULER)
+    os.kill(killed, signal.SIGKILL)
+    before = samples_by_step(tmp_path / "long")
+    until_alive(client)
+    assert pid_of(SCHEDULER) != killed
+    found = until(client, lambda found: all(row.state in ("finished", "failed") for row in found.values()))
+
+    assert {name: row.state for name, row in found.items()} == {"long": "finished", "failing": "finished"}
+    assert found["failing"].num_failures == 1
+    for name, num_steps in (("long", 100), ("failing", 60)):
+        check(tmp_path / name, alone[num_steps])
+    seen = samples_by_step(tmp_path / "long")
+    assert before.items() <= seen.items()
+    assert all(len(samples) == len(set(samples)) == elastic_script.GLOBAL_BATCH for samples in seen.values())
+    assert sorted(seen) == list(range(100))
+
+
+def until_alive(client):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ClusterError, ray.exceptions.RayError):
+            client.rows()
+            return
+        time.sleep(0.2)
+    raise AssertionError("the scheduler did not come back")
+
+
+@pytest.mark.slow
+def test_a_job_gets_the_gpus_of_one_that_has_ended_and_can_be_cancelled(cluster, tmp_path):
+    client, _ = cluster
+    submit(client, tmp_path / "short", 40, gpus=(3, 3))
+    submit(client, tmp_path / "growing", 10**6, 0.3, epoch_samples=10**6)
+    found = until(client, lambda found: found["growing"].num_gpus > 1 and found["growing"].num_resizes > 0)
+    assert 0 < found["growing"].resize_s < 60
+    client.cancel("growing")
+    assert rows(client)["growing"].state == "cancelled"
+    with pytest.raises(ValueError, match="no job growing"):
+        client.cancel("growing")
+    submit(client, tmp_path / "broken", 60, environment=(("PYTHONPATH", "/nowhere"),))
+    found = until(client, lambda found: found["broken"].state == "failed")
+    assert "a rank ended with" in found["broken"].note
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("GPU") != 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_what_the_command_says(cluster, tmp_path, capsys, monkeypatch):
+    client, options = cluster
+    monkeypatch.chdir(tmp_path)
+    rigid = tmp_path / "rigid.py"
+    rigid.write_text("print('done')\n")
+    gpus = ["--global-batch", "12", "--epoch-samples", "120"]
+    assert main(["submit", "--name", "rigid", "--gpus", "1-4", *gpus, str(rigid)]) == 0
+    assert "it can run on 1, 2, 3, 4 of them" in (out := capsys.readouterr().out)
+    assert "has no ElasticRun" in out
+    assert main(["submit", "--name", "big", "--gpus", "5-6", *gpus, str(rigid)]) == 2
+    assert "job big needs at least 6 GPUs and the cluster has 4" in capsys.readouterr().err
+    until(client, lambda found: found["rigid"].state == "finished")
+    assert main(["status", "--once"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert main(["cancel", "nobody"]) == 2
+    assert "no job nobody that waits or runs" in capsys.readouterr().err
+    with pytest.raises(ClusterError, match="runs on this cluster already"):
+        start(options)
+    monkeypatch.setattr("patrickstar.__version__", "0.0.1")
+    with pytest.raises(ClusterError, match="install the same version here and on all nodes"):
+        ClusterClient()
+
+
+@pytest.mark.slow
+def test_twelve_jobs_share_four_gpus(cluster, tmp_path):
+    client, _ = cluster
+    alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (40, 80)}
+    for number in range(12):
+        environment = (("FAIL_ONCE", "1"),) if number == 5 else ()
+        submit(client, tmp_path / f"job{number}", 80 if number % 3 == 0 else 40, environment=environment)
+    names = [f"job{number}" for number in range(12)]
+    until(client, lambda found: any(found[name].state == "finished" for name in names))
+    os.kill(pid_of("job:" + next(n for n, row in rows(client).items() if row.state == "running")), signal.SIGKILL)
+    found = until(client, lambda found: all(found[name].state == "finished" for name in names), seconds=400)
+    print({name: (found[name].num_resizes, found[name].num_failures) for name in names})
+    for number, name in enumerate(names):
+        check(tmp_path / name, alone[80 if number % 3 == 0 else 40])
+    assert sum(found[name].num_failures for name in names) >= 2

@@ -1,0 +1,250 @@
+"""The scheduler of a real cluster, with a fleet that only notes what it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.elastic import RunReport
+from patrickstar.ones import Cluster, make_policy
+from patrickstar.ones.cluster.fleet import Phase, Status
+from patrickstar.ones.cluster.ledger import End, Ledger, LedgerError
+from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler, measured_throughput
+from patrickstar.ones.cluster.submission import Submission
+
+
+def submission(name, **changes):
+    own = {"min_gpus": 1, "max_gpus": 4, "requested_gpus": 2, "global_batch": 12, "epoch_samples": 120}
+    return Submission(name, __file__, ("--lr", "1"), "/tmp", (("A", "B"),), **{**own, **changes})
+
+
+class NotedFleet:
+    """Carries every order out at once, unless ``is_slow``: then when ``carry_out`` is called."""
+
+    def __init__(self, is_slow=False):
+        self.ranks, self.ordered, self.steps, self.phases = {}, {}, {}, {}
+        self.is_slow = is_slow
+        self.log = []
+
+    def start(self, submission, num_ranks):
+        assert submission.name not in self.ranks
+        assert num_ranks in submission.sizes
+        self.log.append(("start", submission.name, num_ranks))
+        self.ranks[submission.name], self.phases[submission.name] = num_ranks, Phase.RUNNING
+
+    def resize(self, name, num_ranks):
+        self.log.append(("resize", name, num_ranks))
+        self.ordered[name] = num_ranks
+        if not self.is_slow:
+            self.carry_out()
+
+    def stop(self, name):
+        self.log.append(("stop", name))
+        self.phases[name] = Phase.STOPPED
+
+    def carry_out(self):
+        self.ranks.update(self.ordered)
+        self.ordered.clear()
+
+    def status(self, name):
+        if name not in self.ranks:
+            return None
+        phase = Phase.CHANGING if name in self.ordered else self.phases[name]
+        steps = self.steps[name] = self.steps.get(name, 0) + 5
+        report = RunReport(
+            steps, self.ranks[name], 10.0 / self.ranks[name], 2.0 / max(steps, 1), 0, phase is Phase.ENDED
+        )
+        return Status(phase, self.ranks[name], report, 0.5, reason="it broke" if phase is Phase.FAILED else "")
+
+    def remove(self, name):
+        self.ranks.pop(name, None)
+        self.ordered.pop(name, None)
+
+    def num_gpus(self):
+        """In use: by what runs, and by what is to run."""
+        return sum(max(count, self.ordered.get(name, 0)) for name, count in self.ranks.items())
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self):
+        self.now += 10
+        return self.now
+
+
+def scheduler(tmp_path, fleet, policy="ones", num_gpus=4):
+    return Scheduler(Ledger(tmp_path / "ledger"), fleet, make_policy(policy), Cluster(num_gpus), Clock())
+
+
+def states(made):
+    return {row.name: row.state for row in made.rows()}
+
+
+def test_jobs_start_grow_and_finish(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    for name in ("a", "b"):
+        made.submit(submission(name))
+    assert states(made) == {"a": "waiting", "b": "waiting"}
+    for _ in range(6):
+        made.tick()
+    assert states(made) == {"a": "running", "b": "running"}
+    assert fleet.num_gpus() == 4
+    fleet.phases["a"] = Phase.ENDED
+    for _ in range(6):
+        made.tick()
+    assert fleet.ranks == {"b": 4}
+    finished, running = made.rows()
+    assert (finished.state, finished.num_gpus, finished.num_steps > 0) == ("finished", 0, True)
+    assert (running.num_gpus, running.num_resizes > 0, running.resize_s) == (4, True, 0.5)
+
+
+def test_what_cannot_run_is_refused_before_it_waits(tmp_path):
+    made = scheduler(tmp_path, NotedFleet())
+    with pytest.raises(ValueError, match="job big needs at least 6 GPUs and the cluster has 4"):
+        made.submit(submission("big", min_gpus=5, max_gpus=8, requested_gpus=6))
+    with pytest.raises(ValueError, match="there is no script /nowhere"):
+        made.submit(dataclasses.replace(submission("a"), script="/nowhere"))
+    made.submit(submission("a"))
+    with pytest.raises(ValueError, match="there is a job a already"):
+        made.submit(submission("a"))
+    with pytest.raises(ValueError, match="no job b that waits or runs"):
+        made.cancel("b")
+    with pytest.raises(ValueError, match="how much work each job has left"):
+        scheduler(tmp_path, NotedFleet(), "srtf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_gpus": 3}, "must be at least 1 and ascend"),
+        ({"global_batch": 0}, "global_batch 0"),
+        ({"global_batch": 1, "min_gpus": 2}, "no number of GPUs from 2 to 4 divides its global batch of 1"),
+    ],
+)
+def test_submissions_that_contradict_themselves(changes, message):
+    with pytest.raises(ValueError, match=message):
+        submission("a", **changes)
+    with pytest.raises(ValueError, match=r"name is 'a/b'"):
+        submission("a/b")
+
+
+def test_a_job_that_fails_starts_again_and_is_given_up_in_the_end(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a"))
+    made.tick()
+    fleet.steps["a"] = -5  # it never gets anywhere
+    for _ in range(MOST_FAILURES):
+        assert fleet.ranks
+        fleet.phases["a"] = Phase.FAILED
+        fleet.steps["a"] = -5
+        made.tick()
+    (row,) = made.rows()
+    assert (row.state, row.num_failures, row.note) == ("failed", MOST_FAILURES - 1, "it broke")
+    assert [entry[0] for entry in fleet.log].count("start") == MOST_FAILURES
+
+
+def test_a_job_whose_node_is_gone_starts_again(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a"))
+    made.tick()
+    made.tick()
+    fleet.ranks.clear()
+    made.tick()
+    made.tick()
+    (row,) = made.rows()
+    assert (row.state, row.num_failures) == ("running", 1)
+    assert "gone" in row.note
+
+
+def test_gpus_that_a_job_leaves_are_granted_when_it_has_left_them(tmp_path):
+    fleet = NotedFleet(is_slow=True)
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a"))
+    for _ in range(4):
+        made.tick()
+        fleet.carry_out()
+    assert fleet.ranks == {"a": 4}
+    made.submit(submission("b"))
+    for _ in range(8):
+        made.tick()
+        assert fleet.num_gpus() <= 4
+    fleet.carry_out()
+    for _ in range(4):
+        made.tick()
+        assert fleet.num_gpus() <= 4
+        fleet.carry_out()
+    assert ("start", "b") in [entry[:2] for entry in fleet.log]
+
+
+def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    for name in ("a", "b", "c"):
+        made.submit(submission(name))
+    for _ in range(4):
+        made.tick()
+    made.cancel("c")
+    fleet.phases["b"] = Phase.ENDED
+    made.tick()
+    running, started = dict(fleet.ranks), [entry for entry in fleet.log if entry[0] == "start"]
+    again = scheduler(tmp_path, fleet)
+    again.tick()
+    assert states(again) == {"a": "running", "b": "finished", "c": "cancelled"}
+    assert fleet.ranks.keys() == running.keys()
+    assert [entry for entry in fleet.log if entry[0] == "start"] == started
+
+
+def test_a_ledger_without_its_last_bytes(tmp_path):
+    path = tmp_path / "ledger"
+    ledger = Ledger(path)
+    for name in ("a", "b"):
+        ledger.submitted(submission(name))
+    ledger.ended("a", End.FINISHED)
+    ledger.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    again = Ledger(path)
+    assert [entry.end for entry in again.entries.values()] == [None, None]
+    assert again.entries["a"].submission == submission("a")
+    again.ended("a", End.FINISHED)
+    again.close()
+    assert Ledger(path).entries["a"].end is End.FINISHED
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(LedgerError, match="line 1 of .* is no line of a ledger"):
+        Ledger(path)
+
+
+def test_throughput_is_what_was_measured():
+    for observed in ({1: 0.6}, {1: 0.6, 2: 0.4, 4: 0.25}, {2: 0.4}):
+        model = measured_throughput(observed, 12)
+        fewest = min(observed)
+        assert model.step_s(fewest, 12) == pytest.approx(observed[fewest])
+    model = measured_throughput({1: 0.6, 2: 0.4}, 12)
+    assert model.step_s(2, 12) == pytest.approx(0.4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(["ones", "ones-published", "pollux-like", "fifo", "tiresias"]),
+    events=st.lists(st.tuples(st.sampled_from(["submit", "end", "fail", "carry out", "tick"]), st.integers(0, 5))),
+)
+def test_never_more_gpus_than_there_are(policy, events, tmp_path_factory):
+    fleet = NotedFleet(is_slow=True)
+    made = scheduler(tmp_path_factory.mktemp("ones"), fleet, policy)
+    for event, number in events:
+        name = str(number)
+        if event == "submit" and name not in states(made):
+            made.submit(submission(name, max_gpus=1 + number % 4, requested_gpus=1))
+        elif event in ("end", "fail") and name in fleet.ranks:
+            fleet.phases[name] = Phase.ENDED if event == "end" else Phase.FAILED
+        elif event == "carry out":
+            fleet.carry_out()
+        made.tick()
+        assert fleet.num_gpus() <= 4
