@@ -155,6 +155,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         plan: _Plan | None = None
         with _all_or_none(session, "the resize was not begun"):
             _check_carried(options.carried, num_ranks)
+            _check_room(session, num_ranks)
         with _all_or_none(session, "the ranks were not gathered"):
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
@@ -478,6 +479,25 @@ def _check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
     for item in carried.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
+
+
+def _check_room(session: Session, num_ranks: int) -> None:
+    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
+    gives both: others are measured when ranks are opened. That is needed, and not always enough.
+    """
+    config = session.config
+    if config.device_memory is None or config.host_memory is None:
+        return
+    scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, num_ranks)
+    layout = make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
+    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
+    there = config.device_memory + config.host_memory
+    if needed > there:
+        raise _C.MemoryBudgetError(
+            f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
+            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
+            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
+        )
 
 
 # The state beside shards: of a process that joins.

@@ -17,6 +17,7 @@ from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
 NUM_SAMPLES, GLOBAL_BATCH, WIDTH = 120, 12, 96
+DEVICE_MEMORY = 384 * 1024
 
 
 def build() -> nn.Module:
@@ -225,3 +226,20 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     result["state"] = state_of(engine, optimizer)
     engine.close()
     return result
+
+
+def shrink_into_too_little(host_memory: int, folder: str) -> dict[str, Any]:
+    """One of two ranks, which are to become one whose share its budgets do not hold."""
+    config = make_config(default_chunk_size=16384, device_memory=DEVICE_MEMORY, host_memory=host_memory)
+    config["rank_timeout_seconds"] = 60
+    layers = [nn.Linear(128, 128, bias=False) for _ in range(8)]
+    engine, optimizer = initialize_engine(lambda: nn.Sequential(*layers), 0, config)
+    with engine:
+        phases: list[Phase] = []
+        result: dict[str, Any] = {"error": "", "before": state_of(engine, optimizer)}
+        try:
+            engine.resize(1, folder=folder, note_phase=phases.append)
+        except ResizeError as error:
+            result["error"] = str(error)
+        result |= {"phases": phases, "after": state_of(engine, optimizer)}
+        return result

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.elastic import ElasticSampler, ResizeError, serve_rendezvous
+from patrickstar.elastic import ElasticSampler, Phase, ResizeError, serve_rendezvous
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import build, join_with_another_model, state_of
+from tests.elastic.runs import DEVICE_MEMORY, build, join_with_another_model, shrink_into_too_little, state_of
 from tests.elastic.test_resize import ALONE, assert_same
 from tests.training import make_config
 
@@ -59,3 +59,14 @@ def test_a_process_with_another_model_is_sent_away():
     for result in results:
         assert "differs in the model's parameters" in result["error"]
         assert_same(result["before"], result["after"])
+
+
+def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_path):
+    """128 K elements of 16 bytes take 2 MiB on one rank, half of that on each of two, and 1984 KiB are there."""
+    host_memory = 1600 * 1024
+    for result in run_ranks(2, shrink_into_too_little, host_memory, str(tmp_path)):
+        assert "each of 1 ranks has" in result["error"]
+        assert f"are {DEVICE_MEMORY + host_memory} together; keep more ranks" in result["error"]
+        assert result["phases"] == [Phase.GATHER]
+        assert_same(result["before"], result["after"])
+    assert not list(tmp_path.iterdir())

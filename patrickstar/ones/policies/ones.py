@@ -6,6 +6,7 @@ in place of its reordering, jobs that keep their number of GPUs keep their GPUs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,18 +90,21 @@ class Ones:
     def _values(self, jobs: Sequence[JobState], cluster: Cluster, current: np.ndarray, held: np.ndarray) -> np.ndarray:
         """What each number of GPUs is worth for each job, per second; -inf where the job cannot have it."""
         most = min(cluster.num_gpus, max(state.job.max_gpus for state in jobs))
-        values = np.full((len(jobs), most + 1), -np.inf)
-        for row, (state, left) in enumerate(zip(jobs, self._remaining(jobs), strict=True)):
-            speeds = goodputs(state.job, _RULE, cluster)
-            size = len(state.gpus)
-            sizes = np.flatnonzero(speeds)
-            seconds = left / speeds[sizes]
-            changed = state.has_started & (sizes != size)
-            values[row, sizes] = 1 / (seconds + state.job.resize_s * changed + 1e-9)
-            values[row, 0] = 0.0
-            if size:
-                stays = left / speeds[size]
-                values[row, 0] = 1 / (stays + state.job.resize_s + 1e-9) - 1 / (stays + 1e-9)
+        speeds = np.zeros((len(jobs), most + 1))
+        for row, state in enumerate(jobs):
+            known = goodputs(state.job, _RULE, cluster)
+            speeds[row, : len(known)] = known
+        started = np.array([state.has_started for state in jobs])
+        resize_s = np.array([state.job.resize_s for state in jobs])
+        left = self._remaining(jobs)
+        changed = started[:, None] & (np.arange(most + 1) != current[:, None])
+        with np.errstate(divide="ignore"):
+            seconds = left[:, None] / speeds
+        values = np.where(speeds > 0, 1 / (seconds + resize_s[:, None] * changed + 1e-9), -np.inf)
+        values[:, 0] = 0.0
+        runs = np.flatnonzero(current)
+        stays = seconds[runs, current[runs]]
+        values[runs, 0] = 1 / (stays + resize_s[runs] + 1e-9) - 1 / (stays + 1e-9)
         stuck = values[held, current[held]]
         values[held] = -np.inf
         values[held, current[held]] = stuck
@@ -157,16 +161,44 @@ def _pad(rows: np.ndarray, values: np.ndarray, num_gpus: int) -> np.ndarray:
         slopes[:, n], jumps[:, n] = rise[jobs, best], n + 1 + best
         near = np.isfinite(rise).argmax(axis=1)
         steps[:, n], nexts[:, n] = rise[jobs, near], n + 1 + near
-    free = num_gpus - rows.sum(axis=1)
-    while True:
-        fits = jumps[jobs, rows] - rows <= free[:, None]
-        target = np.where(fits, jumps[jobs, rows], nexts[jobs, rows])
-        gain = np.where(fits, slopes[jobs, rows], steps[jobs, rows])
-        gain = np.where(target - rows <= free[:, None], gain, -np.inf)
-        best = gain.argmax(axis=1)
-        rises = np.flatnonzero(gain[np.arange(len(rows)), best] > 0)
-        if not len(rises):
-            return rows
-        chosen = best[rises]
-        free[rises] -= target[rises, chosen] - rows[rises, chosen]
-        rows[rises, chosen] = target[rises, chosen]
+    curve = _Rises(slopes, jumps - columns, steps, nexts - columns)
+    for row in rows:
+        _pad_row(row, curve, int(num_gpus - row.sum()))
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rises:
+    """For each job and number of GPUs; float64 and int64 of shape ``[jobs, GPUs + 1]``."""
+
+    best: np.ndarray
+    """The largest rise of the value per further GPU; -inf where there is none."""
+    best_width: np.ndarray
+    """Further GPUs that it takes."""
+    near: np.ndarray
+    """The rise per further GPU up to the next number of GPUs that the job runs on."""
+    near_width: np.ndarray
+    """Further GPUs that this takes."""
+
+
+def _pad_row(row: np.ndarray, rises: _Rises, free: int) -> None:
+    """Of one row; in place. What a step changes is one job's rises, the others' are not looked up again."""
+    jobs = np.arange(len(row))
+    best, best_width = rises.best[jobs, row], rises.best_width[jobs, row]
+    near, near_width = rises.near[jobs, row], rises.near_width[jobs, row]
+    widest = int(rises.best_width.max(initial=0))
+    while free > 0:
+        gain = best
+        if free < widest:
+            gain = np.where(best_width <= free, best, np.where(near_width <= free, near, -np.inf))
+        job = int(gain.argmax())
+        if not gain[job] > 0:
+            return
+        width = int(best_width[job])
+        if width > free:
+            width = int(near_width[job])
+        free -= width
+        row[job] += width
+        n = row[job]
+        best[job], best_width[job] = rises.best[job, n], rises.best_width[job, n]
+        near[job], near_width[job] = rises.near[job, n], rises.near_width[job, n]

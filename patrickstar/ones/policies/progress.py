@@ -164,9 +164,10 @@ class ProgressModel:
         if self._recipe is Recipe.AS_WRITTEN:
             by_b = (digamma(b)[:, None] - digamma(a[None, :] + b[:, None]) - np.log1p(-progress)[None, :]).mean(axis=1)
         else:
-            by_b = digamma(b) - digamma(a + b) - np.log1p(-progress)
+            of_b, of_both = np.split(digamma(np.concatenate([b, a + b])), 2)  # one call is cheaper than two
+            by_b = of_b - of_both - np.log1p(-progress)
         by_output = by_b * slope / len(a)
-        by_hidden = np.outer(by_output, self._weights[2]) * (1 - hidden**2)
+        by_hidden = (by_output[:, None] * self._weights[2]) * (1 - hidden**2)
         gradients = [inputs.T @ by_hidden, by_hidden.sum(axis=0), hidden.T @ by_output, by_output.sum()]
         rate = 1e-4 if self._recipe is Recipe.AS_WRITTEN else 3e-3
         self._num_updates += 1
@@ -190,6 +191,8 @@ def digamma(x: np.ndarray) -> np.ndarray:
     shift = np.zeros_like(x)
     for _ in range(6):
         small = x < 6
+        if not small.any():
+            break
         shift -= np.where(small, 1 / x, 0)
         x = np.where(small, x + 1, x)
     inverse = 1 / x**2
