@@ -1085,6 +1085,23 @@ class optim:
         """
 
     @staticmethod
+    def cuda_momentum_step(
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        stream: int,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """As ``momentum_step``."""
+
+    @staticmethod
     def adam_split(
         isa: str,
         lower: int,

@@ -541,6 +541,21 @@ void register_cuda_kernels(py::module_& module) {
       py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"), py::kw_only(),
       py::arg("key") = py::none());
   module.def(
+      "cuda_momentum_step",
+      [](optim::MomentumRule rule, const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
+                                param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        check_arrays(arrays, numel, {StateType::kNone});
+        const py::gil_scoped_release release;
+        optim::cuda::momentum_step(arrays.range(0, numel), scalars, stream_of(stream));
+      },
+      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
+      py::kw_only(), py::arg("key") = py::none());
+  module.def(
       "cuda_expand_state",
       [](StateType type, Address data, Address scales, Address out, int64_t numel, Address stream) {
         optim::cuda::expand_state(type, pointer<const void>(data), pointer<const float>(scales), pointer<float>(out),

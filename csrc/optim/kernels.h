@@ -85,8 +85,7 @@
 //
 // torch.optim.SGD makes the first momentum of the whole gradient, whatever the dampening: callers give 1 for
 // one_minus_dampening in the first step. States are stored in fewer bytes as Adam's are; a split master has no variance
-// to lend it a sign, so its parameter is rounded as beside a variance of fewer bytes. There is no twin of these on CUDA
-// yet.
+// to lend it a sign, so its parameter is rounded as beside a variance of fewer bytes.
 //
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are.
 // A 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of
