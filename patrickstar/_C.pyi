@@ -55,6 +55,14 @@ class StateType(_Enum):
     UNSIGNED8: ClassVar[StateType]
     NONE: ClassVar[StateType]
 
+@final
+class MomentumRule(_Enum):
+    """The optimizers of one moment (csrc/optim/kernels.h)."""
+
+    LION: ClassVar[MomentumRule]
+    SGD: ClassVar[MomentumRule]
+    NESTEROV: ClassVar[MomentumRule]
+
 class StateFormat:
     """The types of a parameter's optimizer states (csrc/chunk/layout.h)."""
 
@@ -1054,6 +1062,45 @@ class optim:
         """partials[b] = sum of squares of block b of SQUARES_BLOCK elements; float64, one for each block begun."""
 
     # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
+    @staticmethod
+    def momentum_step(
+        isa: str,
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """One step of an optimizer of one moment, with arrays as ``adam`` takes them.
+
+        ``kwargs``: the fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads, all of them.
+        Raises ValueError as ``adam`` does.
+        """
+
+    @staticmethod
+    def cuda_momentum_step(
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        stream: int,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """As ``momentum_step``."""
+
     @staticmethod
     def adam_split(
         isa: str,

@@ -143,11 +143,14 @@ void check_state(const char* name, const StateArray& array, std::initializer_lis
            "scales, which states of 8 bits alone have; give their address with those, and 0 with others");
 }
 
-void check_arrays(const AdamArrays& arrays, int64_t numel) {
+constexpr std::initializer_list<StateType> kVariances = {StateType::kFloat32, StateType::kBFloat16,
+                                                         StateType::kUnsigned8};
+
+void check_arrays(const AdamArrays& arrays, int64_t numel, std::initializer_list<StateType> variances = kVariances) {
   if (numel == 0) return;
   check_state("master", arrays.master, {StateType::kFloat32, StateType::kLowerHalf, StateType::kNone});
   check_state("momentum", arrays.momentum, {StateType::kFloat32, StateType::kBFloat16, StateType::kSigned8});
-  check_state("variance", arrays.variance, {StateType::kFloat32, StateType::kBFloat16, StateType::kUnsigned8});
+  check_state("variance", arrays.variance, variances);
   PS_CHECK(arrays.grad != 0, ArgumentError, "grad is null; only param may be 0 (no compute copy)");
   PS_CHECK(
       arrays.master.type == StateType::kFloat32 ||
@@ -359,6 +362,67 @@ void register_states(py::module_& module) {
       py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
 }
 
+struct MomentumField {
+  const char* name;
+  float optim::MomentumScalars::* member;
+};
+constexpr MomentumField kMomentumFields[] = {
+    {"grad_scale", &optim::MomentumScalars::grad_scale},
+    {"weight_decay", &optim::MomentumScalars::weight_decay},
+    {"decay", &optim::MomentumScalars::decay},
+    {"step_size", &optim::MomentumScalars::step_size},
+};
+constexpr MomentumField kLionFields[] = {
+    {"one_minus_beta1", &optim::MomentumScalars::one_minus_beta1},
+    {"one_minus_beta2", &optim::MomentumScalars::one_minus_beta2},
+};
+constexpr MomentumField kSgdFields[] = {
+    {"momentum_factor", &optim::MomentumScalars::momentum_factor},
+    {"one_minus_dampening", &optim::MomentumScalars::one_minus_dampening},
+};
+
+optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const py::kwargs& kwargs) {
+  optim::MomentumScalars scalars{};
+  scalars.rule = rule;
+  size_t taken = 0;
+  const auto take = [&](const auto& fields) {
+    for (const MomentumField& field : fields) {
+      PS_CHECK(kwargs.contains(field.name), ArgumentError, "momentum_step got no ", field.name,
+               "; pass all fields of MomentumScalars that this rule reads");
+      scalars.*field.member = kwargs[field.name].cast<float>();
+    }
+    taken += std::size(fields);
+  };
+  take(kMomentumFields);
+  rule == optim::MomentumRule::kLion ? take(kLionFields) : take(kSgdFields);
+  PS_CHECK(kwargs.size() == taken, ArgumentError, "momentum_step got ", kwargs.size(),
+           " keyword arguments, this rule reads ", taken, " fields of MomentumScalars; remove the others");
+  return scalars;
+}
+
+// [Note: optimizers of one moment]
+void register_momentum_step(py::module_& module) {
+  module.def(
+      "momentum_step",
+      [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+         const OptionalKey& key, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
+                                param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_arrays(arrays, numel, {StateType::kNone});
+        const py::gil_scoped_release release;
+        split(num_threads, numel,
+              [&](int64_t begin, int64_t size) { kernels.momentum_step(arrays.range(begin, size), scalars); });
+      },
+      "One step of an optimizer of one moment, with arrays as adam takes them. Keyword arguments: the fields of "
+      "MomentumScalars that the rule reads, all of them. Raises ValueError as adam does.",
+      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::kw_only(),
+      py::arg("key") = py::none());
+}
+
 void register_cpu_kernels(py::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
@@ -477,6 +541,21 @@ void register_cuda_kernels(py::module_& module) {
       py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"), py::kw_only(),
       py::arg("key") = py::none());
   module.def(
+      "cuda_momentum_step",
+      [](optim::MomentumRule rule, const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
+                                param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        check_arrays(arrays, numel, {StateType::kNone});
+        const py::gil_scoped_release release;
+        optim::cuda::momentum_step(arrays.range(0, numel), scalars, stream_of(stream));
+      },
+      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
+      py::kw_only(), py::arg("key") = py::none());
+  module.def(
       "cuda_expand_state",
       [](StateType type, Address data, Address scales, Address out, int64_t numel, Address stream) {
         optim::cuda::expand_state(type, pointer<const void>(data), pointer<const float>(scales), pointer<float>(out),
@@ -586,6 +665,10 @@ void register_loss_scaler(py::module_& module) {
 }  // namespace
 
 void register_optim(py::module_& module) {
+  py::enum_<optim::MomentumRule>(module, "MomentumRule", "The optimizers of one moment (optim/kernels.h).")
+      .value("LION", optim::MomentumRule::kLion)
+      .value("SGD", optim::MomentumRule::kSgd)
+      .value("NESTEROV", optim::MomentumRule::kNesterov);
   py::module_ optim_module = module.def_submodule("optim", "Adam's leaf kernels and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
   optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
@@ -594,6 +677,7 @@ void register_optim(py::module_& module) {
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_states(optim_module);
   register_cpu_kernels(optim_module);
+  register_momentum_step(optim_module);
   register_cpu_sums(optim_module);
   register_settled_values(optim_module);
   register_split_masters(optim_module);

@@ -29,6 +29,31 @@ __device__ inline void adam_step(const AdamScalars& s, float g, float& p, float&
   p = quiet(__fmaf_rn(-s.step_size, __fdiv_rn(m, d), p));
 }
 
+// [Note: optimizers of one moment]
+__device__ inline float sign_of(float x) {
+  return x == 0.0f ? 0.0f : __fadd_rn(copysignf(1.0f, x), __fmul_rn(x, 0.0f));
+}
+__device__ inline void momentum_step(const MomentumScalars& s, float g, float& p, float& m) {
+  g = __fmul_rn(g, s.grad_scale);
+  g = __fmaf_rn(s.weight_decay, p, g);
+  float update;
+  if (s.rule == MomentumRule::kLion) {
+    const float distance = __fsub_rn(g, m);
+    update = sign_of(__fmaf_rn(s.one_minus_beta1, distance, m));
+    m = quiet(__fmaf_rn(s.one_minus_beta2, distance, m));
+  } else {
+    m = quiet(__fmaf_rn(s.momentum_factor, m, __fmul_rn(s.one_minus_dampening, g)));
+    update = s.rule == MomentumRule::kNesterov ? __fmaf_rn(s.momentum_factor, m, g) : m;
+  }
+  p = quiet(__fmaf_rn(-s.step_size, update, __fmul_rn(p, s.decay)));
+}
+
+// What a block's update consists of, by its scalars.
+__device__ inline void step(const AdamScalars& s, float g, float& p, float& m, float& v) { adam_step(s, g, p, m, v); }
+__device__ inline void step(const MomentumScalars& s, float g, float& p, float& m, float& /*v*/) {
+  momentum_step(s, g, p, m);
+}
+
 // A thread loads all of its elements before it stores any, so `param` may be `grad`.
 template <DType kGrad, DType kParam, StateType kMaster>
 struct AdamBody {
@@ -243,7 +268,7 @@ struct StateBlock {
     for (int k = 0; k < kPerLane; ++k) {
       const int64_t i = begin + element(k);
       out[k] = 0.0f;
-      if (!has(k)) continue;
+      if (!has(k) || type == StateType::kNone) continue;
       out[k] = type == StateType::kFloat32 ? static_cast<const float*>(data)[i]
                                            : to_float<DType::kBFloat16>(static_cast<const uint16_t*>(data)[i]);
     }
@@ -255,7 +280,7 @@ struct StateBlock {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int64_t i = begin + element(k);
-      if (!has(k)) continue;
+      if (!has(k) || type == StateType::kNone) continue;
       if (type == StateType::kFloat32) {
         static_cast<float*>(data)[i] = in[k];
       } else {
@@ -306,8 +331,8 @@ __device__ void for_blocks(int64_t numel, const Run& run) {
 }
 
 // Of any types of states; the parameter is bfloat16 where the master is not float32.
-template <DType kGrad, DType kParam>
-__global__ void __launch_bounds__(kThreads) adam_blocks(AdamRange r, AdamScalars s) {
+template <DType kGrad, DType kParam, class Scalars>
+__global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s) {
   const RandomBits random{r.key};
   const bool apart = r.new_master != nullptr;
   const bool tie_in_sign = r.master_type == StateType::kLowerHalf && r.variance_type == StateType::kFloat32;
@@ -336,7 +361,7 @@ __global__ void __launch_bounds__(kThreads) adam_blocks(AdamRange r, AdamScalars
         }
         p = __uint_as_float(bits);
       }
-      adam_step(s, to_float<kGrad>(static_cast<const typename Storage<kGrad>::Element*>(r.grad)[i]), p, m[k], v[k]);
+      step(s, to_float<kGrad>(static_cast<const typename Storage<kGrad>::Element*>(r.grad)[i]), p, m[k], v[k]);
       const uint32_t bits = __float_as_uint(p);
       if (r.master_type == StateType::kFloat32) {
         (apart ? r.new_master : static_cast<float*>(r.master))[i] = p;
@@ -385,13 +410,14 @@ unsigned num_block_launches(int64_t numel) { return num_blocks(num_state_blocks(
 
 namespace {
 
-void adam_by_blocks(const AdamRange& range, const AdamScalars& scalars, cudaStream_t stream) {
+template <class Scalars>
+void update_by_blocks(const char* name, const AdamRange& range, const Scalars& scalars, cudaStream_t stream) {
   if (range.numel <= 0) return;
   with_dtype(range.grad_dtype, [&](auto grad) {
     with_dtype(range.param_dtype, [&](auto param) {
-      adam_blocks<decltype(grad)::value, decltype(param)::value>
+      update_blocks<decltype(grad)::value, decltype(param)::value, Scalars>
           <<<num_block_launches(range.numel), kThreads, 0, stream>>>(range, scalars);
-      check_launch("adam", range.numel);
+      check_launch(name, range.numel);
     });
   });
 }
@@ -400,7 +426,9 @@ void adam_by_blocks(const AdamRange& range, const AdamScalars& scalars, cudaStre
 
 void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t stream) {
   const bool whole_moments = range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
-  if (!whole_moments || range.master_type == StateType::kNone) return adam_by_blocks(range, scalars, stream);
+  if (!whole_moments || range.master_type == StateType::kNone) {
+    return update_by_blocks("adam", range, scalars, stream);
+  }
   const bool aligned = is_aligned(range.master, state_bytes(range.master_type, kFloatPack)) &&
                        is_aligned(range.momentum, 16) && is_aligned(range.variance, 16) &&
                        is_aligned(range.grad, kFloatPack * element_size(range.grad_dtype)) &&
@@ -415,6 +443,10 @@ void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t strea
       launch<kFloatPack>("adam", body, aligned, range.numel, stream);
     });
   });
+}
+
+void momentum_step(const AdamRange& range, const MomentumScalars& scalars, cudaStream_t stream) {
+  update_by_blocks("momentum_step", range, scalars, stream);
 }
 
 void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel, cudaStream_t stream) {

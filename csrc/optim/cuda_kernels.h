@@ -10,6 +10,7 @@
 namespace patrickstar::optim::cuda {
 
 void adam(const AdamRange& range, const AdamScalars& scalars, cudaStream_t stream);
+void momentum_step(const AdamRange& range, const MomentumScalars& scalars, cudaStream_t stream);
 void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel, cudaStream_t stream);
 void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel, cudaStream_t stream);
 void add(void* sum, const void* x, DType dtype, int64_t numel, cudaStream_t stream);

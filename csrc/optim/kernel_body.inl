@@ -837,9 +837,12 @@ struct WholeTile {
   static PS_FLOAT variance(const Tile& t, int64_t i) {
     return V::load(t.variance + i);
   }
+  template <class V>
+  static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
+    return v;
+  }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
-    V::store(t.next_variance + i, v);
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
     if (t.next_master != nullptr) V::store(static_cast<float*>(t.next_master) + i, p);
     if (t.param_store == ParamStore::kCached) store<V, kParam>(t.param, i, p);
     if (t.param_store == ParamStore::kStreaming) stream<V, kParam>(t.param, i, p);
@@ -860,9 +863,12 @@ struct SignedTile {
   static PS_FLOAT variance(const Tile& t, int64_t i) {
     return V::magnitude(V::load(t.variance + i));
   }
+  template <class V>
+  static PS_FLOAT stored_variance(typename V::Float v, typename V::Float p) {
+    return V::with_sign(v, V::tie(p));
+  }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
-    V::store(t.next_variance + i, V::with_sign(v, V::tie(p)));
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
     V::store16(static_cast<uint16_t*>(t.param) + i, V::to_bf16(p));
     V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
   }
@@ -882,9 +888,12 @@ struct UnsignedTile {
   static PS_FLOAT variance(const Tile& t, int64_t i) {
     return V::load(t.variance + i);
   }
+  template <class V>
+  static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
+    return v;
+  }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>&) {
-    V::store(t.next_variance + i, v);
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
     V::store16(static_cast<uint16_t*>(t.param) + i, half_away<V>(p));
     V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
   }
@@ -902,9 +911,12 @@ struct BareTile {
   static PS_FLOAT variance(const Tile& t, int64_t i) {
     return V::load(t.variance + i);
   }
+  template <class V>
+  static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
+    return v;
+  }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, typename V::Float v, const RandomBits<V>& random) {
-    V::store(t.next_variance + i, v);
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>& random) {
     V::store16(static_cast<uint16_t*>(t.param) + i, V::upper(V::add_int(V::bits(p), random.param(i))));
   }
 };
@@ -922,7 +934,8 @@ PS_STEP update_tile_at(const Tile& t, const AdamConstants<V>& c, const RandomBit
   const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
   p = V::quiet(V::fma(c.minus_step_size, V::div(m, d), V::mul(p, c.decay)));
   V::store(t.next_momentum + i, m);
-  Master::template put<V, kParam>(t, i, p, v, random);
+  V::store(t.next_variance + i, Master::template stored_variance<V>(v, p));
+  Master::template put<V, kParam>(t, i, p, random);
 }
 
 template <DType kGrad, DType kParam, class Master>
@@ -940,10 +953,11 @@ PS_LOOP update_tile(const Tile& tile, const AdamScalars& scalars) {
   for (; i < t.numel; ++i) update_tile_at<ScalarLane, kGrad, kParam, Master>(t, single, single_random, i);
 }
 
-using UpdateTile = void (*)(const Tile& tile, const AdamScalars& scalars);
+template <class Scalars>
+using UpdateTile = void (*)(const Tile& tile, const Scalars& scalars);
 
-inline UpdateTile choose_update_tile(const AdamRange& range) {
-  UpdateTile update = nullptr;
+inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
+  UpdateTile<AdamScalars> update = nullptr;
   with_dtype(range.grad_dtype, [&](auto grad) {
     constexpr DType kHalf = DType::kBFloat16;
     if (range.master_type == StateType::kNone) {
@@ -984,7 +998,8 @@ struct TileMoment {
 
 enum class Writes { kParam, kAll };
 
-inline void run_tiles(const AdamRange& r, const AdamScalars& scalars, Writes writes) {
+template <class Scalars>
+inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, const Scalars& scalars, Writes writes) {
   const bool apart = r.new_master != nullptr;
   const bool all = writes == Writes::kAll;
   TileMoment momentum, variance;
@@ -1002,7 +1017,6 @@ inline void run_tiles(const AdamRange& r, const AdamScalars& scalars, Writes wri
   const int64_t grad_size = r.grad_dtype == DType::kFloat32 ? 4 : 2;
   const int64_t param_size = r.param_dtype == DType::kFloat32 ? 4 : 2;
   const ParamStore param_store = choose_param_store(r);
-  const UpdateTile update = choose_update_tile(r);
   with_ieee_arithmetic([&] {
     for (int64_t i = 0; i < r.numel; i += kStateBlock) {
       const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
@@ -1032,7 +1046,7 @@ inline bool are_moments_whole(const AdamRange& range) {
 
 void adam(const AdamRange& range, const AdamScalars& scalars) {
   if (!are_moments_whole(range) || range.master_type == StateType::kNone) {
-    return run_tiles(range, scalars, Writes::kAll);
+    return run_tiles(range, choose_update_tile(range), scalars, Writes::kAll);
   }
   if (range.master_type == StateType::kLowerHalf) return run_split_adam(range, scalars);
   const ParamStore param_store = choose_param_store(range);
@@ -1047,7 +1061,7 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
 }
 
 void adam_param(const AdamRange& range, const AdamScalars& scalars) {
-  if (!are_moments_whole(range)) return run_tiles(range, scalars, Writes::kParam);
+  if (!are_moments_whole(range)) return run_tiles(range, choose_update_tile(range), scalars, Writes::kParam);
   run_adam<StatesUnwritten>(range, scalars, choose_param_store(range));
   Vector::end_stream();
 }
@@ -1073,6 +1087,103 @@ void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const O
   if (open.count == OpenValues::kAll) return adam_param(range, scalars);
   with_ieee_arithmetic(
       [&] { with_half(range.param_dtype, [&](auto half) { open_loop<half.value>(range, scalars, open); }); });
+}
+
+// ---- Optimizers of one moment ------------------------------------------------------------------------
+
+template <class V>
+struct MomentumConstants {
+  typename V::Float grad_scale, weight_decay, decay, minus_step_size;
+  typename V::Float one_minus_beta1, one_minus_beta2, momentum_factor, one_minus_dampening;
+
+  explicit MomentumConstants(const MomentumScalars& s)
+      : grad_scale(V::set(s.grad_scale)),
+        weight_decay(V::set(s.weight_decay)),
+        decay(V::set(s.decay)),
+        minus_step_size(V::set(-s.step_size)),
+        one_minus_beta1(V::set(s.one_minus_beta1)),
+        one_minus_beta2(V::set(s.one_minus_beta2)),
+        momentum_factor(V::set(s.momentum_factor)),
+        one_minus_dampening(V::set(s.one_minus_dampening)) {}
+};
+
+// 0 of zeros; NaN of what is not finite, as its product with 0 is.
+template <class V>
+PS_FLOAT sign_of(typename V::Float x) {
+  const auto sign = V::and_int(V::bits(x), V::set_int(0x80000000u));
+  const auto one = V::floats(V::xor_int(V::bits(V::set(1.0f)), sign));
+  return V::where_nonzero(V::bits(V::magnitude(x)), V::add(one, V::mul(x, V::set(0.0f))));
+}
+
+template <class V, MomentumRule kRule, DType kGrad, DType kParam, class Master>
+PS_STEP momentum_tile_at(const Tile& t, const MomentumConstants<V>& c, const RandomBits<V>& random, int64_t i) {
+  const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
+  __builtin_prefetch(grad + kBlockAhead);
+  const auto p = Master::template load<V>(t, i);
+  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
+  const auto old_m = V::load(t.momentum + i);
+  auto m = old_m;
+  auto update = old_m;
+  if constexpr (kRule == MomentumRule::kLion) {
+    const auto distance = V::sub(g, old_m);
+    m = V::quiet(V::fma(c.one_minus_beta2, distance, old_m));
+    update = sign_of<V>(V::fma(c.one_minus_beta1, distance, old_m));
+  } else {
+    m = V::quiet(V::fma(c.momentum_factor, old_m, V::mul(c.one_minus_dampening, g)));
+    update = kRule == MomentumRule::kNesterov ? V::fma(c.momentum_factor, m, g) : m;
+  }
+  V::store(t.next_momentum + i, m);
+  Master::template put<V, kParam>(t, i, V::quiet(V::fma(c.minus_step_size, update, V::mul(p, c.decay))), random);
+}
+
+template <MomentumRule kRule, DType kGrad, DType kParam, class Master>
+PS_LOOP momentum_tile(const Tile& tile, const MomentumScalars& scalars) {
+  const Tile t = tile;
+  const MomentumConstants<Vector> c(scalars);
+  const RandomBits<Vector> random(t.key);
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
+    momentum_tile_at<Vector, kRule, kGrad, kParam, Master>(t, c, random, i);
+  }
+  if (i == t.numel) return;
+  const MomentumConstants<ScalarLane> single(scalars);
+  const RandomBits<ScalarLane> single_random(t.key);
+  for (; i < t.numel; ++i) {
+    momentum_tile_at<ScalarLane, kRule, kGrad, kParam, Master>(t, single, single_random, i);
+  }
+}
+
+template <MomentumRule kRule>
+inline UpdateTile<MomentumScalars> choose_momentum_tile(const AdamRange& range) {
+  UpdateTile<MomentumScalars> update = nullptr;
+  with_dtype(range.grad_dtype, [&](auto grad) {
+    constexpr DType kHalf = DType::kBFloat16;
+    if (range.master_type == StateType::kNone) {
+      update = momentum_tile<kRule, grad.value, kHalf, BareTile>;
+    } else if (range.master_type == StateType::kLowerHalf) {
+      update = momentum_tile<kRule, grad.value, kHalf, UnsignedTile>;
+    } else {
+      with_dtype(range.param_dtype,
+                 [&](auto param) { update = momentum_tile<kRule, grad.value, param.value, WholeTile>; });
+    }
+  });
+  return update;
+}
+
+void momentum_step(const AdamRange& range, const MomentumScalars& scalars) {
+  UpdateTile<MomentumScalars> update = nullptr;
+  switch (scalars.rule) {
+    case MomentumRule::kLion:
+      update = choose_momentum_tile<MomentumRule::kLion>(range);
+      break;
+    case MomentumRule::kSgd:
+      update = choose_momentum_tile<MomentumRule::kSgd>(range);
+      break;
+    case MomentumRule::kNesterov:
+      update = choose_momentum_tile<MomentumRule::kNesterov>(range);
+      break;
+  }
+  run_tiles(range, update, scalars, Writes::kAll);
 }
 
 // ---- Casts and sums --------------------------------------------------------------------------------
@@ -1190,7 +1301,7 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 constexpr CpuKernels table(const char* isa) {
   return CpuKernels{isa,          adam,        adam_param,      adam_param_between, adam_param_open,
                     split_master, join_master, cast_from_float, cast_to_float,      add,
-                    add_to_float, sum_squares, expand_state,    compress_state};
+                    add_to_float, sum_squares, expand_state,    compress_state,     momentum_step};
 }
 
 #undef PS_FLOATS

@@ -70,6 +70,23 @@
 // bit. For that a block whose largest magnitude is below 2^-100 is stored as zeros, since its least entries would be
 // subnormal numbers. One with a NaN or an infinity gets a NaN as its scale and is all NaN from then on.
 //
+// [Note: optimizers of one moment] Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm
+// 2) and SGD with momentum (torch.optim.SGD) have no variance. With g, p, weight_decay and decay as in Adam:
+//
+//   Lion       c = fma(one_minus_beta1, g - m, m)             beta1 * m + (1 - beta1) * g
+//              m = fma(one_minus_beta2, g - m, m)
+//              u = sign(c)                                    0 of zeros, NaN where c is not finite
+//   SGD        m = fma(momentum_factor, m, one_minus_dampening * g)
+//              u = m
+//   Nesterov   m = fma(momentum_factor, m, one_minus_dampening * g)
+//              u = fma(momentum_factor, m, g)
+//
+//   p = fma(-step_size, u, p * decay)                         step_size = lr
+//
+// torch.optim.SGD makes the first momentum of the whole gradient, whatever the dampening: callers give 1 for
+// one_minus_dampening in the first step. States are stored in fewer bytes as Adam's are; a split master has no variance
+// to lend it a sign, so its parameter is rounded as beside a variance of fewer bytes.
+//
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are.
 // A 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of
 // its last place. Every operation above is monotonic in each of its operands, rounding included, so bounds of the scale
@@ -140,6 +157,22 @@ struct AdamScalars {
   float step_size;
 };
 
+// [Note: optimizers of one moment]
+enum class MomentumRule : uint8_t { kLion, kSgd, kNesterov };
+
+// What one of their steps needs beside the arrays, as AdamScalars. Fields of other rules are not read.
+struct MomentumScalars {
+  MomentumRule rule;
+  float grad_scale;
+  float weight_decay;
+  float decay;
+  float step_size;
+  float one_minus_beta1;      // Lion
+  float one_minus_beta2;      // Lion
+  float momentum_factor;      // SGD, Nesterov
+  float one_minus_dampening;  // SGD, Nesterov
+};
+
 // Of [Note: random bits]: with one for each step and parameter, and `first` counted from the parameter's first element,
 // results depend neither on placement nor on how ranges are cut.
 struct RandomKey {
@@ -186,7 +219,7 @@ struct AdamRange {
   void* new_variance = nullptr;
   StateType master_type = StateType::kFloat32;    // or kLowerHalf, or kNone: `param` is all there is
   StateType momentum_type = StateType::kFloat32;  // or kBFloat16, kSigned8
-  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8
+  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8; kNone for momentum_step
   float* momentum_scales = nullptr;
   float* variance_scales = nullptr;
   float* new_momentum_scales = nullptr;
@@ -228,6 +261,8 @@ struct CpuKernels {
   void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
   void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
                          const RandomKey& key);
+  // One step of `scalars.rule` over a range whose variance is null and of kNone, and which has no `new_*`.
+  void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
 };
 
 // The widest ISA this processor has, or the one that PATRICKSTAR_ISA names (scalar, avx2, avx512).

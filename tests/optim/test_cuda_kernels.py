@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
+from tests.optim import test_momentum_kernels as one_moment
 from tests.optim.kernel_calls import (
     DTYPES,
     HALVES,
@@ -203,6 +204,29 @@ def test_adam_with_states_of_fewer_bytes(moments, master, grad_dtype, param_dtyp
                 host.run("scalar", SCALARS[scalars])
                 _C.optim.cuda_adam(*device.arguments(), stream(), key=KEY, **SCALARS[scalars])
             assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
+
+
+@pytest.mark.parametrize("rule", one_moment.SCALARS, ids=str)
+@pytest.mark.parametrize("momentum", one_moment.MOMENTA, ids=str)
+@pytest.mark.parametrize("master", one_moment.MASTERS, ids=str)
+@pytest.mark.parametrize("misalign", [0, 3])
+def test_optimizers_of_one_moment(rule, momentum, master, misalign):
+    scalars = one_moment.SCALARS[rule]
+    wild = momentum == master == _C.StateType.FLOAT32
+    for numel in SIZES:
+        host = one_moment.Update.random(numel, momentum, master, wild=wild)
+        device = host.copy()
+        device.grad, device.param = to_device(host.grad, misalign), to_device(host.param, misalign)
+        for state in (device.master, device.momentum):
+            state.data = to_device(state.data, misalign)
+            state.scales = None if state.scales is None else state.scales.cuda()
+        for _ in range(2):
+            host.run("scalar", rule)
+            _C.optim.cuda_momentum_step(
+                rule, device.master.array, device.momentum.array, address(device.grad), DTYPES[device.grad.dtype],
+                address(device.param), DTYPES[device.param.dtype], numel, stream(), key=KEY, **scalars,
+            )  # fmt: skip
+        assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
 
 
 @pytest.mark.parametrize("kind", [_C.StateType.BFLOAT16, _C.StateType.SIGNED8, _C.StateType.UNSIGNED8], ids=str)
