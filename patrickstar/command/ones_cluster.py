@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,13 @@ def add_cluster_commands(commands: Any) -> None:
     submitting.add_argument("--requested-gpus", type=at_least_1, metavar="N", help="at its start (default: MIN)")
     submitting.add_argument("--global-batch", type=at_least_1, required=True, help="samples of an optimizer step")
     submitting.add_argument("--epoch-samples", type=at_least_1, required=True, help="samples of an epoch")
+    submitting.add_argument(
+        "--plan", type=shlex.split, metavar="OPTIONS",
+        help="ask the planner on which numbers of GPUs it fits, with these options of `patrickstar plan`",
+    )  # fmt: skip
+    submitting.add_argument(
+        "--micro-batch", type=at_least_1, metavar="N", help="with --plan: samples that a GPU computes at once, at most"
+    )
     submitting.add_argument("--env", action="append", default=[], type=_variable, metavar="NAME=VALUE")
     submitting.add_argument("script", type=Path, help="of Python, at the same path on all nodes")
     submitting.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -81,8 +90,9 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    client = _client_module()
+    module = _client_module()
     submission = importlib.import_module("patrickstar.ones.cluster.submission")
+    client = module.ClusterClient(options.address)
     least, most = options.gpus
     job = submission.Submission(
         name=options.name,
@@ -96,7 +106,9 @@ def _submit(options: argparse.Namespace) -> int:
         global_batch=options.global_batch,
         epoch_samples=options.epoch_samples,
     )
-    client.ClusterClient(options.address).submit(job)
+    if options.plan is not None:
+        job = _planned(options, job, client.about.cluster.gpus_per_node)
+    client.submit(job)
     sizes = ", ".join(map(str, job.sizes))
     print(f"{job.name} waits for GPUs; it can run on {sizes} of them")
     if "ElasticRun" not in options.script.read_text(errors="replace"):
@@ -105,6 +117,20 @@ def _submit(options: argparse.Namespace) -> int:
             "is at the start (docs/guides/elastic.md)"
         )
     return 0
+
+
+def _planned(options: argparse.Namespace, job: Any, gpus_per_node: int) -> Any:
+    if options.micro_batch is None:
+        raise ValueError("--plan needs --micro-batch: how many samples a GPU computes at once decides what fits")
+    feasibility = importlib.import_module("patrickstar.ones.cluster.feasibility")
+    found = feasibility.planned(job.sizes, options.plan, job.global_batch, options.micro_batch, gpus_per_node)
+    for size, why in found.refusals.items():
+        print(f"{job.name} does not fit on {size}: {why}")
+    if not found.step_seconds:
+        raise ValueError(f"job {job.name} fits on none of {', '.join(map(str, job.sizes))} GPUs")
+    for size, seconds in found.step_seconds.items():
+        print(f"{job.name} fits on {size}, predicted: {seconds:.3g} s a step")
+    return dataclasses.replace(job, planned=tuple(found.step_seconds.items()))
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -51,6 +51,8 @@ def _read_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"config is {str(path)!r}, which cannot be read: {error}") from error
+    if not text.strip():  # of which Hjson would make the defaults
+        raise ValueError(f"{path} is empty; give the keys of docs/config.md as JSON, or no file for the defaults")
     try:
         return json.loads(text, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:

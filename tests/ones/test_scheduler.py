@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar.elastic import RunReport
 from patrickstar.ones import Cluster, make_policy
+from patrickstar.ones.cluster.feasibility import planned as planned_sizes
 from patrickstar.ones.cluster.fleet import Phase, Status
 from patrickstar.ones.cluster.ledger import End, Ledger, LedgerError
 from patrickstar.ones.cluster.scheduler import MOST_FAILURES, Scheduler, measured_throughput
@@ -131,6 +132,31 @@ def test_submissions_that_contradict_themselves(changes, message):
         submission("a", **changes)
     with pytest.raises(ValueError, match=r"name is 'a/b'"):
         submission("a/b")
+
+
+def test_only_numbers_of_gpus_that_a_job_fits_on_are_granted(tmp_path):
+    planned = submission("a", planned=((2, 9.0), (4, 5.0)))
+    assert planned.sizes == (2, 4)
+    assert Submission.of(planned.as_plain()) == planned
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet, num_gpus=3)
+    made.submit(planned)
+    for _ in range(4):
+        made.tick()
+    assert fleet.ranks == {"a": 2}
+    with pytest.raises(ValueError, match="job b needs at least 4 GPUs and the cluster has 3"):
+        made.submit(submission("b", planned=((4, 1.0),)))
+
+
+@pytest.mark.slow
+def test_the_planner_says_on_which_numbers_of_gpus_a_job_fits():
+    options = ["--model", "gpt:512x4", "--seq-len", "128", "--gpu", "a10", "--host-memory", "400MiB"]
+    found = planned_sizes((1, 4), [*options, "--device-memory", "600MiB"], 8, 2, 4)
+    assert list(found.step_seconds) == [4]
+    assert 0 < found.step_seconds[4] < 10
+    assert "host_memory: needs 1.01 GiB" in found.refusals[1]
+    with pytest.raises(ValueError, match="`patrickstar plan` refuses --model nothing"):
+        planned_sizes((1,), ["--model", "nothing"], 8, 2, 4)
 
 
 def test_a_job_that_fails_starts_again_and_is_given_up_in_the_end(tmp_path):

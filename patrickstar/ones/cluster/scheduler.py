@@ -290,7 +290,7 @@ class Scheduler:
             base_batch=submission.global_batch,
             max_batch=submission.global_batch,
             epoch_samples=submission.epoch_samples,
-            throughput=measured_throughput(track.observed, submission.global_batch),
+            throughput=measured_throughput(track.observed or dict(submission.planned), submission.global_batch),
             noise_scale=0.0,
             resize_s=track.resize_s or track.start_s or _UNKNOWN_RESIZE_S,
             feasible_gpus=sizes,
@@ -324,7 +324,7 @@ def measured_throughput(observed: dict[int, float], global_batch: int) -> Throug
     """What is known of a job's speed: computing from the fewest GPUs that it ran on, synchronising from the others.
 
     Args:
-        observed: seconds of a step of ``global_batch`` samples by number of GPUs.
+        observed: seconds of a step of ``global_batch`` samples by number of GPUs; predicted where nothing was measured.
         global_batch: in samples.
     """
     if not observed:

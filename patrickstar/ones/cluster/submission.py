@@ -42,6 +42,8 @@ class Submission:
     """Samples of an optimizer step, on all GPUs together, whatever their number."""
     epoch_samples: int
     """Samples of one epoch."""
+    planned: tuple[tuple[int, float], ...] = ()
+    """Numbers of GPUs on which it fits, with predicted seconds of a step; empty: the planner was not asked."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -67,8 +69,13 @@ class Submission:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of GPUs that it can run on: those within its limits that divide its global batch."""
-        return tuple(n for n in range(self.min_gpus, self.max_gpus + 1) if _divides(self.global_batch, n))
+        """Numbers of GPUs that it can run on: within its limits, they divide its global batch, and it fits there."""
+        fits = dict(self.planned)
+        return tuple(
+            n
+            for n in range(self.min_gpus, self.max_gpus + 1)
+            if divides(self.global_batch, n) and (not fits or n in fits)
+        )
 
     def check(self, cluster: Cluster) -> None:
         """Raises ValueError for a job that this cluster can never run; call it before the job is queued."""
@@ -88,10 +95,12 @@ class Submission:
     def of(cls, plain: dict[str, Any]) -> Submission:
         """Of :meth:`as_plain`."""
         environment = tuple((name, value) for name, value in plain["environment"])
-        return cls(**{**plain, "arguments": tuple(plain["arguments"]), "environment": environment})
+        planned = tuple((size, seconds) for size, seconds in plain.get("planned", ()))
+        return cls(**{**plain, "arguments": tuple(plain["arguments"]), "environment": environment, "planned": planned})
 
 
-def _divides(global_batch: int, num_ranks: int) -> bool:
+def divides(global_batch: int, num_ranks: int) -> bool:
+    """Whether so many ranks have equal parts of a global batch."""
     try:
         divide_batch(global_batch, num_ranks, global_batch)
     except ValueError:

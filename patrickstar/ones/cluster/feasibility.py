@@ -1,0 +1,58 @@
+"""On which numbers of GPUs a job fits at all, and how long a step takes there: what ``patrickstar plan`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from patrickstar.elastic import divide_batch
+
+_FITS, _DOES_NOT_FIT = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Feasibility:
+    """Of one job."""
+
+    step_seconds: dict[int, float]
+    """By number of GPUs, of those on which it fits: predicted seconds of an optimizer step."""
+    refusals: dict[int, str]
+    """Why it does not fit on the others."""
+
+
+def planned(
+    sizes: Sequence[int], options: Sequence[str], global_batch: int, micro_batch: int, gpus_per_node: int
+) -> Feasibility:
+    """Asks the planner for each number of GPUs.
+
+    Args:
+        sizes: numbers of GPUs that divide the global batch.
+        options: of ``patrickstar plan``: model, lengths, GPU, budgets. Batches and numbers of GPUs are added.
+        global_batch: samples of an optimizer step on all GPUs together.
+        micro_batch: the most samples that a GPU computes at once.
+        gpus_per_node: of the cluster.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    found = Feasibility({}, {})
+    for size in sizes:
+        division = divide_batch(global_batch, size, micro_batch)
+        here = min(size, gpus_per_node)
+        command = [
+            sys.executable, "-m", "patrickstar.plan", *options, "--json", "--no-advice",
+            "--nodes", str(-(-size // here)), "--gpus-per-node", str(here),
+            "--batch-size", str(division.micro_batch), "--gradient-accumulation", str(division.accumulation),
+        ]  # fmt: skip
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        if said.returncode not in (_FITS, _DOES_NOT_FIT):
+            raise ValueError(f"`patrickstar plan` refuses {' '.join(options)}: {said.stderr.strip()[-500:]}")
+        answer = json.loads(said.stdout)
+        if answer["fits"]:
+            found.step_seconds[size] = answer["step_seconds"]
+        else:
+            found.refusals[size] = answer["why"]
+    return found
