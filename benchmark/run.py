@@ -1,14 +1,15 @@
 """Runs one benchmark case: ``python -m benchmark.run CASE [--json] [options]``.
 
-Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``affinity`` (the same by pinned threads
-against free ones), ``overhead`` (a step with everything resident against plain PyTorch), ``budget`` (step time and
-bytes moved against the device budget and Belady's bound), ``hooks`` (what they cost the host per module call),
-``overlap`` (a quarter of the device memory behind a simulated link against all of it), ``train`` (one GPT training run:
-time, throughput, peaks), ``advice`` (what ``patrickstar plan`` advises for twelve models, GPUs and hosts, followed),
-``sequence`` (attention over a sequence that GPUs share, against one GPU's and PyTorch's context parallelism), ``long``
-(steps of one long sequence, with attention kept for backward and computed again), ``tensor2d`` (blocks of a GPT whose
-matrices GPUs share: in two dimensions, in one, and by PyTorch's DTensor), ``optimus`` (the same in one dimension and in
-two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of a GPT-2 by what its optimizer states are stored in).
+Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``schemes`` (CPU updates by what their
+states are stored in), ``affinity`` (Adam by pinned threads against free ones), ``overhead`` (a step with everything
+resident against plain PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound),
+``hooks`` (what they cost the host per module call), ``overlap`` (a quarter of the device memory behind a simulated link
+against all of it), ``train`` (one GPT training run: time, throughput, peaks), ``advice`` (what ``patrickstar plan``
+advises for twelve models, GPUs and hosts, followed), ``sequence`` (attention over a sequence that GPUs share, against
+one GPU's and PyTorch's context parallelism), ``long`` (steps of one long sequence, with attention kept for backward and
+computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two dimensions, in one, and by PyTorch's
+DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of
+a GPT-2 by what its optimizer states are stored in).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from patrickstar.command.flags import CommandParser
 
 CASES = (
     "adam",
+    "schemes",
     "affinity",
     "overhead",
     "hooks",
