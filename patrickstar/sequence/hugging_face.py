@@ -103,8 +103,8 @@ class DividedModel:
 
     def divides(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments is divided: not one that goes on from a cache, as in ``generate``."""
-        has_cache = kwargs.get("past_key_values") is not None or bool(kwargs.get("use_cache"))
-        return not has_cache and any(kwargs.get(name) is not None for name in ("input_ids", "inputs_embeds"))
+        cached = [name for name in ("cache", "past_key_values", "use_cache") if kwargs.get(name) not in (None, False)]
+        return not cached and any(kwargs.get(name) is not None for name in ("input_ids", "inputs_embeds"))
 
     def whole_call(self) -> WholeCall:
         """Around a call that is not divided: every rank computes all of it."""

@@ -82,27 +82,30 @@ class HuggingFaceAttention(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         encoder_hidden_states: torch.Tensor | None = None,
         **handed_down: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The output, and None for the probabilities.
+        """The output, and None for the probabilities. ``past_key_values`` is what transformers before 5.24 calls
+        ``cache``.
 
         Raises:
             ValueError: another sequence is attended to, or the cache is one of encoders.
         """
-        if encoder_hidden_states is not None or hasattr(past_key_values, "cross_attention_cache"):
+        cache = past_key_values if cache is None else cache
+        if encoder_hidden_states is not None or hasattr(cache, "cross_attention_cache"):
             raise ValueError("attention to another sequence has no two-dimensional form; train such a model otherwise")
 
         def extend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return past_key_values.update(k, v, self.layer_idx)
+            return cache.update(k, v, self.layer_idx)
 
         function = self.attention_for(handed_down)
         out = self.inner(
             hidden_states,
             mask=attention_mask,
             rotary=position_embeddings,
-            extend=None if past_key_values is None else extend,
+            extend=None if cache is None else extend,
             mix=None if function is None else functools.partial(self._mixed, function, handed_down),
         )
         return self.dropout(out), None

@@ -56,7 +56,7 @@ class ShardedTokens:
         """
         given = {**kwargs, **({"input_ids": args[0]} if args else {})}
         tokens, mask, positions = (given.get(name) for name in _WHOLE[:3])
-        odd = [name for name in ("inputs_embeds", "past_key_values") if given.get(name) is not None]
+        odd = [name for name in ("inputs_embeds", "cache", "past_key_values") if given.get(name) is not None]
         if len(args) > 1 or tokens is None or odd or (mask is not None and mask.dim() != 2):
             raise ValueError(
                 f"{type(module).__name__} is divided in one dimension, where each rank takes its tokens of whole "

@@ -282,7 +282,7 @@ def test_the_example_of_the_documentation(lines):
     exec(compile(block, "logging.md", "exec"), {"__name__": "docs"})
     number = r"[0-9.e+-]+"
     figures = rf"loss {number}  grad norm {number}  lr 3.00e-4  device {number} KiB  host 0 bytes"
-    rest = rf"{number} m?s/step  {number}[kM]? tokens/s  {number} [MG]FLOPS  stalled {number} %( \([a-z ]+\))?"
+    rest = rf"{number} [mu]?s/step  {number}[kM]? tokens/s  {number} [MG]FLOPS  stalled {number} %( \([a-z ]+\))?"
     assert len(lines()) == 2
     for line, step in zip(lines(), (5, 10), strict=True):
         assert re.fullmatch(rf"step {step}  {figures}  {rest}", line), line
