@@ -50,7 +50,10 @@ void register_types(py::module_& module) {
       .value("MASTER", ArrayKind::kMaster)
       .value("MOMENTUM", ArrayKind::kMomentum)
       .value("VARIANCE", ArrayKind::kVariance);
-  py::enum_<Tier>(module, "Tier", "Where memory is.").value("HOST", Tier::kHost).value("DEVICE", Tier::kDevice);
+  py::enum_<Tier>(module, "Tier", "Where memory is.")
+      .value("HOST", Tier::kHost)
+      .value("DEVICE", Tier::kDevice)
+      .value("DISK", Tier::kDisk);
   module.def(
       "check_transition",
       [](const std::string& from, const std::string& to) {

@@ -1,8 +1,10 @@
 #include "engine/residency.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "common/check.h"
 #include "plan/host_demand.h"
@@ -67,15 +69,18 @@ void Residency::check_fits(const InitialPlacement& placement, int64_t device_roo
   const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
   const int64_t missing = placement.host_bytes - left;
   const int64_t others = arena.limit_bytes() - left;
+  const std::string on_disk =
+      placement.disk_bytes > 0 ? detail::join(", and the disk has ", placement.disk_bytes) : std::string();
   const std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
   PS_CHECK(missing <= 0, MemoryBudgetError,
            accumulates
                ? "parameters, optimizer states and gradients that accumulate (gradient_accumulation_steps) need "
                : "parameters and optimizer states need ",
-           needed, " bytes, of which the device has ", "room for ", device_room_bytes,
-           " before activations; the others and a gradient on its way take ", placement.host_bytes,
-           " on the host, and host memory takes ", left, " (host_memory is ", arena.limit_bytes(), taken,
-           "); raise host_memory to at least ", arena.limit_bytes() + missing, " bytes, or device_memory");
+           needed, " bytes, of which the device has ", "room for ", device_room_bytes, " before activations", on_disk,
+           "; the others and a gradient on its way take ", placement.host_bytes, " on the host, and host memory takes ",
+           left, " (host_memory is ", arena.limit_bytes(), taken, "); raise host_memory to at least ",
+           arena.limit_bytes() + missing, " bytes, or device_memory",
+           pager_.disk().options().limit_bytes > 0 ? ", or disk_memory.size" : "");
 }
 
 void Residency::place_initially(int64_t working_set_bytes) {
@@ -83,13 +88,15 @@ void Residency::place_initially(int64_t working_set_bytes) {
   const bool all_on_device = !bounded && options_.state_placement == StatePlacement::kHybrid;
   const int64_t room = std::max<int64_t>(limit_within_slack() - working_set_bytes, 0);
   const int64_t host_limit = all_on_device ? spare_bytes(layout()) : memory_.arena().unreserved_bytes();
-  const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards);
+  const int64_t disk_limit = all_on_device ? 0 : pager_.disk().options().limit_bytes;
+  const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards, disk_limit);
   if (!all_on_device) check_fits(placement, room);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     store().set_home(chunk, placement.homes[static_cast<size_t>(chunk)]);
   }
   first_homes_ = placement.homes;
   reserve_homes_on_host();
+  pager_.disk().open();
   pager_.set_payload_limit(warmup_payload_limit());
 }
 
@@ -106,6 +113,7 @@ void Residency::reserve_homes_on_host() {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
       const bool exists = layout().chunk(chunk).trainable || kind == layout().param_home();
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
+      if (kind != layout().param_home() && store().home(chunk) == Tier::kDisk) continue;
       arrays.push_back({chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
@@ -124,6 +132,22 @@ void Residency::fill_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
   for (ChunkId chunk : chunks_that_move_in(step)) move_states_to_device(chunk);
   memory_.arena().trim();
+  bring_home_from_disk();
+}
+
+// Where states that have moved to the device were.
+void Residency::bring_home_from_disk() {
+  std::vector<Tier> homes;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
+  for (ChunkId chunk : home_from_disk(layout(), homes, pager_.guest_room_bytes())) {
+    std::array<HostBlock, 3> blocks;
+    auto block = blocks.begin();
+    for (ArrayKind kind : optimizer_arrays()) {
+      *block = pager_.try_allocate_home(layout().num_bytes({chunk, kind}));
+      if (!*block++) return;
+    }
+    pager_.disk().move_to_host(chunk, std::move(blocks));
+  }
 }
 
 std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const {
@@ -179,6 +203,8 @@ bool Residency::is_time_to_return() {
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
+  const bool was_on_disk = store().home(chunk) == Tier::kDisk;
+  if (was_on_disk) pager_.disk().fetch(chunk);
   for (ArrayKind kind : optimizer_arrays()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
@@ -187,8 +213,9 @@ void Residency::move_states_to_device(ChunkId chunk) {
       const ScopedHold hold(record);
       pager_.bring(id);
     }
-    memory_.drop_block(id);  // also the place of a state that is not made yet
+    if (!was_on_disk) memory_.drop_block(id);  // also the place of a state that is not made yet
   }
+  if (was_on_disk) pager_.disk().forget(chunk);
   if (layout().chunk(chunk).splits_master()) pager_.bring({chunk, layout().param_home()});
   memory_.drop_block({chunk, layout().param_home()});
   store().set_home(chunk, Tier::kDevice);

@@ -482,22 +482,27 @@ def _check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
 
 
 def _check_room(session: Session, num_ranks: int) -> None:
-    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
-    gives both: others are measured when ranks are opened. That is needed, and not always enough.
+    """A rank's share of parameters and optimizer states is not more than all budgets together, where the configuration
+    gives all: others are measured when ranks are opened. That is needed, and not always enough.
     """
-    config = session.config
-    if config.device_memory is None or config.host_memory is None:
+    config, disk = session.config, session.config.disk_memory
+    if config.device_memory is None or config.host_memory is None or (disk.path is not None and disk.size is None):
         return
     scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, num_ranks)
     layout = make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
     needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
-    there = config.device_memory + config.host_memory
+    there = config.device_memory + config.host_memory + (disk.size or 0)
+    least_host = needed - there + config.host_memory
     if needed > there:
         raise _C.MemoryBudgetError(
             f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
-            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
-            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
+            f"({config.device_memory}) and host_memory ({config.host_memory}){_and_disk(disk.size)} are {there} "
+            f"together; keep more ranks, or begin again with a host_memory of at least {least_host} bytes"
         )
+
+
+def _and_disk(size: int | None) -> str:
+    return "" if size is None else f" and disk_memory.size ({size})"
 
 
 # The state beside shards: of a process that joins.

@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 3
+VERSION = 4
 _FORMAT = "patrickstar.plan"
 
 
@@ -31,6 +31,8 @@ class PlannedChunk:
     """Whether it has optimizer states."""
     states_on_device: bool
     """Whether these live on the device."""
+    disk_bytes: int = 0
+    """What these take on the disk; 0: they are not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +220,11 @@ def plan_of(
     plan: Mapping[str, Any],
     times: StepTimes | None = None,
     prediction: Prediction | None = None,
+    states_on_disk: Sequence[bool] | None = None,
 ) -> Plan:
     """The object for a plan that the core gave."""
     return Plan(
-        chunks=planned_chunks(layout, states_on_device),
+        chunks=planned_chunks(layout, states_on_device, states_on_disk),
         timeline=timeline,
         steps=plan["moments"],
         problem=problem,
@@ -233,12 +236,22 @@ def plan_of(
     )
 
 
-def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple[PlannedChunk, ...]:
-    """What a plan says of the chunks of ``layout``."""
+def planned_chunks(
+    layout: _C.Layout, states_on_device: Sequence[bool], states_on_disk: Sequence[bool] | None = None
+) -> tuple[PlannedChunk, ...]:
+    """What a plan says of the chunks of ``layout``; None: no states are on a disk."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    on_disk = [False] * len(chunks) if states_on_disk is None else states_on_disk
     return tuple(
-        PlannedChunk(chunk["numel"], chunk["shard_numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
-        for chunk, on_device in zip(chunks, states_on_device, strict=True)
+        PlannedChunk(
+            chunk["numel"],
+            chunk["shard_numel"],
+            chunk["dtype"].name,
+            chunk["trainable"],
+            bool(on_device),
+            chunk["disk_bytes"] if is_on_disk else 0,
+        )
+        for chunk, on_device, is_on_disk in zip(chunks, states_on_device, on_disk, strict=True)
     )
 
 
