@@ -536,6 +536,7 @@ class DiskFaults:
     reads_before_flip: int
     seconds_per_piece: float
     cuts_short: bool
+    is_plain: bool
     def __init__(self) -> None: ...
 
 class DiskFile:

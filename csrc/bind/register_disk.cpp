@@ -50,6 +50,7 @@ void register_disk(py::module_& module) {
   add_fault(faults, "reads_before_flip", &DiskFaults::reads_before_flip);
   add_fault(faults, "seconds_per_piece", &DiskFaults::seconds_per_piece);
   add_fault(faults, "cuts_short", &DiskFaults::cuts_short);
+  add_fault(faults, "is_plain", &DiskFaults::is_plain);
   py::class_<DiskFile>(module, "DiskFile", "A file as memory for arrays (memory/disk_file.h).")
       .def(py::init([](std::string folder, int64_t num_bytes, DiskIo io, std::shared_ptr<DiskFaults> faults_to_make,
                        const std::vector<std::pair<uintptr_t, int64_t>>& registered) {

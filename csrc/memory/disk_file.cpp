@@ -160,7 +160,7 @@ DiskFile::DiskFile(std::string folder, int64_t num_bytes, DiskFileOptions option
   open();
   try {
     allocate();
-    is_direct_ = fcntl(fd_, F_SETFL, O_DIRECT) == 0;
+    is_direct_ = !is_plain() && fcntl(fd_, F_SETFL, O_DIRECT) == 0;
     for (Lane* lane : {&reads_, &writes_}) lane->channel = open_disk_channel(fd_, options_.io, registered);
   } catch (...) {
     close(fd_);
@@ -176,8 +176,8 @@ DiskFile::~DiskFile() {
 
 // Without a name where the file system can, else its name goes at once.
 void DiskFile::open() {
-  fd_ = ::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {
+  fd_ = is_plain() ? -1 : ::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (fd_ < 0 && (is_plain() || errno == EOPNOTSUPP || errno == EISDIR)) {
     std::string name = folder_ + "/patrickstar-XXXXXX";
     fd_ = mkostemp(name.data(), O_CLOEXEC);
     if (fd_ >= 0) unlink(name.c_str());
@@ -187,8 +187,10 @@ void DiskFile::open() {
            remedy(error));
 }
 
+bool DiskFile::is_plain() const { return options_.faults != nullptr && options_.faults->is_plain; }
+
 void DiskFile::allocate() {
-  int error = fallocate(fd_, 0, 0, num_bytes_) == 0 ? 0 : errno;
+  int error = is_plain() ? EOPNOTSUPP : fallocate(fd_, 0, 0, num_bytes_) == 0 ? 0 : errno;
   struct statvfs system{};
   const bool is_known = fstatvfs(fd_, &system) == 0;
   const int64_t free_bytes = static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);

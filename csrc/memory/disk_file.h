@@ -36,6 +36,7 @@ struct DiskFaults {
   std::atomic<int64_t> reads_before_flip{-1};  // then a bit of one piece is read wrongly
   std::atomic<double> seconds_per_piece{0};    // a slow disk
   std::atomic<bool> cuts_short{false};         // every second piece is transferred in part
+  std::atomic<bool> is_plain{false};  // a file system without O_TMPFILE, fallocate and O_DIRECT, when it is opened
 };
 
 struct DiskFileOptions {
@@ -79,6 +80,7 @@ class DiskFile {
   };
   class Transfer;
 
+  bool is_plain() const;
   void open();
   void allocate();
   std::vector<uint32_t> run(Lane& lane, const std::vector<DiskRange>& ranges);

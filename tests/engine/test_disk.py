@@ -44,7 +44,7 @@ def needed(case, precision, speculation="never", states="fp32", accumulate=1, nu
 
 
 def disk(tmp_path, io="auto", **more):
-    return {"disk_memory": {"path": str(tmp_path), "size": "1GiB", "io": io, **more}}
+    return {"disk_memory": {"path": str(tmp_path), "size": "64GiB", "io": io, **more}}
 
 
 def on_disk(tmp_path, share=0.0, precision="bf16", *, accumulate=1, io="auto", case=GPT2, **more):

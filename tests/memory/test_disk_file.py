@@ -49,16 +49,19 @@ def folders(tmp_path):
     return [str(tmp_path), *(["/dev/shm"] if os.access("/dev/shm", os.W_OK) else [])]
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("cuts_short", [False, True])
 @pytest.mark.parametrize("is_registered", [False, True])
-def test_what_is_written_comes_back(io, is_registered, cuts_short, tmp_path):
-    """Sizes of less and more than a piece of 1 MiB, several at once, transfers that end early."""
+def test_what_is_written_comes_back(io, is_registered, cuts_short, is_plain, tmp_path):
+    """Sizes of less and more than a piece of 1 MiB, several at once, transfers that end early; also on a file system
+    without O_TMPFILE, fallocate and O_DIRECT.
+    """
     for folder in folders(tmp_path):
         data = [random_bytes(size, size) for size in (PAGE, 5 * PAGE, (3 << 20) + PAGE)]
         back = [aligned(part.numel()) for part in data]
         memory = [(part.data_ptr(), part.numel()) for part in (*data, *back)] if is_registered else []
         faults = _C.DiskFaults()
-        faults.cuts_short = cuts_short
+        faults.cuts_short, faults.is_plain = cuts_short, is_plain
         file = _C.DiskFile(folder, sum(part.numel() for part in data), io, faults, memory)
         offsets = [0, PAGE, 6 * PAGE]
         written = file.write([whole(part, offset) for part, offset in zip(data, offsets, strict=True)])
@@ -67,6 +70,7 @@ def test_what_is_written_comes_back(io, is_registered, cuts_short, tmp_path):
         assert read == written
         assert all(torch.equal(part, other) for part, other in zip(back, data, strict=True))
         assert list(tmp_path.iterdir()) == []  # it has no name
+        assert file.how.endswith("through the file cache") or not is_plain
         print(folder, file.how)
 
 
