@@ -106,12 +106,13 @@ def test_budgets_change_no_bit(kind):
 
 
 class Tower(nn.Module):
-    """Frozen layers above a trained one, each as large as a chunk."""
+    """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
 
-    def __init__(self, num_layers: int = 12):
+    def __init__(self, num_layers: int = 12, width: int = 64):
         super().__init__()
-        self.first = nn.Linear(8, 64)
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(num_layers))
+        self.first = nn.Linear(8, width)
+        layers = (nn.Linear(width, width, bias=False).requires_grad_(False) for _ in range(num_layers))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x):
         x = self.first(x)
@@ -120,7 +121,11 @@ class Tower(nn.Module):
         return {"loss": x.float().square().mean()}
 
 
-TOWER = Case(Tower, lambda generator: {"x": torch.randn(4, 8, generator=generator)})
+def tower_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 8, generator=generator)}
+
+
+TOWER = Case(Tower, tower_batch)
 
 
 TRAINED_BYTES = 2 * (8 * 64 + 128)
