@@ -3,8 +3,8 @@
 // Parameters are packed in the order given (the order of registration, which for nearly all models is
 // the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
 // of a chunk have the same compute dtype and states of the same types, and are all trainable or all frozen, so a frozen
-// chunk carries no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk
-// of its own.
+// chunk carries no optimizer state until it is trained (train()); frozen ones are quantised alike. A parameter larger
+// than the chunk size gets a chunk of its own.
 //
 // [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the
 // r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/quantized.h"
 #include "common/types.h"
 
 namespace patrickstar {
@@ -104,7 +105,8 @@ struct ParamSpec {
   int64_t numel = 0;
   DType dtype = DType::kFloat32;  // compute dtype
   bool trainable = true;
-  StateFormat states;  // when it is trainable
+  StateFormat states;                         // when it is trainable
+  QuantType quantization = QuantType::kNone;  // when it is not
 };
 
 struct ChunkSpec {
@@ -114,6 +116,7 @@ struct ChunkSpec {
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
   StateFormat states;           // when it is trainable
+  QuantType quantization = QuantType::kNone;
 
   int64_t num_bytes(ArrayKind kind) const {
     switch (kind) {
@@ -129,13 +132,29 @@ struct ChunkSpec {
       case ArrayKind::kMomentum:
       case ArrayKind::kVariance:
         return state_bytes(states.of(kind), shard_numel);
+      case ArrayKind::kQuantized:
+        return quantized_bytes();
     }
     return 0;
   }
+  // [Note: quantised chunks] The values of a quantised chunk are codes and scales, kQuantized, from which its compute
+  // value is derived on the device at any time, as that of a trained one is from its master. The array has the codes of
+  // all elements of this rank's share, then
+  //
+  //   NF4    the scales of 8 bits of its blocks; a float32 scale of each super block of each parameter, counted from
+  //          the parameter's beginning; a float32 offset of each parameter. The latter two are those of the whole
+  //          chunk: few, and a share may end within a super block.
+  //   int8   a float32 scale of each of its blocks
+  bool is_quantized() const { return quantization != QuantType::kNone; }
+  int64_t quantized_bytes() const;
+  // Of what lies at `array`, the part that is the `index`-th parameter's: `shard` of it, which has the chunk's offset
+  // `offset`.
+  QuantizedPart quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const;
   // The states that it has when it is trained.
   StateKinds state_kinds() const { return states.kinds(); }
-  // The one that is made first and leaves the device last, and so tells where all of them are.
-  ArrayKind leading_state() const { return *state_kinds().begin(); }
+  // Of what it keeps beside its compute value, the array that is made first and leaves the device last, and so tells
+  // where all of them are.
+  ArrayKind leading_state() const { return is_quantized() ? ArrayKind::kQuantized : *state_kinds().begin(); }
   // Of element `index` of the state that lies at `array`; null where there is none.
   StatePlace state_place(ArrayKind kind, void* array, int64_t index) const {
     const StateType type = states.of(kind);
@@ -154,16 +173,18 @@ struct ChunkSpec {
     if (!splits_master()) return false;
     return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
   }
-  bool derives_param() const { return trainable && !splits_master(); }
+  // The compute value can be had of another array, so it may be dropped at any time.
+  bool derives_param() const { return is_quantized() || (trainable && !splits_master()); }
 };
 
 class Layout {
  public:
-  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, or masters are to be split between
-  // several ranks or are not those of bfloat16 values.
+  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that is trained is to be
+  // quantised, or masters are to be split between several ranks or are not those of bfloat16 values.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
-  // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
+  // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep
+  // their values.
   void train(ChunkId id);
 
   const std::vector<ParamSpec>& params() const { return params_; }
@@ -182,6 +203,10 @@ class Layout {
   // The arrays that updates read and write: a chunk's values and gradients where they are kept from step to step.
   ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
   ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
+  // The array that has a chunk's values when nobody uses it and no update is under way, but for a trained one's master.
+  ArrayId value_home(ChunkId id) const { return {id, chunk(id).is_quantized() ? ArrayKind::kQuantized : param_home()}; }
+  // Where this rank's share of a quantised parameter is in its chunk's kQuantized at `array`.
+  QuantizedPart quantized_part(ParamId id, void* array) const;
   int64_t num_bytes(ArrayId array) const { return chunk(array.chunk).num_bytes(array.kind); }
 
  private:

@@ -105,9 +105,10 @@ void Residency::reserve_homes_on_host() {
   for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
       const ChunkSpec& spec = layout().chunk(chunk);
-      const bool exists = kind == layout().param_home() || (spec.trainable && spec.states.has(kind));
+      const bool is_value = kind == layout().param_home();
+      const bool exists = is_value || (spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
-      arrays.push_back({chunk, kind});
+      arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
   }
@@ -160,10 +161,8 @@ bool Residency::has_room_for_more(const Timeline& step) const {
 
 bool Residency::any_away() const {
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
-        !store().has_states_on_device(chunk)) {
-      return true;
-    }
+    const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
+    if (store().home(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
   }
   return false;
 }
@@ -180,6 +179,12 @@ bool Residency::is_time_to_return() {
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
+  if (layout().chunk(chunk).is_quantized()) {
+    // Beside the copy on the host, so that they can leave without one.
+    pager_.bring({chunk, ArrayKind::kQuantized});
+    store().set_home(chunk, Tier::kDevice);
+    return;
+  }
   for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);

@@ -23,6 +23,11 @@ void Unfreezing::make_states(const std::vector<ChunkId>& chunks) {
   for (ChunkId chunk : chunks) {
     PS_CHECK(chunk >= 0 && chunk < layout().num_chunks() && !layout().chunk(chunk).trainable, ArgumentError, "chunk ",
              chunk, " is not a frozen one");
+    const ChunkSpec& spec = layout().chunk(chunk);
+    PS_CHECK(!spec.is_quantized(), ArgumentError, memory_.store().param_name(spec.params.front()), " is quantised (",
+             quant_type_name(spec.quantization),
+             ") and cannot be trained; leave it out of quantisation from the start ",
+             "(skip_modules), or train adapters beside it");
   }
   Layout then = layout();
   for (ChunkId chunk : chunks) then.train(chunk);

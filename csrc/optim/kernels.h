@@ -269,9 +269,7 @@ struct CpuKernels {
   void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
 };
 
-// The widest ISA this processor has, or the one that PATRICKSTAR_ISA names (scalar, avx2, avx512).
-// Chosen once per process. Throws ArgumentError when the variable names an ISA that is unknown or that
-// this processor lacks.
+// Those of chosen_isa() (common/isa.h), which says what is thrown.
 const CpuKernels& cpu_kernels();
 
 // A given ISA's table, or null when it is unknown or this processor lacks it.

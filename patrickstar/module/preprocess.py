@@ -20,8 +20,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
+from patrickstar.config import QuantizationConfig
 from patrickstar.machine.engine_options import StateScheme
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.quantization import quantizable_weights
 
 logger = logging.getLogger("patrickstar")
 
@@ -81,6 +83,8 @@ class ChunkedSpec:
     """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
     keeps_float32: bool
     """Whether its moments stay float32 where others have 8 bits."""
+    quantization: _C.QuantType = _C.QuantType.NONE
+    """What its values are stored in; of frozen ones alone something else than the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,7 @@ def plan_params(
     *,
     use_cpu_embedding: bool,
     in_groups: Collection[nn.Parameter] | None = None,
+    quantization: QuantizationConfig | None = None,
 ) -> SortedParams:
     """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
 
@@ -156,6 +161,10 @@ def plan_params(
         compute_dtype: of 16-bit or float32 training.
         use_cpu_embedding: the configuration's.
         in_groups: what the optimizer has; None: every parameter.
+        quantization: the configuration's; None: what modules inside were made with.
+
+    Raises:
+        ValueError: ``quantization.skip_modules`` names no module.
     """
     scoped = {
         module._parameters[name]: do_allreduce
@@ -171,6 +180,7 @@ def plan_params(
     }
     norms = _params_with_statistics(module, compute_dtype)
     embeddings = _embedding_weights(module)
+    quantizable = quantizable_weights(module, quantization)
     chunked, managed = [], []
     for name, param in module.named_parameters():
         plain = (
@@ -195,6 +205,9 @@ def plan_params(
                     original_device=param.device,
                     trained=trained,
                     keeps_float32=param in embeddings or param.dim() < 2 or param.numel() < _LEAST_8_BIT_NUMEL,
+                    quantization=(
+                        _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
+                    ),
                 )
             )
     return SortedParams(chunked=chunked, managed=managed)
@@ -297,4 +310,5 @@ def make_layout(
         num_ranks=num_ranks,
         rank=rank,
         states=[scheme.format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
+        quantization=[spec.quantization for spec in params.chunked],
     )
