@@ -183,11 +183,19 @@ class ElasticRun:
         """
         if self.rank < 0:
             return
-        if self._saved_steps < self.num_steps:
-            self._save()
+        self._save()
         if self.rank == 0:
             self._report(has_ended=True)
         self._until_end.close()
+
+    def go_on_from(self, num_steps: int) -> None:
+        """The script itself has loaded a checkpoint of that step, before the first :meth:`step_done`."""
+        self.num_steps = self._saved_steps = self._marked_steps = num_steps
+        self._next_look = num_steps + 1
+
+    def note_checkpoint(self, num_steps: int) -> None:
+        """The script itself has saved a checkpoint of that step."""
+        self._saved_at, self._saved_steps = time.monotonic(), num_steps
 
     # Looks.
 
@@ -268,7 +276,7 @@ class ElasticRun:
 
     def _save(self) -> None:
         self._saved_at = time.monotonic()
-        if self._checkpoint is None:
+        if self._checkpoint is None or self._saved_steps == self.num_steps:
             return
         self._saved_steps = self.num_steps
         states = {name: item.state_dict() for name, item in self._carried.items()}

@@ -345,12 +345,13 @@ class _Held:
     def fill(self, session: Session, param: int, array: int) -> None:
         """Writes this rank's part of an array of a parameter, and lets go of it."""
         begin, end = self._parts[param]
-        values = torch.empty(max(end - begin, 1), dtype=torch.float32)  # an address also where there is no part
-        own = self._kept.pop((param, array), None)
-        if own is not None:
-            values[self._kept_at[param] - begin :][: own.numel()] = own
-        for move in self._moves.get(param, ()):
-            values[move.begin - begin :][: move.numel] = self._shards.files.read(move, array)
+        with _C.HostAllocations():
+            values = torch.empty(max(end - begin, 1), dtype=torch.float32)  # an address also where there is no part
+            own = self._kept.pop((param, array), None)
+            if own is not None:
+                values[self._kept_at[param] - begin :][: own.numel()] = own
+            for move in self._moves.get(param, ()):
+                values[move.begin - begin :][: move.numel] = self._shards.files.read(move, array)
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - begin * torch.float32.itemsize
         session.runtime.write_values(param, _ARRAYS[array], address, _C.Tier.HOST)
@@ -359,9 +360,10 @@ class _Held:
 def _own_values(session: Session, parts: Sequence[Part], param: int, array: int, begin: int, end: int) -> torch.Tensor:
     """Elements [begin, end) of this rank's part, float32, in memory of their own."""
     first, last = parts[param]
-    values = torch.empty(last - first, dtype=torch.float32)
-    session.runtime.read_own_values(param, _ARRAYS[array], values.data_ptr())
-    return values[begin - first : end - first].clone()
+    with _C.HostAllocations():
+        values = torch.empty(last - first, dtype=torch.float32)
+        session.runtime.read_own_values(param, _ARRAYS[array], values.data_ptr())
+        return values[begin - first : end - first].clone()
 
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
