@@ -41,6 +41,11 @@ _MOST_STEPS = 1000
 _OWN_NAME = "patrickstar.elastic.ElasticRun"  # in what is carried and in a checkpoint's client state
 
 
+def joins_others() -> bool:
+    """Whether this process was started to join ranks that train."""
+    return os.environ.get(JOINS_VARIABLE) == "1"
+
+
 class ElasticEngine(Protocol):
     """What a run needs of :class:`patrickstar.Engine`."""
 
@@ -111,7 +116,7 @@ class ElasticRun:
         self._look_seconds = look_seconds
         self._options = dict(resize_options or {})
         address = os.environ.get(ADDRESS_VARIABLE) if rendezvous is None else rendezvous
-        joins = os.environ.get(JOINS_VARIABLE) == "1"
+        joins = joins_others()
         if joins and not address:
             raise ValueError(f"{JOINS_VARIABLE} is 1 and there is no rendezvous; set {ADDRESS_VARIABLE} to host:port")
         self._meeting = Rendezvous.at(address) if address else None

@@ -25,6 +25,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
+from patrickstar.config import Config
 from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, kept
 from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.published import PublishedShards
@@ -89,6 +90,8 @@ class _Plan:
     host: str
     port: int
     chunk_numel: int
+    accumulation: int | None
+    """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
     step_counts: list[int]
     """Of each parameter in chunks."""
     folder: str
@@ -262,7 +265,9 @@ def _change(
             )
 
         options.note_phase(Phase.OPEN)
-        was, config = session.ranks.context, session.config
+        was = session.ranks.context
+        update = {"gradient_accumulation_steps": plan.accumulation}
+        config = session.config = session.config.model_copy(update=update)
         move_to_world(plan.place(new))
         ranks = session.ranks = open_ranks(
             device_type=was.device.type,
@@ -434,14 +439,22 @@ def _make_plan(
         hosts=hosts,
         host=host,
         port=port,
+        accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
         folder=folder,
     )
 
 
+def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
+    """Of a step on the new ranks: what the core keeps room for."""
+    steps = config.gradient_accumulation_steps
+    return None if steps is None else max(steps * num_old // num_new, 1)
+
+
 def _description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
-    shared = session.config.model_copy(update={"profile": None, "plan": None, "plan_cache": None})
+    of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # or of a number of ranks
+    shared = session.config.model_copy(update=dict.fromkeys(of_each))
     params = session.params_now()
     chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
     managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
@@ -467,6 +480,8 @@ def _check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], car
 def _check_supported(session: Session, call: str) -> None:
     session.check_whole()
     config = session.config
+    if session.keeps_ranks is not None:
+        raise _C.StateError(f"{call}: {session.keeps_ranks}")
     if len(session.chunk_ranks.members) != len(session.ranks.members) or config.sequence_parallel.size > 1:
         raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
     if session.matrices.names is not None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from patrickstar._C import StateError
 from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, Next, Resized
-from patrickstar.elastic.run import JOINS_VARIABLE
+from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.elastic_steps import StepLoader
 
 _LOADER_OPTIONS = (
@@ -53,11 +52,6 @@ class ElasticTraining:
     """"host:port" of who gives orders; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives any."""
     resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
-
-
-def joins_others() -> bool:
-    """Whether this process was started to join ranks that train (``PATRICKSTAR_ELASTIC_JOINS``)."""
-    return os.environ.get(JOINS_VARIABLE) == "1"
 
 
 class ElasticLoop:

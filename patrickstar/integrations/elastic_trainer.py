@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from patrickstar.elastic import divide_batch
+from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.decided_config import Decision
-from patrickstar.integrations.elastic_loop import ElasticLoop, ElasticTraining, LeftRun, joins_others
+from patrickstar.integrations.elastic_loop import ElasticLoop, ElasticTraining, LeftRun
 from patrickstar.integrations.elastic_steps import (
     StepBatches,
     StepLoader,
@@ -77,6 +78,7 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
         """As the mixin's; what does not fit to changing ranks is refused."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+        self.accelerator.keeps_ranks = None
         most = self.args.per_device_train_batch_size
         self.accelerator.accumulated_batches = divide_batch(self._elastic.global_batch, 1, most).accumulation
 

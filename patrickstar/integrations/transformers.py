@@ -59,6 +59,17 @@ _METRICS = {
 class TrainerAccelerator(PatrickStarAccelerator):
     """The one inside a trainer, which frees it before each training of the same model."""
 
+    keeps_ranks: str | None = (
+        "PatrickStarTrainer's loop and data loaders keep the ranks that they began with; use ElasticTrainer "
+        "(docs/guides/elastic.md)"
+    )
+    """Why its engine's ranks cannot change; None: they can."""
+
+    def _open(self, *args: Any) -> Any:
+        optimizer = super()._open(*args)
+        self.engine._session.keeps_ranks = self.keeps_ranks
+        return optimizer
+
     def _check_loaders(self, call: str) -> None:
         """The trainer's own loader follows the ranks, and those of an evaluation are made for it."""
 

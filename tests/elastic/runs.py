@@ -8,11 +8,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import patrickstar
 from patrickstar import RankFailure
-from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Membership, Next, Phase, ResizeError
+from patrickstar.elastic import (
+    ElasticLoader,
+    ElasticRun,
+    ElasticSampler,
+    Membership,
+    Next,
+    Orders,
+    Phase,
+    Rendezvous,
+    ResizeError,
+)
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
@@ -222,6 +234,55 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     result["num_steps"] = run.num_steps
     if result["end"] is Next.LEAVE:
         return result
+    run.end()
+    result["state"] = state_of(engine, optimizer)
+    engine.close()
+    return result
+
+
+def give(orders: Orders, num_ranks: int | None) -> None:
+    """The order is there when this returns: what is written is not answered, what is asked is."""
+    number = orders.stop() if num_ranks is None else orders.resize(num_ranks)
+    assert orders.outcome(number) is None
+
+
+def follow_with_initialize(address: str | None, plan: dict[int, int], folder: str) -> dict[str, Any]:
+    """A DeepSpeed script with the elastic line; ``plan`` says after which step there are how many ranks."""
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
+        "zero_optimization": {"stage": 3},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "gradient_clipping": 0.5,
+        "default_chunk_size": 16384,
+        "rank_timeout_seconds": 60,
+    }
+    engine, optimizer, _, schedule = patrickstar.initialize(model=build(), config=config)
+    sampler = ElasticSampler(NUM_SAMPLES, engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), seed=1)
+    options = {"look_seconds": 1e-9, "rendezvous": address, "resize_options": {"folder": folder}}
+    run = ElasticRun(engine, {"sampler": sampler}, **options)
+    result: dict[str, Any] = {"losses": {}, "lr": {}, "counts": {}, "refused": ""}
+    for micro_batches in ElasticLoader(samples(), sampler):
+        step = run.num_steps
+        for _, inputs, targets in micro_batches:
+            assert len(inputs) == 2
+            loss = nn.functional.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            if step == 0 and not result["refused"]:
+                with pytest.raises(patrickstar.StateError) as refused:
+                    engine.resize(1)
+                result["refused"] = str(refused.value)
+            engine.step()
+            result["losses"].setdefault(step, []).append(loss.item())
+        result["lr"][step] = schedule.get_last_lr()
+        found = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.gradient_accumulation_steps())
+        result["counts"][step] = (*found, engine.train_batch_size(), engine.module[0].weight.ds_tensor.numel())
+        if engine.global_rank == 0 and step + 1 in plan:
+            give(Orders(Rendezvous.at(address).store), plan[step + 1])
+        if run.step_done() is not Next.TRAIN:
+            return result
     run.end()
     result["state"] = state_of(engine, optimizer)
     engine.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import patrickstar
 from patrickstar.elastic import ElasticSampler, Phase, ResizeError, serve_rendezvous
+from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.elastic.runs import DEVICE_MEMORY, build, join_with_another_model, shrink_into_too_little, state_of
 from tests.elastic.test_resize import ALONE, assert_same
+from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.training import make_config
 
 
@@ -43,14 +46,30 @@ def test_an_engine_that_is_refused_a_resize_goes_on(tmp_path):
         assert not torch.equal(before["0.weight"], engine.state_dict()["0.weight"])
 
 
-def test_two_engines_and_that_of_initialize_are_refused():
+def test_two_engines_are_refused():
     first, _ = initialize_engine(lambda: nn.Linear(2, 2))
     second, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
-    with first, second:
-        with pytest.raises(patrickstar.StateError, match="2 engines are open"):
-            first.resize(1)
-        with pytest.raises(patrickstar.StateError, match="keeps its ranks"):
-            second.resize(1)
+    with first, second, pytest.raises(patrickstar.StateError, match="2 engines are open"):
+        first.resize(1)
+
+
+def test_hosts_that_divide_data_by_the_ranks_they_began_with_refuse(tmp_path):
+    data = TensorDataset(torch.randn(4, 2))
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config=config, training_data=data)
+    with engine, pytest.raises(patrickstar.StateError, match="given training_data"):
+        engine.resize(1)
+    engine, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config=config)
+    with engine:
+        with pytest.raises(ResizeError, match="no multiple of micro-batch x ranks, 2 x 4"):
+            engine.resize(4)
+        assert engine.gradient_accumulation_steps() == 2
+    args = arguments(tmp_path, max_steps=1)
+    trainer = PatrickStarTrainer(gpt2(), args, train_dataset=Tokens(4, 1), patrickstar_config=engine_config())
+    trainer.train()
+    with pytest.raises(patrickstar.StateError, match="use ElasticTrainer"):
+        trainer.engine.resize(1)
+    trainer.close()
 
 
 def test_a_process_with_another_model_is_sent_away():

@@ -79,13 +79,7 @@ class OneOrder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero and state.global_step in self._plan:
-            give(self._orders, self._plan[state.global_step])
-
-
-def give(orders: Orders, num_ranks: int | None) -> None:
-    """The order is there when this returns: what is written is not answered, what is asked is."""
-    number = orders.stop() if num_ranks is None else orders.resize(num_ranks)
-    assert orders.outcome(number) is None
+            runs.give(self._orders, self._plan[state.global_step])
 
 
 class InOrder(Sampler[int]):
@@ -177,7 +171,7 @@ def loop_with_accelerate(address: str | None, plan: dict[int, int], folder: str)
         result["losses"][run.num_steps] = accelerator.gather(torch.stack(losses).mean()).mean().item()
         result["main"].append((accelerator.num_processes, accelerator.is_main_process))
         if accelerator.is_main_process and run.num_steps + 1 in plan:
-            give(Orders(Rendezvous.at(address).store), plan[run.num_steps + 1])
+            runs.give(Orders(Rendezvous.at(address).store), plan[run.num_steps + 1])
         if run.step_done() is not Next.TRAIN:
             return result | {"left": True}
     run.end()
