@@ -18,6 +18,7 @@ from patrickstar.deepspeed.counts import Counts
 from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
 from patrickstar.deepspeed.saving import SavingEngine
 from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.sampler import OfTide
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.resizing import Carried
@@ -293,6 +294,11 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
             )
 
     def _carried(self, carried: Mapping[str, Carried] | None) -> dict[str, Carried]:
+        if any(isinstance(item, OfTide) and item.measured_micro_batch for item in (carried or {}).values()):
+            raise ValueError(
+                "MicroBatches.BY_TIDE with an engine that counts micro-batches of train_micro_batch_size_per_gpu; give "
+                "the sampler MicroBatches.AT_MOST, or use initialize_engine"
+            )
         counts = Counts(self, self.train_batch_size(), self._micro_batch_size)
         own: dict[str, Carried] = {counts.name: counts}
         if self._saved_scheduler() is not None:

@@ -36,6 +36,7 @@ from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets, failed_ranks
+from patrickstar.engine.resize_room import allowed_micro_batches, check_room, least_of_all
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.machine.engine_options import state_scheme
@@ -90,6 +91,8 @@ class _Plan:
     host: str
     port: int
     chunk_numel: int
+    micro_batches: dict[str, int]
+    """By name of what is carried: the most samples that a micro-batch may have, where it asks for that."""
     accumulation: int | None
     """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
     step_counts: list[int]
@@ -158,7 +161,9 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         plan: _Plan | None = None
         with _all_or_none(session, "the resize was not begun"):
             _check_carried(options.carried, num_ranks)
-            _check_room(session, num_ranks)
+            check_room(session, num_ranks)
+            allowed = allowed_micro_batches(session, num_ranks, options.carried)
+        allowed = least_of_all(_together(session, json.dumps(allowed)))
         with _all_or_none(session, "the ranks were not gathered"):
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
@@ -170,7 +175,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     except ResizeError as error:
                         _send_away(meeting, guests, str(error))
                         raise
-                plan = _make_plan(session, former, guests, options.folder)
+                plan = _make_plan(session, former, guests, options.folder, allowed)
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
             until_decided.enter_context(meeting.beating(plan.token))
@@ -304,6 +309,8 @@ def _change(
                     session.states.set_optimizer_state(param.param, states)
             if state is not None:
                 _take_state(session, state, options.carried)
+            for name, most in plan.micro_batches.items():
+                options.carried[name].allow_micro_batch(most)
             for item in options.carried.values():
                 if isinstance(item, OfRanks):
                     item.set_ranks(new, len(plan.former))
@@ -421,7 +428,11 @@ def _shared_plan(session: Session, plan: _Plan | None) -> _Plan:
 
 
 def _make_plan(
-    session: Session, former: list[int | None], guests: Mapping[int, Mapping[str, Any]], folder: str
+    session: Session,
+    former: list[int | None],
+    guests: Mapping[int, Mapping[str, Any]],
+    folder: str,
+    micro_batches: dict[str, int],
 ) -> _Plan:
     here = socket.gethostname()
     joining = iter([said["host"] for said in guests.values()])
@@ -439,6 +450,7 @@ def _make_plan(
         hosts=hosts,
         host=host,
         port=port,
+        micro_batches=micro_batches,
         accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
@@ -496,25 +508,6 @@ def _check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
     for item in carried.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
-
-
-def _check_room(session: Session, num_ranks: int) -> None:
-    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
-    gives both: others are measured when ranks are opened. That is needed, and not always enough.
-    """
-    config = session.config
-    if config.device_memory is None or config.host_memory is None:
-        return
-    scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, num_ranks)
-    layout = make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
-    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
-    there = config.device_memory + config.host_memory
-    if needed > there:
-        raise _C.MemoryBudgetError(
-            f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
-            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
-            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
-        )
 
 
 # The state beside shards: of a process that joins.

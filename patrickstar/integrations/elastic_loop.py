@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from patrickstar._C import StateError
-from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, Next, Resized
+from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
 from patrickstar.elastic.run import joins_others
 from patrickstar.integrations.elastic_steps import StepLoader
 
@@ -46,6 +46,8 @@ class ElasticTraining:
     """Samples of an optimizer step on all ranks, however many there are. ``per_device_train_batch_size`` is the most
     that a rank computes at once; how many of these micro-batches make a step follows.
     """
+    micro_batches: MicroBatches = MicroBatches.AT_MOST
+    """Whether ``per_device_train_batch_size`` holds throughout, or follows from what is measured."""
     look_seconds: float = 1.0
     """About how long an order waits."""
     rendezvous: str | None = None
@@ -96,6 +98,7 @@ class ElasticLoop:
             args.seed if args.data_seed is None else args.data_seed,
             rank=args.process_index,
             num_ranks=args.world_size,
+            micro_batches=self._options.micro_batches,
         )
         self._loader = StepLoader(dataset, self._sampler, **{name: getattr(plain, name) for name in _LOADER_OPTIONS})
         return self._loader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar import RankFailure
+from patrickstar import _C, RankFailure
 from patrickstar.elastic import (
     ElasticLoader,
     ElasticRun,
     ElasticSampler,
     Membership,
+    MicroBatches,
     Next,
     Orders,
     Phase,
@@ -287,6 +289,52 @@ def follow_with_initialize(address: str | None, plan: dict[int, int], folder: st
     result["state"] = state_of(engine, optimizer)
     engine.close()
     return result
+
+
+def tidal_engine(device_memory: int) -> Any:
+    """An engine whose step is more tide than chunks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
+    config = make_config(default_chunk_size=2048, device_memory=device_memory)
+    return initialize_engine(lambda: nn.Sequential(*layers), 0, config | {"rank_timeout_seconds": 60})
+
+
+def tidal() -> torch.utils.data.TensorDataset:
+    """Samples that take nothing of the simulated device."""
+    with _C.HostAllocations():
+        inputs = torch.randn(96, 16, 32, generator=torch.Generator().manual_seed(7))
+        return torch.utils.data.TensorDataset(inputs, inputs.sin())
+
+
+def tidal_steps(sampler: ElasticSampler) -> Iterator[list[Any]]:
+    """Of an ``ElasticLoader``, whose batches do not count as tide either."""
+    steps = iter(ElasticLoader(tidal(), sampler))
+    while True:
+        with _C.HostAllocations():
+            batches = next(steps, None)
+        if batches is None:
+            return
+        yield batches
+
+
+def train_with_the_tide(address: str, folder: str) -> list[int]:
+    """The first process trains two steps alone and two with the second one; the sizes of its micro-batches."""
+    joins = os.environ["RANK"] == "1"
+    engine, optimizer = tidal_engine(600_000)
+    sizes: list[int] = []
+    sampler = ElasticSampler(96, 24, 3 if joins else 2, micro_batches=MicroBatches.BY_TIDE)
+    carried = {"sampler": sampler}
+    if joins:
+        engine.join(carried=carried, rendezvous=address)
+    for batches in tidal_steps(sampler):
+        for inputs, targets in batches:
+            engine.backward(nn.functional.mse_loss(engine(inputs), targets) / len(batches))
+        optimizer.step()
+        sizes.append(len(batches[0][0]))
+        if len(sizes) == 2 and not joins:
+            engine.resize(2, carried=carried, rendezvous=address, folder=folder)
+    engine.close()
+    return sizes
 
 
 def shrink_into_too_little(host_memory: int, folder: str) -> dict[str, Any]:
