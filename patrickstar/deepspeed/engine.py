@@ -21,7 +21,7 @@ from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.elastic.sampler import OfTide
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.optim import HybridAdam
-from patrickstar.engine.resizing import Carried
+from patrickstar.engine.resize_plan import Carried
 from patrickstar.engine.session import Session
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.monitor import MonitorOptions, Phase

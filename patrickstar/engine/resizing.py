@@ -2,9 +2,9 @@
 
 [Note: order of a resize] All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision
 ([Note: decision of a resize]) nothing of an engine is changed: old ranks write copies of what others will need, and
-whoever joins checks that it can take part. After it each rank sets aside what it keeps, closes its core, and reopens it
-with the new ranks: the core is made for a number of ranks. The module, its ``Parameter`` objects, the engine, the
-optimizer and random number generators stay what they are.
+whoever needs them checks that they are in its folder, or fetches its pieces of them. After it each rank sets aside what
+it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
+``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.
 
 A process that joins has an engine of its own alone, whose values count for nothing, and goes through the same steps.
 """
@@ -14,36 +14,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import socket
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from patrickstar import _C
-from patrickstar.checkpoint.rng import rng_states, set_rng_states
-from patrickstar.config import Config
 from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, kept
 from patrickstar.elastic.phases import Membership, Phase, Resized
-from patrickstar.elastic.published import PublishedShards
+from patrickstar.elastic.published import DEFAULT_FOLDER, SHARDS_NAME, PublishedShards, ReachedShards
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
+from patrickstar.elastic.transfers import FileServer, own_address
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets, failed_ranks
+from patrickstar.engine.resize_plan import Carried, ResizeOptions, ResizePlan, check_guests, description, make_plan
 from patrickstar.engine.resize_room import allowed_micro_batches, check_room, least_of_all
+from patrickstar.engine.resize_state import (
+    STATE_NAME,
+    managed_states,
+    reached_state,
+    state_path,
+    take_state,
+    write_state,
+)
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import Place, move_to_world, open_ranks
+from patrickstar.ranks.distributed import move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 
@@ -51,78 +57,20 @@ _ARRAYS = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
 
 _REFUSAL = "refusal"  # a key of an invitation
 
-
-class Carried(Protocol):
-    """What goes along: a schedule of PyTorch's, a sampler, anything with a state of plain values and tensors."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state, the same on all ranks."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Takes the state on a process that joins."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResizeOptions:
-    """What old ranks and processes that join give alike."""
-
-    rendezvous: Rendezvous | str | None
-    carried: Mapping[str, Carried]
-    folder: str
-    timeout_seconds: float
-    note_phase: Callable[[Phase], None]
-
-    def meeting_place(self) -> Rendezvous:
-        """Where processes meet."""
-        return self.rendezvous if isinstance(self.rendezvous, Rendezvous) else Rendezvous.at(self.rendezvous)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What all processes of a resize know when they are gathered; JSON's types."""
-
-    token: str
-    num_old: int
-    former: list[int | None]
-    guests: list[int]
-    """Numbers at the rendezvous of the processes that join, in the order of their new ranks."""
-    hosts: list[str]
-    """By new rank."""
-    host: str
-    port: int
-    chunk_numel: int
-    micro_batches: dict[str, int]
-    """By name of what is carried: the most samples that a micro-batch may have, where it asks for that."""
-    accumulation: int | None
-    """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
-    step_counts: list[int]
-    """Of each parameter in chunks."""
-    folder: str
-
-    def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
-        """Of an old rank, or of a process that joins; None: it leaves."""
-        if guest is not None:
-            joining = [rank for rank, former in enumerate(self.former) if former is None]
-            return joining[self.guests.index(guest)]
-        return self.former.index(old) if old in self.former else None
-
-    def place(self, rank: int) -> Place:
-        """Of a new rank."""
-        here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
-        return Place(
-            rank=rank,
-            world_size=len(self.former),
-            local_rank=here.index(rank),
-            local_world_size=len(here),
-            host=self.host,
-            port=self.port,
-        )
+logger = logging.getLogger("patrickstar")
 
 
 class _Shards:
-    """Who has which parts before and after, and the files in which they travel."""
+    """Who has which parts before and after, and the files in which they travel.
 
-    def __init__(self, session: Session, plan: _Plan):
+    Args:
+        session: of this process.
+        plan: of the resize.
+        new: this process's new rank, or None: it leaves.
+        folder: of this process.
+    """
+
+    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
         params = session.params_now()
         old = _parts(session, params, plan.chunk_numel, plan.num_old)
         self.new = _parts(session, params, plan.chunk_numel, len(plan.former))
@@ -132,11 +80,39 @@ class _Shards:
         self.arrays = {
             index: len(_ARRAYS) if trained[index] and count > 0 else 1 for index, count in enumerate(plan.step_counts)
         }
-        self.files = PublishedShards(plan.folder, plan.token, self.moves, self.arrays)
+        self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
+        self.reached: ReachedShards | None = None
+        if new is not None:
+            self.reached = ReachedShards(self.files, folder, plan.token, new, self.moves, self.arrays)
+        self._state_files = [state_path(folder, plan.token)]
+        if new is not None:
+            self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
 
     def num_bytes(self, moves: Sequence[Move]) -> int:
         """That these moves take."""
         return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
+
+    def remove(self) -> None:
+        """Removes all files of this resize from this process's folder, those of others too."""
+        self.files.remove()
+        if self.reached is not None:
+            self.reached.remove()
+        for path in self._state_files:
+            path.unlink(missing_ok=True)
+
+    def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
+        """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
+        files = {SHARDS_NAME: self.files.path(old), STATE_NAME: self._state_files[0]}
+        try:
+            return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
+        except OSError as error:
+            logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
+            return None
+
+    def is_needed(self, old: int, server: FileServer | None) -> bool:
+        """Whether some new rank will read the file of an old one in the folder: it has not fetched its pieces."""
+        readers = {str(move.target) for move in self.moves if move.source == old}
+        return server is None or not all(server.has_given(SHARDS_NAME, reader) for reader in readers)
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
@@ -153,12 +129,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
     control, is_leader = ranks.control, ranks.control.rank == 0
     with contextlib.ExitStack() as until_decided:
         options.note_phase(Phase.GATHER)
-        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}, in {options.folder}"
+        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}"
         ranks.check_agreement("the resize", said)
         former = assign_ranks(len(ranks.members), num_ranks, leaving)
         num_joining = former.count(None)
         meeting: Rendezvous | None = None
-        plan: _Plan | None = None
+        plan: ResizePlan | None = None
         with _all_or_none(session, "the resize was not begun"):
             _check_carried(options.carried, num_ranks)
             check_room(session, num_ranks)
@@ -171,28 +147,36 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     meeting = options.meeting_place()
                     guests = meeting.gather(num_joining, options.timeout_seconds)
                     try:
-                        _check_guests(session, guests, options.carried)
+                        check_guests(session, guests, options.carried)
                     except ResizeError as error:
                         _send_away(meeting, guests, str(error))
                         raise
-                plan = _make_plan(session, former, guests, options.folder, allowed)
+                plan = make_plan(session, former, guests, options, allowed)
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
             until_decided.enter_context(meeting.beating(plan.token))
 
         options.note_phase(Phase.PUBLISH)
-        shards = _Shards(session, plan)
+        new = plan.new_rank(control.rank)
+        shards = _Shards(session, plan, new, options.folder)
+        server: FileServer | None = None
         is_decided = False
         try:
             with _all_or_none(session, "shards were not published"):
                 shards.files.write(control.rank, lambda *what: _own_values(session, shards.old[control.rank], *what))
                 if is_leader:
-                    _write_state(session, plan, options.carried)
+                    write_state(session, state_path(options.folder, plan.token), options.carried)
+            server = shards.serve(options, plan.token, control.rank)
+            told = _together(session, server.address if server is not None else "")
+            addresses = [address.decode() for address in told]
             options.note_phase(Phase.CHECK)
-            with _all_or_none(session, "processes that were to join cannot"):
+            with _all_or_none(session, "not all that is needed is there"):
                 if is_leader and meeting is not None:
                     for number in plan.guests:
-                        meeting.invite(number, dataclasses.asdict(plan))
+                        meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                if shards.reached is not None:
+                    shards.reached.reach(addresses, options.timeout_seconds)
+                if is_leader and meeting is not None:
                     meeting.answers(plan.guests, options.timeout_seconds)
 
             options.note_phase(Phase.DECIDE)
@@ -206,8 +190,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
                         _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
-                _remove_files(shards, plan)  # whoever comes first: the leader may be gone
-        return _change(session, plan, shards, control.rank, plan.new_rank(control.rank), options)
+                shards.remove()  # whoever comes first: the leader may be gone
+            if server is not None:
+                server.close()
+        if new is None and not shards.is_needed(control.rank, server):
+            shards.files.path(control.rank).unlink(missing_ok=True)  # nobody on this host will
+        return _change(session, plan, shards, control.rank, new, options)
 
 
 def join_session(session: Session, options: ResizeOptions) -> Resized:
@@ -221,35 +209,38 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         )
     meeting = options.meeting_place()
     options.note_phase(Phase.GATHER)
-    number = meeting.arrive(_description(session, options.carried))
+    number = meeting.arrive(description(session, options.carried))
     with meeting.beating(number):
         options.note_phase(Phase.PUBLISH)
         invitation = meeting.invitation(number, options.timeout_seconds)
         if _REFUSAL in invitation:
             raise ResizeError(f"this process did not join: {invitation[_REFUSAL]}")
-        plan = _Plan(**invitation)
+        plan = ResizePlan(**invitation["plan"])
         options.note_phase(Phase.CHECK)
         rank = plan.new_rank(None, number)
         assert rank is not None
         problem: str | None = None
+        folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
+        shards = _Shards(session, plan, rank, folder)
+        assert shards.reached is not None
         try:
             _check_carried(options.carried, len(plan.former))
-            shards = _Shards(session, plan)
-            shards.files.check(sorted({move.source for move in shards.moves if move.target == rank}))
-            state = _read_state(plan)
+            shards.reached.reach(invitation["addresses"], options.timeout_seconds)
+            state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
         except Exception as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
         meeting.answer(number, problem)
         options.note_phase(Phase.DECIDE)
         decision = meeting.decision(plan.token, options.timeout_seconds)
     if decision is Decision.STAY or problem is not None:
+        shards.reached.remove()
         raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
     return _change(session, plan, shards, None, rank, options, state)
 
 
 def _change(
     session: Session,
-    plan: _Plan,
+    plan: ResizePlan,
     shards: _Shards,
     old: int | None,
     new: int | None,
@@ -260,7 +251,7 @@ def _change(
     try:
         options.note_phase(Phase.CLOSE)
         held = _Held(session, shards, old, new)
-        managed = _managed_states(session) if state is None else state["managed"]
+        managed = managed_states(session) if state is None else state["managed"]
         former = session.vacate()
         total = shards.num_bytes(shards.moves)
         if new is None:
@@ -308,7 +299,7 @@ def _change(
                 if states:
                     session.states.set_optimizer_state(param.param, states)
             if state is not None:
-                _take_state(session, state, options.carried)
+                take_state(session, state, options.carried)
             for name, most in plan.micro_batches.items():
                 options.carried[name].allow_micro_batch(most)
             for item in options.carried.values():
@@ -317,10 +308,9 @@ def _change(
 
             options.note_phase(Phase.CONFIRM)
             ranks.meet()
-            if new == 0:
-                _remove_files(shards, plan)
+            shards.remove()
     except BaseException as error:
-        _remove_files(shards, plan)  # nobody can go on with them
+        shards.remove()  # nobody can go on with them
         session.abandon(error)
         raise
     received = [move for move in shards.moves if move.target == new]
@@ -338,7 +328,7 @@ class _Held:
 
     def __init__(self, session: Session, shards: _Shards, old: int | None, new: int | None):
         """While the old core is open; ``old``, ``new``: this process's ranks, None: it is none."""
-        self._shards = shards
+        self._reached = shards.reached
         self._parts = shards.new[new] if new is not None else []
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._kept_at: dict[int, int] = {}
@@ -363,7 +353,7 @@ class _Held:
             if own is not None:
                 values[self._kept_at[param] - begin :][: own.numel()] = own
             for move in self._moves.get(param, ()):
-                values[move.begin - begin :][: move.numel] = self._shards.files.read(move, array)
+                values[move.begin - begin :][: move.numel] = self._reached.read(move, array)
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - begin * torch.float32.itemsize
         session.runtime.write_values(param, _ARRAYS[array], address, _C.Tier.HOST)
@@ -422,71 +412,9 @@ def _together(session: Session, said: str) -> list[bytes]:
         return session.ranks.control.exchange(said.encode(), "the resize")
 
 
-def _shared_plan(session: Session, plan: _Plan | None) -> _Plan:
+def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:
     said = _together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
-    return _Plan(**json.loads(said[0]))
-
-
-def _make_plan(
-    session: Session,
-    former: list[int | None],
-    guests: Mapping[int, Mapping[str, Any]],
-    folder: str,
-    micro_batches: dict[str, int],
-) -> _Plan:
-    here = socket.gethostname()
-    joining = iter([said["host"] for said in guests.values()])
-    hosts = [here if rank is not None else next(joining) for rank in former]
-    host = "127.0.0.1" if set(hosts) == {here} else here
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    trained = [spec.trained for spec in session.params_now().chunked]
-    return _Plan(
-        token=uuid.uuid4().hex,
-        num_old=len(session.ranks.members),
-        former=former,
-        guests=list(guests),
-        hosts=hosts,
-        host=host,
-        port=port,
-        micro_batches=micro_batches,
-        accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
-        chunk_numel=session.chunk_numel,
-        step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
-        folder=folder,
-    )
-
-
-def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
-    """Of a step on the new ranks: what the core keeps room for."""
-    steps = config.gradient_accumulation_steps
-    return None if steps is None else max(steps * num_old // num_new, 1)
-
-
-def _description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
-    of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # or of a number of ranks
-    shared = session.config.model_copy(update=dict.fromkeys(of_each))
-    params = session.params_now()
-    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
-    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
-    return {
-        "host": socket.gethostname(),
-        "the configuration": repr(shared),
-        "the model's parameters, in order,": "; ".join(chunked + managed),
-        "what is carried": repr(sorted(carried)),
-    }
-
-
-def _check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carried: Mapping[str, Carried]) -> None:
-    own = _description(session, carried)
-    for number, said in guests.items():
-        for what in own.keys() - {"host"}:
-            if said[what] != own[what]:
-                raise ResizeError(
-                    f"process {number} that joins differs in {what} {said[what][:100]!r} instead of "
-                    f"{own[what][:100]!r}; start it with the same script and configuration"
-                )
+    return ResizePlan(**json.loads(said[0]))
 
 
 def _check_supported(session: Session, call: str) -> None:
@@ -508,51 +436,3 @@ def _check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
     for item in carried.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
-
-
-# The state beside shards: of a process that joins.
-
-
-def _state_path(plan: _Plan) -> Path:
-    return Path(plan.folder) / f"patrickstar-{plan.token}-state"
-
-
-def _remove_files(shards: _Shards, plan: _Plan) -> None:
-    shards.files.remove()
-    _state_path(plan).unlink(missing_ok=True)
-
-
-def _managed_states(session: Session) -> list[dict[str, Any]]:
-    return [dict(session.states.optimizer_state(managed.param) or {}) for managed in session.managed.params]
-
-
-def _write_state(session: Session, plan: _Plan, carried: Mapping[str, Carried]) -> None:
-    state = {
-        "num_steps": session.num_steps,
-        "outcome": dataclasses.asdict(session.outcome),
-        "scaler": dict(session.scaler.state()) if session.scaler is not None else None,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.param_groups],
-        "managed": _managed_states(session),
-        "rng": rng_states(session.device),
-        "carried": {name: item.state_dict() for name, item in carried.items()},
-    }
-    with _state_path(plan).open("xb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_state(plan: _Plan) -> dict[str, Any]:
-    return torch.load(_state_path(plan), map_location="cpu", weights_only=True)
-
-
-def _take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
-    session.num_steps = state["num_steps"]
-    session.outcome = type(session.outcome)(**state["outcome"])
-    if session.scaler is not None:
-        session.scaler.set_state(**state["scaler"])
-    for group, saved in zip(session.param_groups, state["groups"], strict=True):
-        group.update(saved)
-    for name, item in carried.items():
-        item.load_state_dict(state["carried"][name])
-    set_rng_states(state["rng"], session.device)

@@ -26,6 +26,7 @@ from patrickstar.elastic import (
     Phase,
     Rendezvous,
     ResizeError,
+    serve_rendezvous,
 )
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
@@ -80,9 +81,10 @@ def train(
     precision: str = "fp32",
 ) -> dict[str, Any]:
     """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
-    ``folder``.
+    ``folder``, in which {} stands for the process's number.
     """
     number = int(os.environ["RANK"])
+    folder = folder.format(number)
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(build, 0, config)
@@ -93,7 +95,7 @@ def train(
 
     step = joins_before
     if joins_before > 0:
-        result["resized"].append(engine.join(carried=carried, rendezvous=address))
+        result["resized"].append(engine.join(carried=carried, rendezvous=address, folder=folder))
         step = engine._session.num_steps  # processes are taken as they come
         result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
     loader = iter(ElasticLoader(samples(), sampler))
@@ -121,11 +123,22 @@ def train(
     return result
 
 
-def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str) -> dict[str, Any]:
+def train_across_nodes(address: str, port: int, plan: list[int], folder: str) -> dict[str, Any]:
+    """:func:`train` on nodes of their own, the first of which serves the rendezvous."""
+    store = serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
+    try:
+        return train(f"{address}:{port}", plan, folder)
+    finally:
+        del store
+
+
+def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str, shards: str) -> dict[str, Any]:
     """One process of a run of three steps with a resize before the second and one before the third, in which a process
-    is killed as a phase begins. What has become of the others is the result's ``end``.
+    is killed as a phase begins. What has become of the others is the result's ``end``. Shards go through ``shards``, in
+    which {} stands for the process's number.
     """
     number = int(os.environ["RANK"])
+    shards = shards.format(number)
     joins_before = joining_steps(plan)[number]
     engine, optimizer = initialize_engine(
         build, 0, make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=25)
@@ -150,7 +163,7 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         if joins_before > 0:
             if joins_before == 2:
                 wait_for(Path(folder, "second"))  # the first resize is not its
-            engine.join(**options, timeout_seconds=40, note_phase=note)
+            engine.join(**options, folder=shards, timeout_seconds=40, note_phase=note)
             step = joins_before
             one_step()
             step += 1
@@ -163,7 +176,7 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
             elif step == 1:
                 armed = False
             if step > 0:
-                resized = engine.resize(plan[step], **options, folder=folder, timeout_seconds=12, note_phase=note)
+                resized = engine.resize(plan[step], **options, folder=shards, timeout_seconds=12, note_phase=note)
                 result["end"] = "resized"
                 if resized.membership is Membership.LEFT:
                     return {**result, "end": "left"}
