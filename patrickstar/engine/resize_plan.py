@@ -13,8 +13,12 @@ from patrickstar.config import Config
 from patrickstar.elastic.phases import Phase
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
 from patrickstar.elastic.transfers import own_address
+from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
 from patrickstar.ranks.distributed import Place
+
+MEMORY = "memory"
+"""What a process that joins says of it: :class:`MemoryFacts`."""
 
 
 class Carried(Protocol):
@@ -147,6 +151,7 @@ def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, A
     managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
     return {
         "host": socket.gethostname(),
+        MEMORY: dataclasses.asdict(MemoryFacts.of(session)),
         "the configuration": repr(shared),
         "the model's parameters, in order,": "; ".join(chunked + managed),
         "what is carried": repr(sorted(carried)),
@@ -157,7 +162,7 @@ def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carr
     """Raises ResizeError where one that joins says something else."""
     own = description(session, carried)
     for number, said in guests.items():
-        for what in own.keys() - {"host"}:
+        for what in own.keys() - {"host", MEMORY}:
             if said[what] != own[what]:
                 raise ResizeError(
                     f"process {number} that joins differs in {what} {said[what][:100]!r} instead of "

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,25 @@ from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
-from patrickstar.engine.rank_sync import check_same_config, common_budgets, failed_ranks
-from patrickstar.engine.resize_plan import Carried, ResizeOptions, ResizePlan, check_guests, description, make_plan
-from patrickstar.engine.resize_room import allowed_micro_batches, check_room, least_of_all
+from patrickstar.engine.rank_sync import check_same_config, common_budgets
+from patrickstar.engine.resize_agreement import all_or_none, together
+from patrickstar.engine.resize_plan import (
+    MEMORY,
+    Carried,
+    ResizeOptions,
+    ResizePlan,
+    check_guests,
+    description,
+    make_plan,
+)
+from patrickstar.engine.resize_room import (
+    MemoryFacts,
+    allowed_micro_batches,
+    check_copies,
+    check_expected_room,
+    check_room,
+    least_of_all,
+)
 from patrickstar.engine.resize_state import (
     STATE_NAME,
     managed_states,
@@ -52,6 +68,7 @@ from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.ranks.messages import reading
 
 _ARRAYS = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
 
@@ -91,6 +108,15 @@ class _Shards:
     def num_bytes(self, moves: Sequence[Move]) -> int:
         """That these moves take."""
         return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
+
+    def copied_bytes(self, old: int, new: int | None) -> int:
+        """That an old rank has beside its core until it has closed that: what it publishes, and what it keeps."""
+        published = self.num_bytes([move for move in self.moves if move.source == old])
+        if new is None:
+            return published
+        parts = enumerate(zip(self.new[new], self.old[old], strict=True))
+        of_each = ((kept(*both), self.arrays[param]) for param, both in parts)
+        return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
 
     def remove(self) -> None:
         """Removes all files of this resize from this process's folder, those of others too."""
@@ -135,12 +161,13 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         num_joining = former.count(None)
         meeting: Rendezvous | None = None
         plan: ResizePlan | None = None
-        with _all_or_none(session, "the resize was not begun"):
+        with all_or_none(session, "the resize was not begun"):
             _check_carried(options.carried, num_ranks)
             check_room(session, num_ranks)
             allowed = allowed_micro_batches(session, num_ranks, options.carried)
-        allowed = least_of_all(_together(session, json.dumps(allowed)))
-        with _all_or_none(session, "the ranks were not gathered"):
+        allowed = least_of_all(together(session, json.dumps(allowed)))
+        facts = _shared_facts(session)
+        with all_or_none(session, "the ranks were not gathered"):
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
                 if num_joining > 0:
@@ -148,9 +175,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     guests = meeting.gather(num_joining, options.timeout_seconds)
                     try:
                         check_guests(session, guests, options.carried)
-                    except ResizeError as error:
+                        _check_memory(session, former, facts, guests)
+                    except (ResizeError, _C.MemoryBudgetError) as error:
                         _send_away(meeting, guests, str(error))
                         raise
+                else:
+                    _check_memory(session, former, facts, {})
                 plan = make_plan(session, former, guests, options, allowed)
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
@@ -162,15 +192,16 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         server: FileServer | None = None
         is_decided = False
         try:
-            with _all_or_none(session, "shards were not published"):
+            with all_or_none(session, "shards were not published"):
+                check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
                 shards.files.write(control.rank, lambda *what: _own_values(session, shards.old[control.rank], *what))
                 if is_leader:
                     write_state(session, state_path(options.folder, plan.token), options.carried)
             server = shards.serve(options, plan.token, control.rank)
-            told = _together(session, server.address if server is not None else "")
+            told = together(session, server.address if server is not None else "")
             addresses = [address.decode() for address in told]
             options.note_phase(Phase.CHECK)
-            with _all_or_none(session, "not all that is needed is there"):
+            with all_or_none(session, "not all that is needed is there"):
                 if is_leader and meeting is not None:
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
@@ -180,7 +211,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     meeting.answers(plan.guests, options.timeout_seconds)
 
             options.note_phase(Phase.DECIDE)
-            with _all_or_none(session, "the resize was given up"):
+            with all_or_none(session, "the resize was given up"):
                 if meeting is not None:
                     meeting.decide(plan.token, Decision.RESIZE)
             is_decided = True  # by the leader as well: all have told each other that nothing failed
@@ -386,35 +417,27 @@ def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
         meeting.invite(number, {_REFUSAL: why})
 
 
-# Agreement among old ranks, and with those that join.
-
-
-@contextlib.contextmanager
-def _all_or_none(session: Session, what: str) -> Iterator[None]:
-    """Where what is inside fails on a rank with an error, all ranks raise ResizeError and can go on."""
-    failure: Exception | None = None
-    try:
-        yield
-    except _C.RankFailure:
-        raise
-    except Exception as error:
-        failure = error
-    with session.guard("resize"):
-        failed = failed_ranks(session.ranks, failure)
-    if failed:
-        raise ResizeError(f"{what}, and the ranks are as they were: {failed}") from failure
-
-
-def _together(session: Session, said: str) -> list[bytes]:
-    if len(session.ranks.members) == 1:
-        return [said.encode()]
-    with session.guard("resize"):
-        return session.ranks.control.exchange(said.encode(), "the resize")
-
-
 def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:
-    said = _together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
+    said = together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
     return ResizePlan(**json.loads(said[0]))
+
+
+def _shared_facts(session: Session) -> list[MemoryFacts]:
+    """By old rank."""
+    told = together(session, json.dumps(dataclasses.asdict(MemoryFacts.of(session))))
+    with reading("memory before a resize"):
+        return [MemoryFacts(**json.loads(message)) for message in told]
+
+
+def _check_memory(
+    session: Session,
+    former: Sequence[int | None],
+    facts: Sequence[MemoryFacts],
+    guests: Mapping[int, Mapping[str, Any]],
+) -> None:
+    joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
+    staying = [next(joining) if old is None else facts[old] for old in former]
+    check_expected_room(session, staying, [facts[old] for old in range(len(facts)) if old not in former])
 
 
 def _check_supported(session: Session, call: str) -> None:

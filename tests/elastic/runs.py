@@ -28,6 +28,7 @@ from patrickstar.elastic import (
     ResizeError,
     serve_rendezvous,
 )
+from patrickstar.engine import resize_room
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
@@ -350,10 +351,14 @@ def train_with_the_tide(address: str, folder: str) -> list[int]:
     return sizes
 
 
-def shrink_into_too_little(host_memory: int, folder: str) -> dict[str, Any]:
-    """One of two ranks, which are to become one whose share its budgets do not hold."""
+def shrink_into_too_little(host_memory: int | None, folder: str, available: int | None = None) -> dict[str, Any]:
+    """One of two ranks, which are to become one whose share its budgets do not hold: those that are given, or where so
+    much of the host is available.
+    """
     config = make_config(default_chunk_size=16384, device_memory=DEVICE_MEMORY, host_memory=host_memory)
     config["rank_timeout_seconds"] = 60
+    if available is not None:
+        resize_room.available_bytes = lambda: available
     layers = [nn.Linear(128, 128, bias=False) for _ in range(8)]
     engine, optimizer = initialize_engine(lambda: nn.Sequential(*layers), 0, config)
     with engine:
