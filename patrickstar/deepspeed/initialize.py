@@ -24,6 +24,7 @@ from patrickstar.deepspeed.arguments import choose_config
 from patrickstar.deepspeed.data import make_loader
 from patrickstar.deepspeed.engine import TrainingEngine
 from patrickstar.deepspeed.schedule import choose_scheduler
+from patrickstar.elastic.run import joins_others
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.run_log import begin_run_log, make_monitor
@@ -209,6 +210,8 @@ def _with_optimizer(config: Config, kind: Any, options: Mapping[str, Any]) -> Co
 
 
 def _monitor_options(config: Config) -> MonitorOptions:
+    if joins_others():  # rank 0 has the files
+        return MonitorOptions()
     return MonitorOptions(
         steps_per_print=config.steps_per_print,
         wall_clock_breakdown=config.wall_clock_breakdown,
