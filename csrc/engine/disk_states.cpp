@@ -10,8 +10,14 @@ namespace patrickstar {
 
 namespace {
 
-constexpr size_t kNumStates = 3;
+constexpr size_t kMostStates = 3;                 // optimizer_arrays()
 constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
+
+// Of a state among optimizer_arrays().
+size_t index_of(ArrayKind kind) {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return static_cast<size_t>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
+}
 
 }  // namespace
 
@@ -29,24 +35,29 @@ void DiskStates::open() {
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     homes.push_back(memory_.store().home(chunk));
     if (!is_home_of(chunk)) continue;
-    for (size_t kind = 0; kind < kNumStates; ++kind) {
-      extents_[static_cast<size_t>(chunk)][kind].offset = end;
-      end += DiskFile::round_up(layout.num_bytes({chunk, optimizer_arrays().kinds[kind]}));
+    for (ArrayKind kind : layout.chunk(chunk).state_kinds()) {
+      extents_[static_cast<size_t>(chunk)][index_of(kind)].offset = end;
+      end += DiskFile::round_up(layout.num_bytes({chunk, kind}));
     }
   }
   const DiskSets needed = disk_sets(layout, homes);
   if (needed.count == 0) return;
+  sets_.resize(static_cast<size_t>(needed.count));
   std::vector<int64_t> sizes;
-  for (int set = 0; set < needed.count; ++set) {
-    sizes.insert(sizes.end(), needed.block_bytes.begin(), needed.block_bytes.end());
+  std::vector<HostBlock*> places;
+  for (Set& set : sets_) {
+    for (size_t i = 0; i < kMostStates; ++i) {
+      if (needed.block_bytes[i] == 0) continue;
+      sizes.push_back(needed.block_bytes[i]);
+      places.push_back(&set.blocks[i]);
+    }
   }
   std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
   std::vector<MemoryRange> ranges;
-  sets_.resize(static_cast<size_t>(needed.count));
   for (size_t i = 0; i < blocks.size(); ++i) {
     memory_.arena().prepare(blocks[i]);
     ranges.push_back({static_cast<char*>(blocks[i].data), blocks[i].num_bytes});
-    sets_[i / kNumStates].blocks[i % kNumStates] = std::move(blocks[i]);
+    *places[i] = std::move(blocks[i]);
   }
   file_ = std::make_unique<DiskFile>(options_.folder, end, options_.file, ranges);
 }
@@ -94,9 +105,9 @@ void DiskStates::vacate(Set& set) {
 }
 
 void DiskStates::take_back(Set& set) {
-  for (size_t kind = 0; kind < kNumStates; ++kind) {
-    ArrayRecord& record = array(set.chunk, kind);
-    set.blocks[kind] = std::move(record.block);
+  for (ArrayKind kind : states_of(set.chunk)) {
+    ArrayRecord& record = memory_.array({set.chunk, kind});
+    set.blocks[index_of(kind)] = std::move(record.block);
     set.busy.push_back(std::exchange(record.host_ready, nullptr));
     set.busy.push_back(std::exchange(record.block_busy_until, nullptr));
     record.on_host = false;
@@ -105,9 +116,8 @@ void DiskStates::take_back(Set& set) {
   set.is_expected = false;
 }
 
-DiskStates::Piece DiskStates::piece(ChunkId chunk, size_t kind) {
-  const ArrayId id{chunk, optimizer_arrays().kinds[kind]};
-  Extent& extent = extents_[static_cast<size_t>(chunk)][kind];
+DiskStates::Piece DiskStates::piece(ArrayId id) {
+  Extent& extent = extents_[static_cast<size_t>(id.chunk)][index_of(id.kind)];
   const int64_t num_bytes = DiskFile::round_up(memory_.layout().num_bytes(id));
   return {id, {memory_.array(id).block.data, extent.offset, num_bytes}, &extent};
 }
@@ -116,18 +126,19 @@ void DiskStates::read(ChunkId chunk, Set& set) {
   std::vector<Piece> pieces;
   std::vector<Event> written;
   int64_t num_bytes = 0;
-  for (size_t kind = 0; kind < kNumStates; ++kind) {
-    ArrayRecord& record = array(chunk, kind);
-    record.block = std::move(set.blocks[kind]);
+  for (ArrayKind kind : states_of(chunk)) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    record.block = std::move(set.blocks[index_of(kind)]);
     record.block.zeroed = false;
     if (!record.on_disk) continue;
     record.on_host = true;
-    pieces.push_back(piece(chunk, kind));
+    pieces.push_back(piece({chunk, kind}));
     written.push_back(pieces.back().extent->written);
     num_bytes += pieces.back().range.num_bytes;
   }
   memory_.counters().disk_read_bytes += num_bytes;
-  const SpanLabel label{Track::kDiskRead, StallCause::kNone, {chunk, ArrayKind::kMaster}, num_bytes};
+  const SpanLabel label{
+      Track::kDiskRead, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
   const std::shared_ptr<HostSpan> span = num_bytes > 0 ? memory_.tracer().open_host_span(label, nullptr) : nullptr;
   const Event ready = reads_.submit([this, pieces, written, span, busy = std::exchange(set.busy, {})] {
     const HostSpanEnd end(span.get());
@@ -136,7 +147,7 @@ void DiskStates::read(ChunkId chunk, Set& set) {
     const HostSpanScope scope(span.get());
     noting_failures([&] { run_read(pieces); });
   });
-  for (size_t kind = 0; kind < kNumStates; ++kind) array(chunk, kind).host_ready = ready;
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).host_ready = ready;
 }
 
 void DiskStates::run_read(const std::vector<Piece>& pieces) {
@@ -161,17 +172,18 @@ void DiskStates::store(ChunkId chunk) {
   std::vector<Piece> pieces;
   std::vector<Event> after;
   int64_t num_bytes = 0;
-  for (size_t kind = 0; kind < kNumStates; ++kind) {
-    ArrayRecord& record = array(chunk, kind);
+  for (ArrayKind kind : states_of(chunk)) {
+    ArrayRecord& record = memory_.array({chunk, kind});
     if (!record.on_host || record.on_disk) continue;
-    pieces.push_back(piece(chunk, kind));
+    pieces.push_back(piece({chunk, kind}));
     after.push_back(record.host_ready);
     after.push_back(record.block_busy_until);
     num_bytes += pieces.back().range.num_bytes;
   }
   if (pieces.empty()) return;
   memory_.counters().disk_written_bytes += num_bytes;
-  const SpanLabel label{Track::kDiskWrite, StallCause::kNone, {chunk, ArrayKind::kMaster}, num_bytes};
+  const SpanLabel label{
+      Track::kDiskWrite, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
   const std::shared_ptr<HostSpan> span = memory_.tracer().open_host_span(label, nullptr);
   const Event written = writes_.submit([this, pieces, after, span] {
     const HostSpanEnd end(span.get());
@@ -224,28 +236,29 @@ void DiskStates::expect_updates() {
 
 void DiskStates::forget(ChunkId chunk) {
   if (Set* set = find(chunk)) take_back(*set);
-  for (size_t kind = 0; kind < kNumStates; ++kind) array(chunk, kind).on_disk = false;
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).on_disk = false;
 }
 
-void DiskStates::move_to_host(ChunkId chunk, std::array<HostBlock, 3> blocks) {
+void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBlock> blocks) {
   fetch(chunk);
-  std::array<bool, kNumStates> exists{};
-  for (size_t kind = 0; kind < kNumStates; ++kind) {
-    const ArrayId id{chunk, optimizer_arrays().kinds[kind]};
-    exists[kind] = memory_.array(id).exists();
-    if (!exists[kind]) continue;  // made in the first step
+  std::vector<ArrayKind> made;  // the others are in the first step
+  auto block = blocks.begin();
+  for (ArrayKind kind : states_of(chunk)) {
+    const ArrayId id{chunk, kind};
+    char* to = static_cast<char*>((block++)->data);
+    if (!memory_.array(id).exists()) continue;
+    made.push_back(kind);
     memory_.await_on_host(id);
     const char* from = static_cast<const char*>(memory_.array(id).block.data);
-    char* to = static_cast<char*>(blocks[kind].data);
-    memory_.device().pool().parallel_for(blocks[kind].num_bytes, kCopyGrain, [from, to](int64_t begin, int64_t end) {
-      std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
-    });
+    memory_.device().pool().parallel_for(memory_.layout().num_bytes(id), kCopyGrain,
+                                         [from, to](int64_t begin, int64_t end) {
+                                           std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
+                                         });
   }
   forget(chunk);
-  for (size_t kind = 0; kind < kNumStates; ++kind) {
-    array(chunk, kind).block = std::move(blocks[kind]);
-    if (exists[kind]) array(chunk, kind).set_on_host();
-  }
+  block = blocks.begin();
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).block = std::move(*block++);
+  for (ArrayKind kind : made) memory_.array({chunk, kind}).set_on_host();
   memory_.store().set_home(chunk, Tier::kHost);
 }
 

@@ -66,8 +66,8 @@ class DiskStates {
   void expect_updates();
   // They are not at home here any more: their values are elsewhere or not wanted, and their blocks come back.
   void forget(ChunkId chunk);
-  // They are at home on the host from now on, in these blocks: one for each of optimizer_arrays().
-  void move_to_host(ChunkId chunk, std::array<HostBlock, 3> blocks);
+  // They are at home on the host from now on, in these blocks: one for each of the chunk's states.
+  void move_to_host(ChunkId chunk, std::vector<HostBlock> blocks);
   // Throws the first DiskError that a transfer has ended with.
   void check();
 
@@ -79,7 +79,7 @@ class DiskStates {
 
  private:
   struct Set {
-    std::array<HostBlock, 3> blocks;  // in the order of optimizer_arrays(), while no chunk has it
+    std::array<HostBlock, 3> blocks;  // for each of optimizer_arrays(), while no chunk has it
     ChunkId chunk = -1;
     std::vector<Event> busy;  // what may still use its memory, of chunks that had it before
     int64_t last_use = 0;
@@ -97,8 +97,8 @@ class DiskStates {
     Extent* extent;
   };
 
-  ArrayRecord& array(ChunkId chunk, size_t kind) { return memory_.array({chunk, optimizer_arrays().kinds[kind]}); }
-  Piece piece(ChunkId chunk, size_t kind);
+  StateKinds states_of(ChunkId chunk) const { return memory_.layout().chunk(chunk).state_kinds(); }
+  Piece piece(ArrayId id);
   Set* find(ChunkId chunk);
   // The one that was used longest ago, without a chunk.
   Set& vacate_one();
@@ -115,7 +115,7 @@ class DiskStates {
   ChunkMemory& memory_;
   DiskOptions options_;
   std::vector<Set> sets_;
-  std::vector<std::array<Extent, 3>> extents_;  // by chunk
+  std::vector<std::array<Extent, 3>> extents_;  // by chunk, for each of optimizer_arrays()
   std::vector<ChunkId> order_;                  // of the last step's updates
   std::vector<ChunkId> running_order_;
   int64_t clock_ = 0;

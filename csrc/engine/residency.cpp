@@ -1,7 +1,6 @@
 #include "engine/residency.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -111,10 +110,12 @@ void Residency::reserve_homes_on_host() {
   std::vector<int64_t> sizes;
   for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-      const bool exists = layout().chunk(chunk).trainable || kind == layout().param_home();
+      const ChunkSpec& spec = layout().chunk(chunk);
+      const bool is_value = kind == layout().param_home();
+      const bool exists = is_value || (spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
-      if (kind != layout().param_home() && store().home(chunk) == Tier::kDisk) continue;
-      arrays.push_back({chunk, kind});
+      if (!is_value && store().home(chunk) == Tier::kDisk) continue;
+      arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
   }
@@ -140,11 +141,10 @@ void Residency::bring_home_from_disk() {
   std::vector<Tier> homes;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
   for (ChunkId chunk : home_from_disk(layout(), homes, pager_.guest_room_bytes())) {
-    std::array<HostBlock, 3> blocks;
-    auto block = blocks.begin();
-    for (ArrayKind kind : optimizer_arrays()) {
-      *block = pager_.try_allocate_home(layout().num_bytes({chunk, kind}));
-      if (!*block++) return;
+    std::vector<HostBlock> blocks;
+    for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
+      blocks.push_back(pager_.try_allocate_home(layout().num_bytes({chunk, kind})));
+      if (!blocks.back()) return;
     }
     pager_.disk().move_to_host(chunk, std::move(blocks));
   }
@@ -156,12 +156,12 @@ std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const 
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     const int64_t bytes = placed_bytes(layout().chunk(chunk));
     room += chunk < count ? bytes : 0;
-    room -= memory_.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
+    room -= store().has_states_on_device(chunk) ? bytes : 0;
   }
   std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     const int64_t bytes = placed_bytes(layout().chunk(chunk));
-    if (bytes == 0 || bytes > room || memory_.array({chunk, ArrayKind::kMaster}).on_device) continue;
+    if (bytes == 0 || bytes > room || store().has_states_on_device(chunk)) continue;
     chunks.push_back(chunk);
     room -= bytes;
   }
@@ -183,10 +183,8 @@ bool Residency::has_room_for_more(const Timeline& step) const {
 
 bool Residency::any_away() const {
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
-        !memory_.array({chunk, ArrayKind::kMaster}).on_device) {
-      return true;
-    }
+    const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
+    if (store().home(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
   }
   return false;
 }
@@ -203,9 +201,15 @@ bool Residency::is_time_to_return() {
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
+  if (layout().chunk(chunk).is_quantized()) {
+    // Beside the copy on the host, so that they can leave without one.
+    pager_.bring({chunk, ArrayKind::kQuantized});
+    store().set_home(chunk, Tier::kDevice);
+    return;
+  }
   const bool was_on_disk = store().home(chunk) == Tier::kDisk;
   if (was_on_disk) pager_.disk().fetch(chunk);
-  for (ArrayKind kind : optimizer_arrays()) {
+  for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
     if (record.on_device) continue;

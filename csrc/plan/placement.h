@@ -17,7 +17,7 @@ namespace patrickstar {
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
 // What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a
-// part of the master.
+// part of the master, and of a quantised chunk its codes and scales.
 int64_t placed_bytes(const ChunkSpec& chunk);
 
 // How many backwards a step is known to have.
@@ -52,7 +52,7 @@ int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwar
 // Host memory through which the states of chunks on the disk pass: sets of blocks, each for any of these chunks.
 struct DiskSets {
   int count = 0;
-  std::array<int64_t, 3> block_bytes{};  // of each set, in the order of optimizer_arrays()
+  std::array<int64_t, 3> block_bytes{};  // of each set, for each of optimizer_arrays(); 0: no chunk has such a state
 
   // For this chunk as well.
   void serve(const ChunkSpec& chunk);
@@ -116,7 +116,8 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
 
 int64_t highest_tide(const Timeline& timeline);
 
-// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks.
+// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks and what they
+// are dequantised from.
 // `module_params` lists the parameters each module owns.
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params);
 

@@ -30,9 +30,11 @@ class PlannedChunk:
     trainable: bool
     """Whether it has optimizer states."""
     states_on_device: bool
-    """Whether these live on the device."""
+    """Whether these live on the device; of quantised chunks, whether their codes and scales do."""
+    quantization: str = "NONE"
+    """What its values are stored in, a name of ``_C.QuantType``."""
     disk_bytes: int = 0
-    """What these take on the disk; 0: they are not there."""
+    """What optimizer states take on the disk; 0: they are not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +93,13 @@ class Plan:
             )
         for index, planned in enumerate(self.chunks):
             chunk = layout.chunk(index)
-            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"])
-            if actual != (planned.numel, planned.dtype, planned.trainable):
+            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"], chunk["quantization"].name)
+            if actual != (planned.numel, planned.dtype, planned.trainable, planned.quantization):
                 raise ValueError(
                     f"{source} is a plan for another layout: its chunk {index} has {planned.numel} elements of "
-                    f"{planned.dtype} (trainable: {planned.trainable}), this engine's has {actual[0]} of {actual[1]} "
-                    f"(trainable: {actual[2]}); give the model, default_chunk_size and device_memory that it was made "
-                    "with, or leave 'plan' out"
+                    f"{planned.dtype} (trainable: {planned.trainable}, quantised: {planned.quantization}), this "
+                    f"engine's has {actual[0]} of {actual[1]} (trainable: {actual[2]}, quantised: {actual[3]}); give "
+                    "the model, default_chunk_size and device_memory that it was made with, or leave 'plan' out"
                 )
 
     @property
@@ -249,6 +251,7 @@ def planned_chunks(
             chunk["dtype"].name,
             chunk["trainable"],
             bool(on_device),
+            chunk["quantization"].name,
             chunk["disk_bytes"] if is_on_disk else 0,
         )
         for chunk, on_device, is_on_disk in zip(chunks, states_on_device, on_disk, strict=True)

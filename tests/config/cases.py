@@ -35,6 +35,7 @@ VALUES: list[Any] = [
         "1d",
         "8bit",
         "threads",
+        "int8",
     ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
