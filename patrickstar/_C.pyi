@@ -91,6 +91,15 @@ class ArrayKind(_Enum):
     MASTER: ClassVar[ArrayKind]
     MOMENTUM: ClassVar[ArrayKind]
     VARIANCE: ClassVar[ArrayKind]
+    QUANTIZED: ClassVar[ArrayKind]
+
+@final
+class QuantType(_Enum):
+    """How the values of a frozen parameter are stored."""
+
+    NONE: ClassVar[QuantType]
+    NF4: ClassVar[QuantType]
+    INT8: ClassVar[QuantType]
 
 @final
 class Vacate(_Enum):
@@ -532,8 +541,9 @@ class Layout:
         num_ranks: int = 1,
         rank: int = 0,
         states: Sequence[StateFormat] = [],
+        quantization: Sequence[QuantType] = [],
     ) -> Layout:
-        """``states``: of each parameter; none are float32."""
+        """``states`` and ``quantization``: of each parameter; none are float32, and not quantised."""
 
     @property
     def num_chunks(self) -> int: ...
@@ -846,6 +856,31 @@ class Runtime(UseListener):
 
     def predicted_step(self) -> dict[str, Any] | None:
         """The step that the current plan is predicted to give, as ``simulate`` says it. None without times."""
+
+class quant:
+    """The leaf kernels of quantised values (a submodule). Addresses are those of memory of the parameter's elements."""
+
+    NF4_VALUES: ClassVar[list[float]]
+    DYNAMIC_VALUES: ClassVar[list[float]]
+    @staticmethod
+    def num_bytes(type: QuantType, numel: int) -> int:
+        """What the array of a parameter of so many elements takes."""
+    @staticmethod
+    def layout(type: QuantType, numel: int) -> dict[str, int]:
+        """Where in that array each part begins, in bytes: codes, scales; of NF4 also block_scales and offset."""
+    @staticmethod
+    def quantize(isa: str, type: QuantType, values: int, numel: int, array: int, num_threads: int) -> None:
+        """Float32 ``values`` into ``array``, of :meth:`num_bytes` zeros.
+
+        Raises:
+            ValueError: one is not finite, or this processor lacks ``isa``.
+        """
+    @staticmethod
+    def dequantize(isa: str, type: QuantType, array: int, numel: int, out: int, dtype: DType, num_threads: int) -> None:
+        """And back, into ``out``."""
+    @staticmethod
+    def cuda_dequantize(type: QuantType, array: int, numel: int, out: int, dtype: DType, stream: int) -> None:
+        """The same on the device; ``stream`` is a ``cudaStream_t``. With the CUDA part alone."""
 
 class optim:
     """Adam's leaf kernels and the loss scaler (a submodule)."""

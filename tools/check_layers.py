@@ -20,6 +20,7 @@ LAYERS = {
     "chunk": 2,
     "trace": 3,
     "optim": 3,
+    "quant": 3,
     "collective": 3,
     "plan": 4,
     "engine": 5,
@@ -36,7 +37,7 @@ _TORCH_HEADER = re.compile(r"torch/|ATen/|caffe2/")
 _TORCH_FILE = "collective/c10d_communicator.cpp"
 _PYTHON_HEADER = re.compile(r"pybind11/|Python\.h")
 # [Note: ISA files] in csrc/optim/cpu_isa.h: nothing that could emit code shared with other files.
-_ISA_FILE = re.compile(r"optim/cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
+_ISA_FILE = re.compile(r"(?:optim|quant)/cpu_(scalar|avx2|avx512|[a-z0-9]*neon|sve)\.cpp")
 _ISA_HEADERS = {"immintrin.h", "arm_neon.h", "arm_sve.h", "cstdint", "cstddef"}
 
 

@@ -22,6 +22,7 @@ void register_types(pybind11::module_& module);
 void register_threads(pybind11::module_& module);
 void register_checksum(pybind11::module_& module);
 void register_optim(pybind11::module_& module);
+void register_quant(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
 void register_simulator(pybind11::module_& module);
 void register_plan_vote(pybind11::module_& module);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_threads(module);
   bind::register_checksum(module);
   bind::register_optim(module);
+  bind::register_quant(module);
   bind::register_plan(module);
   bind::register_simulator(module);
   bind::register_plan_vote(module);

@@ -10,6 +10,7 @@
 
 #include "bind/bind.h"
 #include "common/check.h"
+#include "common/isa.h"
 #include "common/thread_pool.h"
 #include "optim/cpu_isa.h"
 #include "optim/loss_scaler.h"
@@ -33,8 +34,8 @@ Element* pointer(Address address) {
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
-  for (const char* isa : optim::kIsaNames) {
-    if (optim::cpu_kernels_named(isa) != nullptr) names.emplace_back(isa);
+  for (const char* isa : kIsaNames) {
+    if (has_isa(isa)) names.emplace_back(isa);
   }
   return names;
 }
@@ -673,7 +674,7 @@ void register_optim(py::module_& module) {
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
   optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
   optim_module.attr("OPEN_LOG_BYTES") = sizeof(OpenLog);
-  optim_module.def("isa", [] { return optim::cpu_kernels().isa; }, "The ISA whose kernels this process uses.");
+  optim_module.def("isa", [] { return chosen_isa(); }, "The ISA whose kernels this process uses.");
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_states(optim_module);
   register_cpu_kernels(optim_module);

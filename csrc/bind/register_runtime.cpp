@@ -22,16 +22,18 @@ void register_layout(py::module_& module) {
       .def_static(
           "pack",
           [](const std::vector<int64_t>& numels, const std::vector<DType>& dtypes, const std::vector<bool>& trainable,
-             int64_t chunk_numel, int num_ranks, int rank, const std::vector<StateFormat>& states) {
+             int64_t chunk_numel, int num_ranks, int rank, const std::vector<StateFormat>& states,
+             const std::vector<QuantType>& quantization) {
             std::vector<ParamSpec> params;
             for (size_t i = 0; i < numels.size(); ++i) {
-              params.push_back(
-                  {numels[i], dtypes.at(i), trainable.at(i), states.empty() ? StateFormat{} : states.at(i)});
+              params.push_back({numels[i], dtypes.at(i), trainable.at(i), states.empty() ? StateFormat{} : states.at(i),
+                                quantization.empty() ? QuantType::kNone : quantization.at(i)});
             }
             return Layout::pack(params, chunk_numel, {num_ranks, rank});
           },
           py::arg("numels"), py::arg("dtypes"), py::arg("trainable"), py::arg("chunk_numel"), py::arg("num_ranks") = 1,
-          py::arg("rank") = 0, py::arg("states") = std::vector<StateFormat>{})
+          py::arg("rank") = 0, py::arg("states") = std::vector<StateFormat>{},
+          py::arg("quantization") = std::vector<QuantType>{})
       .def_property_readonly("num_chunks", &Layout::num_chunks)
       .def_property_readonly("chunk_numel", &Layout::chunk_numel)
       .def_property_readonly("num_ranks", [](const Layout& self) { return self.sharding().num_ranks; })
@@ -51,6 +53,7 @@ void register_layout(py::module_& module) {
         result["dtype"] = chunk.dtype;
         result["trainable"] = chunk.trainable;
         result["states"] = chunk.states;
+        result["quantization"] = chunk.quantization;
         result["home_bytes"] = home_bytes(chunk);
         result["params"] = chunk.params;
         return result;

@@ -49,7 +49,12 @@ void register_types(py::module_& module) {
       .value("GRAD_SHARD", ArrayKind::kGradShard)
       .value("MASTER", ArrayKind::kMaster)
       .value("MOMENTUM", ArrayKind::kMomentum)
-      .value("VARIANCE", ArrayKind::kVariance);
+      .value("VARIANCE", ArrayKind::kVariance)
+      .value("QUANTIZED", ArrayKind::kQuantized);
+  py::enum_<QuantType>(module, "QuantType", "How the values of a frozen parameter are stored (common/quantized.h).")
+      .value("NONE", QuantType::kNone)
+      .value("NF4", QuantType::kNf4)
+      .value("INT8", QuantType::kInt8);
   py::enum_<Tier>(module, "Tier", "Where memory is.").value("HOST", Tier::kHost).value("DEVICE", Tier::kDevice);
   module.def(
       "check_transition",

@@ -3,8 +3,8 @@
 // Parameters are packed in the order given (the order of registration, which for nearly all models is
 // the order of first use), each aligned to kAlignment elements. Chunks are homogeneous: all parameters
 // of a chunk have the same compute dtype and states of the same types, and are all trainable or all frozen, so a frozen
-// chunk carries no optimizer state until it is trained (train()). A parameter larger than the chunk size gets a chunk
-// of its own.
+// chunk carries no optimizer state until it is trained (train()); frozen ones are quantised alike. A parameter larger
+// than the chunk size gets a chunk of its own.
 //
 // [Note: shards] With several ranks every chunk is cut into as many shards of equal size, and each rank keeps one: the
 // r-th. The cuts are multiples of kShardAlignment elements, and parameters begin at such multiples, so that no block of
@@ -16,11 +16,13 @@
 // Placements never change after pack(), and any thread may read them; what is trainable changes between steps only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <tuple>
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/quantized.h"
 #include "common/types.h"
 
 namespace patrickstar {
@@ -48,8 +50,22 @@ struct ParamShard {
   int64_t offset = 0;  // in the shard
 };
 
+// Some of optimizer_arrays(), in their order.
+class StateKinds {
+ public:
+  void add(ArrayKind kind) { kinds_[size_++] = kind; }
+  const ArrayKind* begin() const { return kinds_; }
+  const ArrayKind* end() const { return kinds_ + size_; }
+  size_t size() const { return size_; }
+
+ private:
+  ArrayKind kinds_[3] = {};
+  size_t size_ = 0;
+};
+
 // [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient:
-// the kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+// those of optimizer_arrays() whose type here is not kNone. Bytes, placements and plans follow from it, and whoever
+// does something to all of a chunk's states goes over kinds().
 //
 // With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its
 // place until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h):
@@ -66,6 +82,14 @@ struct StateFormat {
   StateType of(ArrayKind kind) const {
     return kind == ArrayKind::kMaster ? master : kind == ArrayKind::kMomentum ? momentum : variance;
   }
+  bool has(ArrayKind kind) const { return of(kind) != StateType::kNone; }
+  StateKinds kinds() const {
+    StateKinds result;
+    for (ArrayKind kind : optimizer_arrays()) {
+      if (has(kind)) result.add(kind);
+    }
+    return result;
+  }
   friend bool operator<(const StateFormat& a, const StateFormat& b) {
     return std::tie(a.master, a.momentum, a.variance) < std::tie(b.master, b.momentum, b.variance);
   }
@@ -81,7 +105,8 @@ struct ParamSpec {
   int64_t numel = 0;
   DType dtype = DType::kFloat32;  // compute dtype
   bool trainable = true;
-  StateFormat states;  // when it is trainable
+  StateFormat states;                         // when it is trainable
+  QuantType quantization = QuantType::kNone;  // when it is not
 };
 
 struct ChunkSpec {
@@ -91,6 +116,7 @@ struct ChunkSpec {
   bool trainable = true;
   std::vector<ParamId> params;  // by offset
   StateFormat states;           // when it is trainable
+  QuantType quantization = QuantType::kNone;
 
   int64_t num_bytes(ArrayKind kind) const {
     switch (kind) {
@@ -106,12 +132,33 @@ struct ChunkSpec {
       case ArrayKind::kMomentum:
       case ArrayKind::kVariance:
         return state_bytes(states.of(kind), shard_numel);
+      case ArrayKind::kQuantized:
+        return quantized_bytes();
     }
     return 0;
   }
-  // Of element `index` of the state that lies at `array`.
+  // [Note: quantised chunks] The values of a quantised chunk are codes and scales, kQuantized, from which its compute
+  // value is derived on the device at any time, as that of a trained one is from its master. The array has the codes of
+  // all elements of this rank's share, then
+  //
+  //   NF4    the scales of 8 bits of its blocks; a float32 scale of each super block of each parameter, counted from
+  //          the parameter's beginning; a float32 offset of each parameter. The latter two are those of the whole
+  //          chunk: few, and a share may end within a super block.
+  //   int8   a float32 scale of each of its blocks
+  bool is_quantized() const { return quantization != QuantType::kNone; }
+  int64_t quantized_bytes() const;
+  // Of what lies at `array`, the part that is the `index`-th parameter's: `shard` of it, which has the chunk's offset
+  // `offset`.
+  QuantizedPart quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const;
+  // The states that it has when it is trained.
+  StateKinds state_kinds() const { return states.kinds(); }
+  // Of what it keeps beside its compute value, the array that is made first and leaves the device last, and so tells
+  // where all of them are.
+  ArrayKind leading_state() const { return is_quantized() ? ArrayKind::kQuantized : *state_kinds().begin(); }
+  // Of element `index` of the state that lies at `array`; null where there is none.
   StatePlace state_place(ArrayKind kind, void* array, int64_t index) const {
     const StateType type = states.of(kind);
+    if (type == StateType::kNone) return {};
     auto* bytes = static_cast<char*>(array);
     float* scales = is_8_bit(type) ? reinterpret_cast<float*>(bytes + scales_offset(shard_numel, index)) : nullptr;
     return {bytes + state_offset(type, index), scales};
@@ -126,16 +173,18 @@ struct ChunkSpec {
     if (!splits_master()) return false;
     return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
   }
-  bool derives_param() const { return trainable && !splits_master(); }
+  // The compute value can be had of another array, so it may be dropped at any time.
+  bool derives_param() const { return is_quantized() || (trainable && !splits_master()); }
 };
 
 class Layout {
  public:
-  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, or masters are to be split between
-  // several ranks or are not those of bfloat16 values.
+  // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that is trained is to be
+  // quantised, or masters are to be split between several ranks or are not those of bfloat16 values.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
-  // From now on the chunk and its parameters are trainable: those that get no gradient keep their values.
+  // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep
+  // their values.
   void train(ChunkId id);
 
   const std::vector<ParamSpec>& params() const { return params_; }
@@ -154,6 +203,10 @@ class Layout {
   // The arrays that updates read and write: a chunk's values and gradients where they are kept from step to step.
   ArrayKind param_home() const { return is_sharded() ? ArrayKind::kParamShard : ArrayKind::kParam; }
   ArrayKind grad_home() const { return is_sharded() ? ArrayKind::kGradShard : ArrayKind::kGrad; }
+  // The array that has a chunk's values when nobody uses it and no update is under way, but for a trained one's master.
+  ArrayId value_home(ChunkId id) const { return {id, chunk(id).is_quantized() ? ArrayKind::kQuantized : param_home()}; }
+  // Where this rank's share of a quantised parameter is in its chunk's kQuantized at `array`.
+  QuantizedPart quantized_part(ParamId id, void* array) const;
   int64_t num_bytes(ArrayId array) const { return chunk(array.chunk).num_bytes(array.kind); }
 
  private:

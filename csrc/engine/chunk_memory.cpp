@@ -164,6 +164,18 @@ void ChunkMemory::cast_on_host(ChunkId chunk, void* to) {
                                  spec.dtype, spec.shard_numel);
 }
 
+void ChunkMemory::dequantize(Queue queue, ChunkId chunk, void* quantized, void* to) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  std::vector<quant::DequantizeJob> jobs;
+  for (ParamId param : spec.params) {
+    const QuantizedPart part = layout().quantized_part(param, quantized);
+    void* const out = static_cast<char*>(to) + layout().shard_of(param).offset * element_size(spec.dtype);
+    if (part.numel > 0) jobs.push_back({part, out, spec.dtype});
+  }
+  backend().enqueue(queue,
+                    [&quantizer = device_.device_quantizer(), jobs = std::move(jobs)] { quantizer.dequantize(jobs); });
+}
+
 void ChunkMemory::clear_block(ArrayId id) {
   char* data = static_cast<char*>(array(id).block.data);
   const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostWork, id});

@@ -59,6 +59,7 @@ class ChunkMemory {
   Backend& backend() { return device_.backend(); }
   optim::HostCompute& host_compute() { return device_.host_compute(); }
   optim::Compute& device_compute() { return device_.device_compute(); }
+  quant::HostCompute& host_quantizer() { return device_.host_quantizer(); }
   SlotPool& slots() { return slots_; }
   HostArena& arena() { return *arena_; }
   ChunkStore& store() { return store_; }
@@ -98,13 +99,16 @@ class ChunkMemory {
   // round(master), of this rank's part, on the compute queue into device memory `to`, or here into host memory.
   void cast_on_device(ChunkId chunk, void* to);
   void cast_on_host(ChunkId chunk, void* to);
+  // The compute values of a quantised chunk, of this rank's part, into device memory `to`, on `queue`. `quantized` is
+  // device memory with the chunk's kQuantized.
+  void dequantize(Queue queue, ChunkId chunk, void* quantized, void* to);
   // Zeros in the array's block, by all threads.
   void clear_block(ArrayId id);
 
   // Compute values that all ranks hold together.
   bool is_whole(ArrayId id) const { return layout().is_sharded() && id.kind == ArrayKind::kParam; }
-  // The compute value of a trainable chunk is round(master): it can be dropped at any time. A frozen one's is all there
-  // is.
+  // The compute value of a trainable chunk is round(master), that of a quantised one follows from its codes: it can be
+  // dropped at any time. That of another frozen one is all there is.
   bool is_derivable(ArrayId id) const;
 
  private:

@@ -45,14 +45,22 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   PS_CHECK(memory_.array({chunk, ArrayKind::kParam}).holds == 0, StateError, store_.param_name(param),
            " cannot be written while a module that uses it runs; write it between steps");
   const ParamShard shard = layout.shard_of(param);
-  values = part(values, shard);
   const ChunkSpec& spec = layout.chunk(chunk);
+  if (spec.is_quantized()) return write_quantized(param, values);
+  values = part(values, shard);
   if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
   if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
   pager_.ensure_state({chunk, kind}, home);
   if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
   write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
+}
+
+void ChunkValues::write_quantized(ParamId param, ParamValues values) {
+  if (values.where == Tier::kHost) return quantized_.write(param, values.data);
+  std::vector<float> staged(static_cast<size_t>(store_.layout().param(param).numel));
+  copy_to_host(staged.data(), {values.data, values.where}, float_bytes(static_cast<int64_t>(staged.size())));
+  quantized_.write(param, staged.data());
 }
 
 void ChunkValues::write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
@@ -78,8 +86,8 @@ void ChunkValues::make_split(ChunkId chunk, Tier home) {
   if (memory_.array({chunk, ArrayKind::kMaster}).exists()) {
     home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
   }
-  for (ArrayId id : {ArrayId{chunk, ArrayKind::kMaster}, ArrayId{chunk, ArrayKind::kVariance}, param}) {
-    pager_.ensure_state(id, home);
+  for (ArrayKind kind : {ArrayKind::kMaster, ArrayKind::kVariance, param.kind}) {
+    if (kind == param.kind || store_.chunk(chunk).states.has(kind)) pager_.ensure_state({chunk, kind}, home);
   }
   if (home == Tier::kDevice) {
     pager_.bring(param);
@@ -243,6 +251,7 @@ void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
   if (layout.chunk(layout.placement(param).chunk).trainable) return read_state(param, kind, values);
   PS_CHECK(kind == ArrayKind::kMaster, ArgumentError, store_.param_name(param), " is frozen and has no ",
            array_kind_name(kind));
+  if (layout.chunk(layout.placement(param).chunk).is_quantized()) return quantized_.read(param, values);
   read_cast(param, {layout.placement(param).chunk, layout.param_home()}, values);
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "engine/pager.h"
+#include "engine/quantized_values.h"
 
 namespace patrickstar {
 
@@ -24,10 +25,11 @@ struct ParamBytes {
 class ChunkValues {
  public:
   ChunkValues(Pager& pager, Collectives& collectives)
-      : pager_(pager), memory_(pager.memory()), store_(pager.store()), collectives_(collectives) {}
+      : pager_(pager), memory_(pager.memory()), store_(pager.store()), collectives_(collectives), quantized_(pager) {}
 
   // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
-  // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs.
+  // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs, and
+  // ArgumentError where a value that is not finite is to be quantised.
   void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as
   // zeros. Throws ArgumentError for a state of a frozen parameter.
@@ -54,6 +56,7 @@ class ChunkValues {
   void read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
   void write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);
   void write_cast(ParamId param, ArrayId id, ParamValues values);
+  void write_quantized(ParamId param, ParamValues values);
   void settle_on_device(ArrayId id);
   void read_cast(ParamId param, ArrayId id, float* values);
   void read_state(ParamId param, ArrayKind kind, float* values);
@@ -67,6 +70,7 @@ class ChunkValues {
   ChunkMemory& memory_;
   ChunkStore& store_;
   Collectives& collectives_;
+  QuantizedValues quantized_;
 };
 
 }  // namespace patrickstar

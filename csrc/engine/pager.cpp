@@ -18,7 +18,7 @@ struct Victim {
 
 // [Note: what leaves first] Below that of any value.
 constexpr int64_t kStateFarness = 0;
-constexpr int64_t kMasterFarness = -1;
+constexpr int64_t kLeadingStateFarness = -1;
 
 bool is_optimizer_state(ArrayKind kind) {
   const OptimizerArrays states = optimizer_arrays();
@@ -127,7 +127,12 @@ bool Pager::prefetch(ArrayId id) {
     }
     memory_.tracer().sample_memory();
     if (!array.slot) return true;  // the tide is above the trace: the use itself will make room
-    fetch_into_slot(id);
+    Slot staging = needs_staging(id) ? acquire(store().num_bytes({id.chunk, ArrayKind::kQuantized})) : Slot();
+    if (needs_staging(id) && !staging) {
+      memory_.leave_device(id);
+      return true;
+    }
+    fetch_into_slot(id, std::move(staging));
   }
   array.prefetched = true;
   return true;
@@ -150,7 +155,7 @@ void Pager::bring(ArrayId id) {
       gather_in_turn(id);
     } else {
       ensure_slot(id);
-      fetch_into_slot(id);
+      fetch_into_slot(id, take_staging(id));
     }
   }
   array.prefetched = false;
@@ -160,8 +165,13 @@ void Pager::bring(ArrayId id) {
 
 // Uploads the value, or derives it: round(master), on the tier where the master is, but on the device where the host
 // has no room for it.
-void Pager::fetch_into_slot(ArrayId id) {
+void Pager::fetch_into_slot(ArrayId id, Slot staging) {
   ArrayRecord& array = memory_.array(id);
+  if (id.kind == ArrayKind::kParam && store().chunk(id.chunk).is_quantized() && !array.on_host) {
+    array.device_ready = dequantize(id.chunk, array.slot.data, array.slot, std::move(staging));
+    array.set_on_device();
+    return;
+  }
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
   if (!array.on_host) {
     PS_CHECK(id.kind == ArrayKind::kParam && store().chunk(id.chunk).derives_param() && master.exists(), StateError,
@@ -176,6 +186,37 @@ void Pager::fetch_into_slot(ArrayId id) {
     bring_to_host(id);
   }
   memory_.upload(id);
+}
+
+bool Pager::needs_staging(ArrayId id) const {
+  return id.kind == ArrayKind::kParam && store().chunk(id.chunk).is_quantized() && !memory_.array(id).on_host &&
+         !memory_.array({id.chunk, ArrayKind::kQuantized}).on_device;
+}
+
+Slot Pager::take_staging(ArrayId id) {
+  if (!needs_staging(id)) return {};
+  const ArrayId quantized{id.chunk, ArrayKind::kQuantized};
+  return take_slot(store().num_bytes(quantized), quantized);
+}
+
+Event Pager::dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging) {
+  const ArrayId id{chunk, ArrayKind::kQuantized};
+  ArrayRecord& codes = memory_.array(id);
+  PS_CHECK(codes.exists(), StateError, store().describe(id), " has no value");
+  Backend& backend = memory_.backend();
+  if (codes.on_device) {
+    memory_.await_slot(Queue::kCompute, slot);
+    memory_.await_on_device(id);
+    memory_.dequantize(Queue::kCompute, chunk, codes.slot.data, to);
+    return backend.record(Queue::kCompute);
+  }
+  memory_.upload_to(id, staging.data, staging);
+  memory_.await_slot(Queue::kUpload, slot);
+  memory_.dequantize(Queue::kUpload, chunk, staging.data, to);
+  const Event made = backend.record(Queue::kUpload);
+  staging.busy = {made, nullptr};
+  slot.busy = {made, nullptr};
+  return made;
 }
 
 // [Note: the same order on every rank] What this rank put off, others have gathered already.
@@ -211,8 +252,11 @@ void Pager::gather(ChunkId chunk) {
 }
 
 // Returns the event after which this rank's shard is in `place`, which lies in `slot`.
-Event Pager::place_shard(ChunkId chunk, void* place, const Slot& slot) {
+Event Pager::place_shard(ChunkId chunk, void* place, Slot& slot) {
   const ArrayId shard{chunk, ArrayKind::kParamShard};
+  if (store().chunk(chunk).is_quantized()) {
+    return dequantize(chunk, place, slot, take_staging({chunk, ArrayKind::kParam}));
+  }
   if (!store().has_states_on_device(chunk)) {
     bring_to_host(shard);
     return memory_.upload_to(shard, place, slot);
@@ -372,6 +416,7 @@ int64_t Pager::guest_room_bytes() const {
 bool Pager::is_promised(ArrayId id) const {
   if (store().home(id.chunk) == Tier::kDevice) return false;
   if (is_optimizer_state(id.kind)) return true;
+  if (store().chunk(id.chunk).is_quantized()) return id.kind == ArrayKind::kQuantized && !memory_.array(id).block;
   const ArrayId param{id.chunk, layout().param_home()};
   if (!store().chunk(id.chunk).derives_param()) return id == param && !memory_.array(param).block;
   const ArrayId grad{id.chunk, layout().grad_home()};
@@ -379,7 +424,7 @@ bool Pager::is_promised(ArrayId id) const {
 }
 
 bool Pager::is_placed_on_device(ArrayId id) const {
-  if (is_optimizer_state(id.kind)) return true;
+  if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
   return id.kind == layout().param_home() && store().chunk(id.chunk).splits_master() &&
          store().has_states_on_device(id.chunk);
 }
@@ -387,10 +432,10 @@ bool Pager::is_placed_on_device(ArrayId id) const {
 int64_t Pager::promised_host_bytes() const {
   int64_t bytes = 0;
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
-    const ArrayId param{chunk, layout().param_home()};
-    if (is_promised(param)) bytes += store().num_bytes(param);
+    const ArrayId value = layout().value_home(chunk);
+    if (is_promised(value)) bytes += store().num_bytes(value);
     if (!store().chunk(chunk).trainable || store().home(chunk) == Tier::kDevice) continue;
-    for (ArrayKind kind : optimizer_arrays()) {
+    for (ArrayKind kind : store().chunk(chunk).state_kinds()) {
       if (!memory_.array({chunk, kind}).block) bytes += store().num_bytes({chunk, kind});
     }
   }
@@ -443,7 +488,8 @@ bool Pager::evict_one(Vacate what) {
     const bool dirty = !array.on_host && !can_be_had_again(id);
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, num_moments);
-    if (is_state) farness = id.kind == ArrayKind::kMaster ? kMasterFarness : kStateFarness;
+    const bool leads = id.kind == store().chunk(id.chunk).leading_state();
+    if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;
     victims.push_back({id, farness, array.last_use});
   }
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {

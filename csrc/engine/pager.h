@@ -5,8 +5,8 @@
 //
 // [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the
 // one that was used longest ago. An array whose only value is on the device counts as used at the step's end at the
-// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go,
-// masters after all others.
+// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go, a
+// chunk's leading one (ChunkSpec::leading_state) after all others.
 //
 // [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that
 // is promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the
@@ -124,10 +124,18 @@ class Pager final : public Tenant {
   bool measures_tide() const { return !replaying_ || memory_.device().backend().measures_tide_freely(); }
   // False when it is too early: what makes the host's copy is still running.
   bool prefetch(ArrayId id);
-  void fetch_into_slot(ArrayId id);
+  // `staging`: of a quantised chunk, as take_staging() gives it.
+  void fetch_into_slot(ArrayId id, Slot staging);
+  // [Note: staging] The codes of a quantised chunk that is on the host come up into device memory of their own, which
+  // is free again when the compute value is made of them, on the upload queue.
+  bool needs_staging(ArrayId id) const;
+  Slot take_staging(ArrayId id);
+  // The compute values of a quantised chunk, of this rank's part, into `to`, which lies in `slot`. Returns the event
+  // after which they are there: of the upload queue, or of the compute queue where the codes are on the device.
+  Event dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging);
   // With several ranks, in a replay: gathers what was postponed, up to the chunk.
   void gather_in_turn(ArrayId id);
-  Event place_shard(ChunkId chunk, void* place, const Slot& slot);
+  Event place_shard(ChunkId chunk, void* place, Slot& slot);
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes);
   // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no
@@ -138,10 +146,11 @@ class Pager final : public Tenant {
   HostBlock try_allocate_beside_promises(ArrayId id);
   HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
   bool is_promised(ArrayId id) const;
-  // Lives on the device by placement just now: an optimizer state, or a compute value that is a part of one.
+  // Lives on the device by placement just now: an optimizer state, a compute value that is a part of one, or quantised
+  // values.
   bool is_placed_on_device(ArrayId id) const;
 
-  // Whether its value can be had again without a copy of it: rounded from its master, or gathered.
+  // Whether its value can be had again without a copy of it: rounded from its master, dequantised, or gathered.
   bool can_be_had_again(ArrayId id) const { return memory_.is_derivable(id) && !(memory_.is_whole(id) && replays()); }
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);

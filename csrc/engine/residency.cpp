@@ -104,9 +104,11 @@ void Residency::reserve_homes_on_host() {
   std::vector<int64_t> sizes;
   for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-      const bool exists = layout().chunk(chunk).trainable || kind == layout().param_home();
+      const ChunkSpec& spec = layout().chunk(chunk);
+      const bool is_value = kind == layout().param_home();
+      const bool exists = is_value || (spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
-      arrays.push_back({chunk, kind});
+      arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
   }
@@ -132,12 +134,12 @@ std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const 
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     const int64_t bytes = placed_bytes(layout().chunk(chunk));
     room += chunk < count ? bytes : 0;
-    room -= memory_.array({chunk, ArrayKind::kMaster}).on_device ? bytes : 0;
+    room -= store().has_states_on_device(chunk) ? bytes : 0;
   }
   std::vector<ChunkId> chunks;
   for (ChunkId chunk = 0; chunk < count; ++chunk) {
     const int64_t bytes = placed_bytes(layout().chunk(chunk));
-    if (bytes == 0 || bytes > room || memory_.array({chunk, ArrayKind::kMaster}).on_device) continue;
+    if (bytes == 0 || bytes > room || store().has_states_on_device(chunk)) continue;
     chunks.push_back(chunk);
     room -= bytes;
   }
@@ -159,10 +161,8 @@ bool Residency::has_room_for_more(const Timeline& step) const {
 
 bool Residency::any_away() const {
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    if (store().home(chunk) == Tier::kDevice && layout().chunk(chunk).trainable &&
-        !memory_.array({chunk, ArrayKind::kMaster}).on_device) {
-      return true;
-    }
+    const bool has_states = placed_bytes(layout().chunk(chunk)) > 0;
+    if (store().home(chunk) == Tier::kDevice && has_states && !store().has_states_on_device(chunk)) return true;
   }
   return false;
 }
@@ -179,7 +179,13 @@ bool Residency::is_time_to_return() {
 }
 
 void Residency::move_states_to_device(ChunkId chunk) {
-  for (ArrayKind kind : optimizer_arrays()) {
+  if (layout().chunk(chunk).is_quantized()) {
+    // Beside the copy on the host, so that they can leave without one.
+    pager_.bring({chunk, ArrayKind::kQuantized});
+    store().set_home(chunk, Tier::kDevice);
+    return;
+  }
+  for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
     if (record.on_device) continue;

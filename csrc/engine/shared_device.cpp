@@ -35,6 +35,14 @@ std::unique_ptr<optim::Compute> make_device_compute(const DeviceOptions& options
   return nullptr;
 }
 
+std::unique_ptr<quant::Compute> make_device_quantizer(const DeviceOptions& options) {
+#ifdef PATRICKSTAR_WITH_CUDA
+  if (options.cuda_device >= 0) return quant::make_cuda_compute(options.cuda_device);
+#endif
+  (void)options;
+  return nullptr;
+}
+
 struct Registry {
   std::mutex mutex;
   std::map<int, std::weak_ptr<SharedDevice>> devices;  // by cuda_device
@@ -85,6 +93,8 @@ SharedDevice::SharedDevice(const DeviceOptions& options)
       pool_(host_threads_.num_threads, host_threads_.worker_cpus),
       host_compute_(optim::make_host_compute(pool_)),
       cuda_compute_(make_device_compute(options)),
+      host_quantizer_(quant::make_host_compute(pool_)),
+      cuda_quantizer_(make_device_quantizer(options)),
       interleaved_nodes_(nodes_to_interleave(host_threads_.nodes)),
       host_budget_(std::make_shared<HostBudget>(options.host_limit_bytes)) {
   backend_->set_pressure_handler(this);

@@ -27,6 +27,7 @@
 #include "common/thread_pool.h"
 #include "memory/host_arena.h"
 #include "optim/compute.h"
+#include "quant/compute.h"
 
 namespace patrickstar {
 
@@ -93,6 +94,12 @@ class SharedDevice final : public PressureHandler {
     if (cuda_compute_) return *cuda_compute_;
     return *host_compute_;
   }
+  // Of quantised values, likewise.
+  quant::HostCompute& host_quantizer() { return *host_quantizer_; }
+  quant::Compute& device_quantizer() {
+    if (cuda_quantizer_) return *cuda_quantizer_;
+    return *host_quantizer_;
+  }
   // An arena whose regions are spread over the NUMA nodes, touched by all threads and fit for transfers.
   std::unique_ptr<HostArena> make_arena();
   // Over which pages are spread; none where they lie as they are touched.
@@ -124,6 +131,8 @@ class SharedDevice final : public PressureHandler {
   ThreadPool pool_;
   const std::unique_ptr<optim::HostCompute> host_compute_;
   const std::unique_ptr<optim::Compute> cuda_compute_;  // null on the simulated device
+  const std::unique_ptr<quant::HostCompute> host_quantizer_;
+  const std::unique_ptr<quant::Compute> cuda_quantizer_;  // null on the simulated device
   const std::vector<int> interleaved_nodes_;
   const std::shared_ptr<HostBudget> host_budget_;
   std::vector<Joined> tenants_;

@@ -116,7 +116,11 @@ void StepPlanner::forget_step() {
 PlanProblem StepPlanner::untimed_problem() const {
   std::vector<uint8_t> states_on_device;
   for (UpdateAt where : agreed_updates_.empty() ? update_times() : agreed_updates_) {
-    states_on_device.push_back(where == UpdateAt::kDeviceAfterNorm);
+    const auto chunk = static_cast<ChunkId>(states_on_device.size());
+    // Where quantised values belong follows from what all ranks have agreed on as well.
+    const bool is_quantized = store_.chunk(chunk).is_quantized();
+    states_on_device.push_back(is_quantized ? store_.home(chunk) == Tier::kDevice
+                                            : where == UpdateAt::kDeviceAfterNorm);
   }
   return residency_.plan_problem(recorder_.last(), states_on_device);
 }

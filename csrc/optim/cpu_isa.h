@@ -17,7 +17,4 @@ extern const CpuKernels kAvx2Kernels;
 extern const CpuKernels kAvx512Kernels;
 #endif
 
-// All names that PATRICKSTAR_ISA may have, narrowest first.
-constexpr const char* kIsaNames[] = {"scalar", "avx2", "avx512"};
-
 }  // namespace patrickstar::optim

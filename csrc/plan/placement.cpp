@@ -18,6 +18,10 @@ constexpr int64_t kPrefetchedChunks = 16;
 constexpr double kBoundaryShare = 0.45;
 constexpr int kBoundaryChunks = 3;
 constexpr int64_t kBoundarySlack = int64_t{128} << 20;
+// Quantised chunks whose codes are on the device on their way into compute values ([Note: staging], engine/pager.h).
+constexpr int64_t kStagings = 2;
+// Compute values that are made of codes on the device which are kept free room for: more are made when they are needed.
+constexpr int64_t kDequantizedChunks = 4;
 
 int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * ratio); }
 
@@ -28,6 +32,15 @@ int64_t scatter_bytes(const Layout& layout) {
   for (const ChunkSpec& chunk : layout.chunks()) {
     largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad) + 2 * chunk.num_bytes(ArrayKind::kGradShard));
   }
+  return largest;
+}
+
+// What a chunk keeps beside its compute value.
+int64_t lasting_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.quantized_bytes(); }
+
+int64_t largest_quantized_bytes(const Layout& layout) {
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.quantized_bytes());
   return largest;
 }
 
@@ -51,7 +64,7 @@ int num_boundary_chunks(const Layout& layout, const Timeline& step, int64_t limi
   int count = 0;
   while (count < std::min(kBoundaryChunks, layout.num_chunks())) {
     const ChunkSpec& chunk = layout.chunk(count);
-    room -= optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
+    room -= lasting_bytes(chunk) + chunk.num_bytes(ArrayKind::kParam) + chunk.num_bytes(ArrayKind::kGrad);
     if (room < 0) break;
     ++count;
   }
@@ -78,7 +91,7 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     const bool grad = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
-    usable -= optimizer_bytes(chunk) + (grad && chunk.trainable ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    usable -= lasting_bytes(chunk) + (grad && chunk.trainable ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
     ++count;
@@ -126,27 +139,33 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
   PlanProblem problem;
   problem.timeline = &last;
   problem.arrays.resize(static_cast<size_t>(layout.num_chunks()) * kNumArrayKinds);
+  bool stages = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const bool trainable = layout.chunk(chunk).trainable;
-    const bool on_device = trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
+    const bool quantized = layout.chunk(chunk).is_quantized();
+    const bool on_device = (trainable || quantized) && states_on_device[static_cast<size_t>(chunk)] != 0;
     const ArrayId param{chunk, ArrayKind::kParam};
     const ArrayId grad{chunk, ArrayKind::kGrad};
     const int64_t bytes = layout.num_bytes(param);
-    const int64_t shard_bytes = layout.num_bytes({chunk, ArrayKind::kParamShard});
+    const ArrayId shard{chunk, ArrayKind::kParamShard};
+    const int64_t shard_bytes = layout.num_bytes(shard);
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
     const bool split = layout.chunk(chunk).splits_master();
     const int64_t param_bytes = on_device && split ? 0 : bytes;  // those of placed_bytes() are fixed
+    const int64_t fetch_bytes = layout.num_bytes(quantized ? layout.value_home(chunk) : shard);
+    stages = stages || (quantized && !on_device);
     const bool retires = !on_device || (!layout.is_sharded() && !split);
-    problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : shard_bytes, 0, 0, survives};
+    problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
     problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
     if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
-    if (on_device && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
-    if (on_device && budget.backwards == Backwards::kSeveral) {
+    if (on_device && trainable && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
+    if (on_device && trainable && budget.backwards == Backwards::kSeveral) {
       problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
     }
   }
   problem.fixed_bytes += scatter_bytes(layout);
+  if (stages) problem.fixed_bytes += kStagings * largest_quantized_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
   if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
   problem.limit_bytes = budget.limit_bytes;
@@ -157,11 +176,14 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
 int64_t optimizer_bytes(const ChunkSpec& chunk) {
   int64_t bytes = 0;
   if (!chunk.trainable) return bytes;
-  for (ArrayKind kind : optimizer_arrays()) bytes += chunk.num_bytes(kind);
+  for (ArrayKind kind : chunk.state_kinds()) bytes += chunk.num_bytes(kind);
   return bytes;
 }
 
-int64_t home_bytes(const ChunkSpec& chunk) { return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard); }
+int64_t home_bytes(const ChunkSpec& chunk) {
+  if (chunk.is_quantized()) return chunk.quantized_bytes();
+  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard);
+}
 
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
@@ -176,6 +198,7 @@ int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
 }
 
 int64_t placed_bytes(const ChunkSpec& chunk) {
+  if (chunk.is_quantized()) return chunk.quantized_bytes();
   return chunk.derives_param() || !chunk.trainable ? optimizer_bytes(chunk) : home_bytes(chunk);
 }
 
@@ -185,7 +208,8 @@ int64_t spare_bytes(const Layout& layout) {
   for (const ChunkSpec& chunk : layout.chunks()) {
     total += home_bytes(chunk);
     const int count = chunk.trainable && !chunk.derives_param() ? 2 : 1;
-    largest = std::max(largest, count * chunk.num_bytes(layout.grad_home()));
+    const int64_t passing = chunk.is_quantized() ? chunk.quantized_bytes() : chunk.num_bytes(layout.grad_home());
+    largest = std::max(largest, count * passing);
   }
   return largest + HostArena::most_rounding_bytes(total);
 }
@@ -230,10 +254,12 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   const int64_t margin = budget.limit_bytes - tide_peak_bytes - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
+  int64_t dequantized = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    values += chunk.num_bytes(ArrayKind::kParam);
+    (chunk.is_quantized() ? dequantized : values) += chunk.num_bytes(ArrayKind::kParam);
     largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
   }
+  values += std::min(dequantized, kDequantizedChunks * largest) + kStagings * largest_quantized_bytes(layout);
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
@@ -264,7 +290,7 @@ int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<Pa
     }
     largest = std::max(largest, bytes + largest_grad);
   }
-  return largest + scatter_bytes(layout);
+  return largest + scatter_bytes(layout) + largest_quantized_bytes(layout);
 }
 
 }  // namespace patrickstar

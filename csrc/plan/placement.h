@@ -16,7 +16,7 @@ namespace patrickstar {
 int64_t optimizer_bytes(const ChunkSpec& chunk);
 int64_t home_bytes(const ChunkSpec& chunk);
 // What its states take where they are placed, whatever becomes of gradients: the compute value as well where it is a
-// part of the master.
+// part of the master, and of a quantised chunk its codes and scales.
 int64_t placed_bytes(const ChunkSpec& chunk);
 
 // How many backwards a step is known to have.
@@ -89,7 +89,8 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
 
 int64_t highest_tide(const Timeline& timeline);
 
-// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks.
+// The least device memory for payloads alone: the largest module's chunks with their gradients' chunks and what they
+// are dequantised from.
 // `module_params` lists the parameters each module owns.
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params);
 

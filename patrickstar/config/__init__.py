@@ -10,6 +10,7 @@ from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from patrickstar.config.checks import adam_options, check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
 from patrickstar.config.parsing import log_accepted_options, parse_config
+from patrickstar.config.quantization import QuantizationConfig, QuantizationType
 from patrickstar.config.root import Config
 from patrickstar.config.schema import (
     PROFILE_VARIABLE,
@@ -62,6 +63,8 @@ __all__ = [
     "OptimizerType",
     "OptsConfig",
     "ProfileConfig",
+    "QuantizationConfig",
+    "QuantizationType",
     "RankReduction",
     "SequenceMode",
     "SequenceParallelConfig",

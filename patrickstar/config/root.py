@@ -16,6 +16,7 @@ from patrickstar.config.monitors import (
     WandbConfig,
 )
 from patrickstar.config.other_keys import with_other_keys
+from patrickstar.config.quantization import QuantizationConfig
 from patrickstar.config.schedulers import SchedulerConfig
 from patrickstar.config.schema import (
     ActivationsConfig,
@@ -101,6 +102,10 @@ class _EngineKeys(Section):
     """Tensor parallelism: matrices and activations that are divided over ranks, by rows and columns."""
     activations: ActivationsConfig = Field(default_factory=ActivationsConfig)
     """Memory that activations of long sequences take."""
+    quantization: QuantizationConfig | None = None
+    """Frozen weights of linear layers in 4 or 8 bits (docs/guides/qlora.md); None: as ``patrickstar.from_pretrained``
+    was told, or not.
+    """
     plan: Annotated[FilePath | None, HONOURED] = None
     """Path of a plan that ``engine.plan().save(path)`` wrote for the same model, chunk size and budgets: the first step
     then replays it. It changes no number; a plan for other chunks is refused.

@@ -29,6 +29,7 @@ from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
+from patrickstar.module.preprocess import ModelSource
 from patrickstar.monitor import MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
 from patrickstar.ranks.distributed import num_ranks_to_come
@@ -43,7 +44,7 @@ _UNUSED_ARGUMENTS = {
 
 def initialize(
     args: Any = None,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
+    model: ModelSource | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Any = None,
     training_data: Any = None,
@@ -55,7 +56,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    model_func: Callable[[], nn.Module] | None = None,
+    model_func: ModelSource | None = None,
 ) -> tuple[TrainingEngine, HybridAdam, DataLoader[Any] | None, Any]:
     """Builds an engine from what a DeepSpeed script gives; the model is converted in place.
 
@@ -153,13 +154,11 @@ def _with_mesh(config: Config, mesh: Any) -> Config:
     return config.model_copy(update={"sequence_parallel": section})
 
 
-def _model_func(
-    model: nn.Module | Callable[[], nn.Module] | None, model_func: Callable[[], nn.Module] | None
-) -> Callable[[], nn.Module]:
+def _model_func(model: ModelSource | None, model_func: ModelSource | None) -> ModelSource:
     given = model if model is not None else model_func
     if given is None or (model is not None and model_func is not None):
         raise ValueError("initialize needs one model; pass model= (a module, or a function that returns it)")
-    return (lambda: given) if isinstance(given, nn.Module) else given
+    return given
 
 
 def _groups(model_parameters: Any) -> ModelParameters:

@@ -158,11 +158,24 @@ class EngineSink:
                 param.data.copy_(values)
 
     def _write_own(self, wanted: TensorRange, values: torch.Tensor) -> None:
-        values = values.to(torch.float32).contiguous()
         handle = self._params[wanted.name]._patrickstar
+        if handle.id in self._session.quantized:
+            self._check_own(handle, wanted, values)
+            return
+        values = values.to(torch.float32).contiguous()
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - wanted.begin * torch.float32.itemsize
         self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
+
+    def _check_own(self, handle: ParamHandle, wanted: TensorRange, values: torch.Tensor) -> None:
+        """A part of a quantised parameter is what this rank has: other values are quantised from whole ones alone."""
+        own = torch.empty(wanted.numel, dtype=torch.float32)
+        self._session.runtime.read_own_values(handle.id, _C.ArrayKind.MASTER, own.data_ptr())
+        if not own.to(wanted.dtype).equal(values.to(wanted.dtype)):
+            raise ValueError(
+                f"{wanted.name} is quantised, and the checkpoint has other values of it than this engine; with several "
+                "ranks build the engine from the weights that the checkpoint was trained on, or load on one rank"
+            )
 
     def set_step_counts(self, counts: Mapping[nn.Parameter, int]) -> None:
         """After all values: how often each parameter was updated. One that never was has no states. Where states are

@@ -223,7 +223,9 @@ def run_facts(
             [spec.name, list(spec.param.shape), str(spec.param.dtype), spec.on_host, spec.trained]
             for spec in params.managed
         ],
-        "chunks": [[chunk["numel"], chunk["dtype"].name, chunk["trainable"]] for chunk in chunks],
+        "chunks": [
+            [chunk["numel"], chunk["dtype"].name, chunk["trainable"], chunk["quantization"].name] for chunk in chunks
+        ],
         "config": config.model_dump(mode="json", include=_CONFIG_KEYS),
         "machine": _machine_facts(ranks.context.device),
         "ranks": [len(ranks.members), ranks.context.local_world_size],

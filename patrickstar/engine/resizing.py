@@ -451,6 +451,8 @@ def _check_supported(session: Session, call: str) -> None:
         raise _C.StateError(f"{call} with tensor_parallel is not supported yet; save a checkpoint")
     if len(open_sessions()) > 1:
         raise _C.StateError(f"{call} while {len(open_sessions())} engines are open in this process; close the others")
+    if session.quantized:
+        raise _C.StateError(f"{call} with quantised weights is not supported yet; save a checkpoint")
     if session.compiled.is_compiled:
         raise _C.StateError(f"{call} of a compiled module is not supported yet; save a checkpoint, or do not compile")
 

@@ -151,7 +151,11 @@ class Session:
         self.num_steps = 0
         """Optimizer steps so far, skipped ones too."""
         self.plan_of_params = plan_params(
-            module, config.compute_dtype, use_cpu_embedding=config.use_cpu_embedding, in_groups=in_groups
+            module,
+            config.compute_dtype,
+            use_cpu_embedding=config.use_cpu_embedding,
+            in_groups=in_groups,
+            quantization=config.quantization,
         )
         self.num_parameters = matrices.num_elements(module.parameters())
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
@@ -298,6 +302,12 @@ class Session:
         self._kept_plan = make_kept_plan(module, plan, self.config, self.ranks, self.runtime, self.layout)
         if saved_plan is not None:
             adopt_plan(self.runtime, saved_plan)
+
+    @property
+    def quantized(self) -> set[int]:
+        """Ids of the parameters that are stored in fewer bits."""
+        specs = enumerate(self.plan_of_params.chunked)
+        return {index for index, spec in specs if spec.quantization is not _C.QuantType.NONE}
 
     def has_param(self, param: nn.Parameter) -> bool:
         """Whether it is one of the module's parameters that this engine has."""

@@ -97,6 +97,7 @@ class TrainedParams:
 
         Raises:
             MemoryBudgetError: there is no room for their states, on some rank; nothing is changed then.
+            ValueError: one of them is quantised.
             DisagreementError: ranks came to different ones; nothing is changed then.
         """
         if not self._untrained:
@@ -106,6 +107,13 @@ class TrainedParams:
             names = ", ".join(spec.name for spec in new)
             with guard():
                 self._ranks.check_agreement("the parameters that are trained from now on", names or "none")
+        for spec in new:
+            if isinstance(spec, ChunkedSpec) and spec.quantization is not _C.QuantType.NONE:
+                raise ValueError(
+                    f"{spec.name} requires grad by now, but is quantised ({spec.quantization.name.lower()}), and so "
+                    "few bits cannot be trained; freeze it with requires_grad_(False), or leave it out of quantisation "
+                    "when the engine is made (quantization.skip_modules)"
+                )
         if new:
             self._train(new, guard)
 

@@ -115,6 +115,12 @@ class FirstRankValues:
         return self._is_param(value[0]) and all(isinstance(item, str) for item in value[1:])
 
     def _write_own(self, param_id: int, values: bytes) -> None:
+        spec = self._params.specs[param_id]
+        if spec.quantization is not _C.QuantType.NONE:
+            raise _C.StateError(
+                f"{spec.name} is to be quantised, which needs all of it, but rank {self._index} has other values than "
+                "rank 0, of which it would get a part; load the same weights on every rank"
+            )
         begin, numel = self._range(param_id, self._index)
         if len(values) != numel * torch.float32.itemsize:
             raise _C.StateError(
@@ -145,7 +151,9 @@ def check_same_model(ranks: RankGroups, params: SortedParams) -> None:
     Raises:
         DisagreementError: they have not; on every rank, and it says which rank has what.
     """
-    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
+    chunked = [
+        f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained} {s.quantization.name}" for s in params.chunked
+    ]
     managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
     ranks.check_agreement("the model's parameters, in order,", "; ".join(chunked + managed))
 

@@ -11,6 +11,7 @@ folder of safetensors): these are read unit by unit, in the place of what initia
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.module.adapters import adapted_layers, adapter_modules, copies_of_tensors, draw_values, is_adapted
 from patrickstar.module.compiled.dynamo import is_wrapper
 
 
@@ -32,19 +34,26 @@ class TensorValues(Protocol):
         """They, on the CPU, of any dtype."""
 
 
-_attached: weakref.WeakKeyDictionary[nn.Module, TensorValues] = weakref.WeakKeyDictionary()
+@dataclasses.dataclass(frozen=True)
+class _Attached:
+    values: TensorValues
+    keys: dict[torch.Tensor, str]
+    """The name that each tensor had then: adapters that are put around a module later rename what is inside."""
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 
 
 def attach_values(module: nn.Module, values: TensorValues) -> None:
     """The tensors of ``module`` that are on the meta device get ``values`` when they get memory; what these lack, its
-    initialisers give.
+    initialisers give. So do they inside another module, such as one with adapters.
     """
-    _attached[module] = values
+    _attached[module] = _Attached(values, _keys_of(module, values))
 
 
 def attached_values(module: nn.Module) -> TensorValues | None:
     """Those that :func:`attach_values` gave ``module``."""
-    return _attached.get(module)
+    return _attached[module].values if module in _attached else None
 
 
 class DeferredInit:
@@ -56,14 +65,15 @@ class DeferredInit:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._values = _attached.get(module)
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}
         """The parameters that the module had, and those it has now."""
         self._names = {param: name for name, param in _replace_meta_params(module, self.replaced).items()}
         self._deferred = set(self._names)
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         """Those on the meta device that have memory now, by owner and name."""
-        self._keys = _keys_of(module, self._values) if self._values is not None else {}
+        self._sources = self._find_sources()
+        """Of what comes with values: where they are, and under which name."""
+        self._adapted = adapted_layers(module)
 
     @classmethod
     def of(cls, module: nn.Module) -> DeferredInit | None:
@@ -95,7 +105,12 @@ class DeferredInit:
                 buffers = _materialize_buffers(modules, device)
                 self._buffers |= buffers
                 for module in without_values:
-                    _initialize(module, hugging_face.get(module))
+                    if module not in self._adapted:
+                        _initialize(module, hugging_face.get(module))
+                for layer in dict.fromkeys(
+                    self._adapted[module] for module in without_values if module in self._adapted
+                ):
+                    draw_values(self._module, layer)
                 self._read_values(fresh, buffers)
                 named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
                 _check_values({**{name: param for param, name in fresh.items()}, **named})
@@ -114,13 +129,22 @@ class DeferredInit:
     def _read_values(
         self, params: Iterable[nn.Parameter], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
     ) -> None:
-        if self._values is None:
-            return
         targets = {param: param for param in params}
         targets |= {was: owner._buffers[name] for (owner, name), was in buffers.items()}
         for tensor, target in targets.items():
-            if tensor in self._keys:
-                target.data.copy_(self._values.read(self._keys[tensor]))
+            if tensor in self._sources:
+                values, key = self._sources[tensor]
+                target.data.copy_(values.read(key))
+
+    def _find_sources(self) -> dict[torch.Tensor, tuple[TensorValues, str]]:
+        sources = {}
+        for child in self._module.modules():
+            if child in _attached:
+                attached = _attached[child]
+                for tensor, key in attached.keys.items():
+                    sources[self.replaced.get(tensor, tensor)] = (attached.values, key)
+        copies = {copy: sources[tensor] for copy, tensor in copies_of_tensors(self._module) if tensor in sources}
+        return {**copies, **sources}
 
     def _needs_values(self, module: nn.Module) -> bool:
         """A module whose children had values from the start is left alone: its initialiser might overwrite them. What
@@ -131,9 +155,9 @@ class DeferredInit:
         own = [*module._parameters.values(), *module._buffers.values()]
         missing = [tensor for tensor in own if tensor is not None and (tensor.is_meta or tensor in self._deferred)]
         if missing:
-            return any(tensor not in self._keys for tensor in missing)
+            return any(tensor not in self._sources for tensor in missing)
         below = list(module.parameters())
-        return bool(below) and all(param in self._deferred and param not in self._keys for param in below)
+        return bool(below) and all(param in self._deferred and param not in self._sources for param in below)
 
 
 def _keys_of(module: nn.Module, values: TensorValues) -> dict[torch.Tensor, str]:
@@ -163,6 +187,10 @@ def _split(module: nn.Module, max_bytes: int) -> Iterator[list[nn.Module]]:
     children = list(module.children())
     if num_bytes <= max_bytes or not children:
         yield _post_order(module)
+        return
+    if is_adapted(module):  # adapters are initialised together
+        yield from _split(module.base_layer, max_bytes)
+        yield adapter_modules(module)
         return
     for child in children:
         yield from _split(child, max_bytes)

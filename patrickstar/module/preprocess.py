@@ -20,8 +20,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
+from patrickstar.config import QuantizationConfig
 from patrickstar.machine.engine_options import StateScheme
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.quantization import quantizable_weights
 
 logger = logging.getLogger("patrickstar")
 
@@ -81,6 +83,8 @@ class ChunkedSpec:
     """Whether it requires grad and the optimizer updates it when the engine is opened; else its chunk has no states."""
     keeps_float32: bool
     """Whether its moments stay float32 where others have 8 bits."""
+    quantization: _C.QuantType = _C.QuantType.NONE
+    """What its values are stored in; of frozen ones alone something else than the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,25 +96,28 @@ class SortedParams:
     managed: list[ManagedParam]
 
 
+ModelSource = nn.Module | Callable[[], nn.Module]
+"""A module, or a function without arguments that returns one."""
+
+
 class BuiltModule(NamedTuple):
-    """What a ``model_func`` has returned."""
+    """A model's module, and where it comes from."""
 
     module: nn.Module
     is_new: bool
-    """Whether the function made it; else somebody had it before."""
+    """Whether a function made it; else somebody had it before."""
 
 
-def build_module(model_func: Callable[[], nn.Module], release: Callable[[nn.Module], None]) -> BuiltModule:
-    """Calls ``model_func`` and checks what it returns; ``release`` may take the module from whoever has it until now.
+def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) -> BuiltModule:
+    """The module, or what ``model_func`` returns, checked; ``release`` may take it from whoever has it until now.
 
     Raises:
-        ValueError: it is not callable, or returns something else than an ``nn.Module``, or one that an engine owns.
+        ValueError: it is no module and not callable, or returns something else, or an engine owns the module.
     """
-    if isinstance(model_func, nn.Module):
-        raise ValueError("model_func is a module; give a function that returns one: model_func=lambda: model")
-    if not callable(model_func):
+    if not callable(model_func):  # a module is
         raise ValueError(
-            f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module"
+            f"model_func is a {type(model_func).__name__}; give an nn.Module, or a function without arguments that "
+            "returns one"
         )
     registered: set[nn.Module] = set()
 
@@ -119,7 +126,7 @@ def build_module(model_func: Callable[[], nn.Module], release: Callable[[nn.Modu
 
     handle = register_module_parameter_registration_hook(note)
     try:
-        module = model_func()
+        module = model_func if isinstance(model_func, nn.Module) else model_func()
     finally:
         handle.remove()
     if not isinstance(module, nn.Module):
@@ -145,6 +152,7 @@ def plan_params(
     *,
     use_cpu_embedding: bool,
     in_groups: Collection[nn.Parameter] | None = None,
+    quantization: QuantizationConfig | None = None,
 ) -> SortedParams:
     """Decides for every parameter of ``module`` whether it goes into a chunk, and in which dtype it computes.
 
@@ -153,6 +161,10 @@ def plan_params(
         compute_dtype: of 16-bit or float32 training.
         use_cpu_embedding: the configuration's.
         in_groups: what the optimizer has; None: every parameter.
+        quantization: the configuration's; None: what modules inside were made with.
+
+    Raises:
+        ValueError: ``quantization.skip_modules`` names no module.
     """
     scoped = {
         module._parameters[name]: do_allreduce
@@ -168,6 +180,7 @@ def plan_params(
     }
     norms = _params_with_statistics(module, compute_dtype)
     embeddings = _embedding_weights(module)
+    quantizable = quantizable_weights(module, quantization)
     chunked, managed = [], []
     for name, param in module.named_parameters():
         plain = (
@@ -192,6 +205,9 @@ def plan_params(
                     original_device=param.device,
                     trained=trained,
                     keeps_float32=param in embeddings or param.dim() < 2 or param.numel() < _LEAST_8_BIT_NUMEL,
+                    quantization=(
+                        _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
+                    ),
                 )
             )
     return SortedParams(chunked=chunked, managed=managed)
@@ -294,4 +310,5 @@ def make_layout(
         num_ranks=num_ranks,
         rank=rank,
         states=[scheme.format_of(spec.compute_dtype, keeps_float32=spec.keeps_float32) for spec in params.chunked],
+        quantization=[spec.quantization for spec in params.chunked],
     )

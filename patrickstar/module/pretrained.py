@@ -20,6 +20,7 @@ from torch import nn
 
 from patrickstar.checkpoint.export import INDEX_NAME
 from patrickstar.module.materialize import attach_values
+from patrickstar.module.quantization import freeze_quantizable, quantization_of
 
 logger = logging.getLogger("patrickstar")
 
@@ -81,6 +82,8 @@ def from_pretrained(
     *,
     config: Any = None,
     dtype: torch.dtype | str = "auto",
+    quantization: Any = None,
+    quantization_config: Any = None,
     **config_options: Any,
 ) -> nn.Module:
     """A model on the meta device, in evaluation mode, that gets the folder's weights when an engine takes it.
@@ -91,6 +94,11 @@ def from_pretrained(
         config: the model's configuration instead of the folder's.
         dtype: of the model's parameters, and so of its ``state_dict``; ``"auto"``: what ``config.json`` says. Master
             weights are float32 in any case.
+        quantization: ``"nf4"`` or ``"int8"``, or the section ``quantization`` of the configuration as a dict: the
+            weights of linear layers are frozen, and stored so by the engine (docs/guides/qlora.md). Each is quantised
+            when it has been read: 16-bit weights never exist as a whole.
+        quantization_config: the same, as transformers calls it: a ``BitsAndBytesConfig`` for NF4 with double
+            quantisation; others are refused.
         **config_options: put into the configuration, for example ``attn_implementation="sdpa"``.
 
     Parameters that the folder lacks are initialised by the model, and named in a warning, as ``from_pretrained`` of
@@ -99,9 +107,11 @@ def from_pretrained(
 
     Raises:
         ImportError: transformers is missing.
-        ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, or a
-            tensor has another shape than its parameter.
+        ValueError: the folder has no safetensors or no configuration, its index is damaged or leads out of it, a
+            tensor has another shape than its parameter, the folder's weights are quantised already, or there is no
+            such quantization.
     """
+    wanted = quantization_of(quantization if quantization_config is None else quantization_config)
     try:
         import transformers
     except ImportError as error:
@@ -110,6 +120,11 @@ def from_pretrained(
         raise ValueError(f"{os.fspath(folder)} has no config.json; give a folder that save_pretrained wrote")
     values = SafetensorsFolder(folder)
     config = config or transformers.AutoConfig.from_pretrained(folder, **config_options)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{os.fspath(folder)} has weights that are quantised already (quantization_config in config.json); give "
+            'the folder that they were made of, with quantization="nf4" or "int8"'
+        )
     if model_class is None:
         model_class = _class_of(transformers, config, folder)
     dtype = _dtype_of(config) if dtype == "auto" else dtype
@@ -122,7 +137,10 @@ def from_pretrained(
     left = values.keys - set(keys.values())
     if missing and left and _has_conversions(model):
         logger.info("%s: transformers converts its weights, so it loads them, in host memory", os.fspath(folder))
-        return type(model).from_pretrained(folder, config=config, dtype=dtype)
+        loaded = type(model).from_pretrained(folder, config=config, dtype=dtype)
+        if wanted is not None:
+            freeze_quantizable(loaded, wanted)
+        return loaded
     values.rename(keys)
     _check_shapes(model, values)
     if missing:
@@ -135,6 +153,8 @@ def from_pretrained(
             shown,
         )
     attach_values(model, values)
+    if wanted is not None:
+        freeze_quantizable(model, wanted)
     model.config._name_or_path = os.fspath(folder)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

@@ -30,7 +30,9 @@ class PlannedChunk:
     trainable: bool
     """Whether it has optimizer states."""
     states_on_device: bool
-    """Whether these live on the device."""
+    """Whether these live on the device; of quantised chunks, whether their codes and scales do."""
+    quantization: str = "NONE"
+    """What its values are stored in, a name of ``_C.QuantType``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +91,13 @@ class Plan:
             )
         for index, planned in enumerate(self.chunks):
             chunk = layout.chunk(index)
-            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"])
-            if actual != (planned.numel, planned.dtype, planned.trainable):
+            actual = (chunk["numel"], chunk["dtype"].name, chunk["trainable"], chunk["quantization"].name)
+            if actual != (planned.numel, planned.dtype, planned.trainable, planned.quantization):
                 raise ValueError(
                     f"{source} is a plan for another layout: its chunk {index} has {planned.numel} elements of "
-                    f"{planned.dtype} (trainable: {planned.trainable}), this engine's has {actual[0]} of {actual[1]} "
-                    f"(trainable: {actual[2]}); give the model, default_chunk_size and device_memory that it was made "
-                    "with, or leave 'plan' out"
+                    f"{planned.dtype} (trainable: {planned.trainable}, quantised: {planned.quantization}), this "
+                    f"engine's has {actual[0]} of {actual[1]} (trainable: {actual[2]}, quantised: {actual[3]}); give "
+                    "the model, default_chunk_size and device_memory that it was made with, or leave 'plan' out"
                 )
 
     @property
@@ -237,7 +239,14 @@ def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple
     """What a plan says of the chunks of ``layout``."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     return tuple(
-        PlannedChunk(chunk["numel"], chunk["shard_numel"], chunk["dtype"].name, chunk["trainable"], bool(on_device))
+        PlannedChunk(
+            chunk["numel"],
+            chunk["shard_numel"],
+            chunk["dtype"].name,
+            chunk["trainable"],
+            bool(on_device),
+            chunk["quantization"].name,
+        )
         for chunk, on_device in zip(chunks, states_on_device, strict=True)
     )
 

@@ -23,6 +23,7 @@ _VALUES = (
     _C.ArrayKind.GRAD_SUM,
     _C.ArrayKind.PARAM_SHARD,
     _C.ArrayKind.GRAD_SHARD,
+    _C.ArrayKind.QUANTIZED,
 )
 _COLORS = {
     "optimizer states": "#4e5d94",
@@ -31,6 +32,7 @@ _COLORS = {
     "grad_sum": "#c9712f",
     "param_shard": "#a9c9db",
     "grad_shard": "#ecc791",
+    "quantized": "#8d9b6a",
     "idle slots": "#d9d9d9",
     "tide": "#9fd3c7",
 }

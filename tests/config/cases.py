@@ -34,6 +34,7 @@ VALUES: list[Any] = [
         "fused",
         "1d",
         "8bit",
+        "int8",
     ),
     *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]

@@ -1,0 +1,96 @@
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "bind/bind.h"
+#include "chunk/layout.h"
+#include "common/check.h"
+#include "common/isa.h"
+#include "common/thread_pool.h"
+#include "quant/compute.h"
+#include "quant/maps.h"
+#ifdef PATRICKSTAR_WITH_CUDA
+#include "quant/cuda_kernels.h"
+#endif
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+using Address = uintptr_t;
+
+// The chunk that one parameter alone makes: its array has the layout that chunks have.
+ChunkSpec spec_of(QuantType type, int64_t numel) {
+  PS_CHECK(type != QuantType::kNone && numel >= 1, ArgumentError, numel, " elements of type ", quant_type_name(type),
+           "; give a type of fewer bits, and at least one element");
+  return Layout::pack({{numel, DType::kFloat32, false, {}, type}}, kAlignment).chunk(0);
+}
+
+QuantizedPart part_of(QuantType type, Address array, int64_t numel) {
+  return spec_of(type, numel).quantized_part(reinterpret_cast<void*>(array), 0, 0, {0, numel, 0});
+}
+
+py::list floats(const float* values, int count) {
+  py::list result;
+  for (int i = 0; i < count; ++i) result.append(static_cast<double>(values[i]));
+  return result;
+}
+
+}  // namespace
+
+void register_quant(py::module_& module) {
+  py::module_ quant_module = module.def_submodule("quant", "The leaf kernels of quantised values (quant/kernels.h).");
+  quant_module.attr("NF4_VALUES") = floats(quant::kNf4Map.values, 16);
+  quant_module.attr("DYNAMIC_VALUES") = floats(quant::kDynamicMap.values, 256);
+  quant_module.def(
+      "num_bytes", [](QuantType type, int64_t numel) { return spec_of(type, numel).quantized_bytes(); },
+      py::arg("type"), py::arg("numel"), "What the array of a parameter of so many elements takes.");
+  quant_module.def(
+      "layout",
+      [](QuantType type, int64_t numel) {
+        constexpr Address kSomewhere = 1 << 12;
+        const QuantizedPart part = part_of(type, kSomewhere, numel);
+        const auto offset = [](const void* pointer) { return reinterpret_cast<Address>(pointer) - kSomewhere; };
+        py::dict result;
+        result["codes"] = offset(part.codes);
+        if (type == QuantType::kNf4) result["block_scales"] = offset(part.block_scales);
+        result["scales"] = offset(part.scales);
+        if (type == QuantType::kNf4) result["offset"] = offset(part.offset);
+        return result;
+      },
+      py::arg("type"), py::arg("numel"), "Where in that array each part begins, in bytes.");
+  quant_module.def(
+      "quantize",
+      [](const std::string& isa, QuantType type, Address values, int64_t numel, Address array, int num_threads) {
+        ThreadPool pool(num_threads);
+        quant::make_host_compute(pool, isa.c_str())
+            ->quantize(reinterpret_cast<const float*>(values), numel, part_of(type, array, numel));
+      },
+      py::arg("isa"), py::arg("type"), py::arg("values"), py::arg("numel"), py::arg("array"), py::arg("num_threads"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Float32 `values` into `array`, of num_bytes() zeros. Raises ValueError where one is not finite.");
+  quant_module.def(
+      "dequantize",
+      [](const std::string& isa, QuantType type, Address array, int64_t numel, Address out, DType dtype,
+         int num_threads) {
+        ThreadPool pool(num_threads);
+        quant::make_host_compute(pool, isa.c_str())
+            ->dequantize({{part_of(type, array, numel), reinterpret_cast<void*>(out), dtype}});
+      },
+      py::arg("isa"), py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"),
+      py::arg("num_threads"), py::call_guard<py::gil_scoped_release>(), "And back, into `out`.");
+#ifdef PATRICKSTAR_WITH_CUDA
+  quant_module.def(
+      "cuda_dequantize",
+      [](QuantType type, Address array, int64_t numel, Address out, DType dtype, Address stream) {
+        quant::cuda::dequantize(part_of(type, array, numel), reinterpret_cast<void*>(out), dtype,
+                                reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("type"), py::arg("array"), py::arg("numel"), py::arg("out"), py::arg("dtype"), py::arg("stream"),
+      py::call_guard<py::gil_scoped_release>(), "The same on the device; `stream` is a cudaStream_t.");
+#endif
+}
+
+}  // namespace patrickstar::bind

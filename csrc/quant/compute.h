@@ -1,0 +1,42 @@
+// Where quantised values are made and used: on the host's thread pool, or on the device's compute queue.
+//
+// The same bits come out of both (kernels.h). Host calls return when the work is done, device calls when it is
+// enqueued. On the simulated device the two are the same object.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common/thread_pool.h"
+#include "quant/kernels.h"
+
+namespace patrickstar::quant {
+
+struct DequantizeJob {
+  QuantizedPart from;
+  void* out;
+  DType dtype;
+};
+
+class Compute {
+ public:
+  virtual ~Compute() = default;
+  virtual void dequantize(const std::vector<DequantizeJob>& jobs) = 0;
+};
+
+// What only host memory needs.
+class HostCompute : public Compute {
+ public:
+  // All of a parameter's values are at `in`, of which those of `to` are stored: the scales of a part depend on the
+  // whole. Throws ArgumentError where a value is not finite.
+  virtual void quantize(const float* in, int64_t numel, const QuantizedPart& to) = 0;
+};
+
+// `pool` must outlive the result. `isa`: one that this processor has; null: the chosen one.
+std::unique_ptr<HostCompute> make_host_compute(ThreadPool& pool, const char* isa = nullptr);
+#ifdef PATRICKSTAR_WITH_CUDA
+// Runs on PyTorch's current stream of `device`.
+std::unique_ptr<Compute> make_cuda_compute(int device);
+#endif
+
+}  // namespace patrickstar::quant

@@ -1,0 +1,90 @@
+"""Adapters of PEFT around a model on the meta device.
+
+PEFT puts an adapter where its base is, so on the meta device it loses the values that it was made with. When it gets
+memory they are drawn again, by PEFT's own initialiser; copies of modules that are trained whole (``modules_to_save``)
+get the values of what they are copies of. PEFT itself is not needed: its layers are known by what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether PEFT has put it in the place of another one, which is its ``base_layer``."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def adapter_modules(layer: nn.Module) -> list[nn.Module]:
+    """What an adapted layer has beside its base, children before their parents."""
+    base = set(layer.base_layer.modules())
+    return [module for module in _post_order(layer) if module not in base]
+
+
+def adapted_layers(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The innermost adapted layer of each module inside one, but for what belongs to its base."""
+    owners: dict[nn.Module, nn.Module] = {}
+    for layer in module.modules():
+        if is_adapted(layer):
+            owners |= dict.fromkeys(adapter_modules(layer), layer)
+    return owners
+
+
+def copies_of_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and buffers of modules that are trained whole, each with the one that it is a copy of."""
+    for wrapper in module.modules():
+        original, copies = getattr(wrapper, "original_module", None), getattr(wrapper, "modules_to_save", None)
+        if not isinstance(original, nn.Module) or not isinstance(copies, nn.ModuleDict):
+            continue
+        for copy in copies.values():
+            yield from zip(copy.parameters(), original.parameters(), strict=True)
+            yield from zip(copy.buffers(), original.buffers(), strict=True)
+
+
+def draw_values(root: nn.Module, layer: nn.Module) -> None:
+    """Initialises the adapters of ``layer``, which have memory, as PEFT did when it made them.
+
+    Raises:
+        ValueError: PEFT made them of the base's values, or not by LoRA.
+    """
+    name = next(name for name, module in root.named_modules() if module is layer)
+    if not hasattr(layer, "reset_lora_parameters"):
+        raise _without_values(name, f"a {type(layer).__name__}")
+    configs = _configs(root)
+    for adapter in dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]):
+        init = getattr(configs.get(adapter), "init_lora_weights", True)
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if variant is not None:
+            raise _without_values(name, f"{type(variant).__name__} of adapter {adapter!r}")
+        if init is False:
+            for leaf in (layer.lora_A, layer.lora_B):
+                if adapter in leaf:
+                    leaf[adapter].reset_parameters()
+        elif init is not True and str(init).lower() != "gaussian":
+            raise _without_values(name, f"init_lora_weights={init!r} of adapter {adapter!r}")
+        layer.reset_lora_parameters(adapter, init)
+
+
+def _without_values(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"{name} is on the meta device and has adapters that are made of their base's values ({what}), which are not "
+        "in memory yet; load the model with from_pretrained of transformers, and say quantization in the "
+        "configuration where it is wanted"
+    )
+
+
+def _configs(root: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for module in root.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict):
+            found |= configs
+    return found
+
+
+def _post_order(module: nn.Module) -> list[nn.Module]:
+    return [*(inner for child in module.children() for inner in _post_order(child)), module]

@@ -1,0 +1,163 @@
+"""Which parameters of a module are stored in 4 or 8 bits (csrc/quant/kernels.h): frozen weights of linear layers, as
+transformers chooses them for bitsandbytes.
+
+Not embeddings, nor what is tied to one; not the output embeddings, nor what is named ``lm_head``; not biases and norms;
+of what PEFT has adapted the base alone, and no adapter. A configuration says so for the whole model (``quantization``),
+and ``patrickstar.from_pretrained`` for the one that it builds, whichever adapters are put around that later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.config import QuantizationConfig, QuantizationType
+
+QUANT_TYPES = {QuantizationType.NF4: _C.QuantType.NF4, QuantizationType.INT8: _C.QuantType.INT8}
+
+_HEAD = "lm_head"
+_chosen: weakref.WeakKeyDictionary[nn.Module, QuantizationConfig] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizableWeight:
+    """A weight of a linear layer, and what it is to be stored in if it is frozen."""
+
+    name: str
+    param: nn.Parameter
+    type: _C.QuantType
+
+
+def quantization_of(asked: Any) -> QuantizationConfig | None:
+    """What ``from_pretrained`` was asked for: a type's name, the section of the configuration as a dict, or a
+    ``BitsAndBytesConfig`` of transformers that asks for what there is here.
+
+    Raises:
+        ValueError: there is no such thing here; the message says what to ask for.
+    """
+    if asked is None or isinstance(asked, QuantizationConfig):
+        return asked
+    if type(asked).__name__ == "BitsAndBytesConfig":
+        return _of_bitsandbytes(asked)
+    names = ", ".join(repr(member.value) for member in QuantizationType)
+    section = {"type": asked} if isinstance(asked, str) else asked
+    try:
+        return QuantizationConfig.model_validate(section)
+    except ValueError as error:
+        raise ValueError(
+            f'quantization is {asked!r}; give {names}, or a dict such as {{"type": "nf4", "skip_modules": ["gate"]}}'
+        ) from error
+
+
+def _of_bitsandbytes(asked: Any) -> QuantizationConfig:
+    """NF4 with double quantisation is the same here to the last bit but one (csrc/quant/kernels.h); all else is not."""
+    skipped = tuple(asked.llm_int8_skip_modules or ())
+    instead = f'quantization={{"type": "nf4", "skip_modules": {list(skipped)}}}' if skipped else 'quantization="nf4"'
+    if asked.load_in_8bit:
+        raise ValueError(
+            "BitsAndBytesConfig(load_in_8bit=True) multiplies in int8 with outliers apart, which PatrickStar does not; "
+            'give quantization="int8", which stores weights in 8 bits and computes in the compute dtype'
+        )
+    if not asked.load_in_4bit:
+        raise ValueError("this BitsAndBytesConfig quantises nothing; leave it out")
+    if asked.bnb_4bit_quant_type != "nf4" or not asked.bnb_4bit_use_double_quant:
+        raise ValueError(
+            f"BitsAndBytesConfig has bnb_4bit_quant_type={asked.bnb_4bit_quant_type!r} and bnb_4bit_use_double_quant="
+            f"{asked.bnb_4bit_use_double_quant}; PatrickStar has NF4 with double quantisation: set them to 'nf4' and "
+            f"True, or give {instead}"
+        )
+    return QuantizationConfig(type=QuantizationType.NF4, skip_modules=skipped)
+
+
+def freeze_quantizable(module: nn.Module, quantization: QuantizationConfig) -> None:
+    """An engine that takes ``module``, or one that contains it, quantises its linear weights, which are frozen now.
+
+    Raises:
+        ValueError: ``skip_modules`` names none of the modules.
+    """
+    for weight in _weights(module, quantization):
+        weight.param.requires_grad_(False)
+    _chosen[module] = quantization
+
+
+def quantizable_weights(
+    module: nn.Module, quantization: QuantizationConfig | None = None
+) -> dict[nn.Parameter, _C.QuantType]:
+    """What each weight of ``module`` is to be stored in that quantisation is for, frozen or not.
+
+    Args:
+        module: the user's.
+        quantization: of the configuration; None: what :func:`freeze_quantizable` was told of modules inside.
+
+    Raises:
+        ValueError: ``skip_modules`` names none of the modules.
+    """
+    if quantization is not None:
+        return {weight.param: weight.type for weight in _weights(module, quantization)}
+    found: dict[nn.Parameter, _C.QuantType] = {}
+    for child in module.modules():
+        if child in _chosen:
+            found |= {weight.param: weight.type for weight in _weights(child, _chosen[child])}
+    return found
+
+
+def _weights(module: nn.Module, quantization: QuantizationConfig) -> Iterator[QuantizableWeight]:
+    names = [name for name, _ in module.named_modules()]
+    for skipped in quantization.skip_modules:
+        if not any(_is_named(name, skipped) for name in names):
+            raise ValueError(
+                f"quantization.skip_modules names {skipped!r}, which is no module of {type(module).__name__}, nor a "
+                "part of a name between dots; named_modules() lists them"
+            )
+    left_out = _embeddings(module) | _output_embeddings(module)
+    for name, child in module.named_modules():
+        weight = child._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or weight in left_out or not _is_linear(child):
+            continue
+        skips = (*quantization.skip_modules, _HEAD)
+        if not any(_is_named(name, skipped) for skipped in skips) and not _is_adapter(module, name):
+            yield QuantizableWeight(name, weight, QUANT_TYPES[quantization.type])
+
+
+def _is_named(name: str, skipped: str) -> bool:
+    """Whether ``skipped`` is the module's name, or some of its parts between dots."""
+    return f".{skipped}." in f".{name}."
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also GPT-2's, which is named after a convolution."""
+    return isinstance(module, nn.Linear) or (
+        type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )
+
+
+def _embeddings(module: nn.Module) -> set[Any]:
+    return {child.weight for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))}
+
+
+def _output_embeddings(module: nn.Module) -> set[Any]:
+    heads = set()
+    for child in module.modules():
+        getter = getattr(child, "get_output_embeddings", None)
+        if not callable(getter):
+            continue
+        try:
+            heads.add(getattr(getter(), "weight", None))
+        except (AttributeError, NotImplementedError):  # a model without any
+            continue
+    return heads - {None}
+
+
+def _is_adapter(module: nn.Module, name: str) -> bool:
+    """Whether PEFT has put it beside a layer: of what is inside an adapted layer the ``base_layer`` alone is not."""
+    parts = name.split(".") if name else []
+    for index in range(len(parts)):
+        parent = module.get_submodule(".".join(parts[:index]))
+        if isinstance(getattr(parent, "base_layer", None), nn.Module) and parts[index] != "base_layer":
+            return True
+    return False

@@ -1,0 +1,282 @@
+"""Frozen weights in 4 and 8 bits: the values of the published formulas, the same bits wherever they are, and the bytes
+that they take.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import _C
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.models import Case, gpt2, llama, token_batch
+from tests.quant.formulas import dequantized
+from tests.training import assert_same, make_config, make_host_config, train
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def frozen_llama() -> nn.Module:
+    """Its linear layers are frozen, but for the head; embeddings and norms are trained."""
+    model = llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("proj" not in name)
+    return model
+
+
+CASE = Case(frozen_llama, token_batch)
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if "proj" in name]
+
+
+def plain_model(kind: str, dtype: torch.dtype) -> nn.Module:
+    """With plain PyTorch, the frozen weights replaced by what quantisation makes of them."""
+    torch.manual_seed(0)
+    model = frozen_llama()
+    with torch.no_grad():
+        for name in linear_names(model):
+            weight = model.get_parameter(name)
+            weight.copy_(dequantized(weight, kind, dtype))
+    for param in model.parameters():  # an engine leaves buffers as they are
+        param.data = param.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_values_are_those_of_the_formulas(kind, precision):
+    """In state dicts, in what the model computes, and when the engine gives it back."""
+    dtype = DTYPES[precision]
+    plain = plain_model(kind, dtype)
+    batch = token_batch(torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = frozen_llama()
+    engine, _ = initialize_engine(lambda: model, 0, make_config(precision, quantization={"type": kind}))
+    with engine:
+        state = engine.state_dict()
+        for name in linear_names(plain):
+            assert_same_bits(state[name].to(dtype), plain.state_dict()[name], name)
+        loss = engine(**batch).loss
+        assert loss.item() == plain(**batch).loss.item()
+    for name in linear_names(plain):
+        assert_same_bits(model.get_parameter(name).detach().to(dtype), plain.state_dict()[name], name)
+
+
+def test_training_is_that_of_plain_pytorch():
+    """In float32, where ours and torch.optim's updates are the same up to rounding."""
+    plain = plain_model("nf4", torch.float32)
+    optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(6):
+        loss = plain(**token_batch(generator)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    config = make_config(quantization={"type": "nf4"})
+    config["optimizer"]["params"] = {"lr": 1e-3, "weight_decay": 0.01}
+    run = train(CASE, config, steps=6)
+    assert run.losses[0] == losses[0]
+    assert run.losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_budgets_change_no_bit(kind):
+    """All on the device; chunks come and go; codes on the device; other chunk sizes; without room on the host."""
+    config = {"quantization": {"type": kind}}
+    reference = train(CASE, make_config("bf16", **config), steps=5)
+    assert len({report["uploaded_bytes"] for report in reference.chunk_reports}) == 1
+    small = train(CASE, make_host_config("bf16", device_memory=150_000, default_chunk_size=2048, **config), steps=5)
+    assert small.report["num_evictions"] > 0 and small.report["uploaded_bytes"] > 0
+    assert_same(small, reference)
+    assert_same(
+        train(CASE, make_config("bf16", device_memory=220_000, default_chunk_size=2048, **config), 5), reference
+    )
+    assert_same(train(CASE, make_config("bf16", default_chunk_size=1024, **config), 5), reference)
+    tight = make_config("bf16", device_memory=500_000, host_memory=260_000, default_chunk_size=2048, **config)
+    assert_same(train(CASE, tight, 5), reference)
+    delays = {"link_gbps": 0.05, "max_random_us": 200}
+    late = make_host_config("bf16", device_memory=150_000, default_chunk_size=2048, delays=delays, **config)
+    assert_same(train(CASE, late, 5), reference)
+
+
+class Tower(nn.Module):
+    """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
+
+    def __init__(self, num_layers: int = 12, width: int = 64):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        layers = (nn.Linear(width, width, bias=False).requires_grad_(False) for _ in range(num_layers))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.float().square().mean()}
+
+
+def tower_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 8, generator=generator)}
+
+
+TOWER = Case(Tower, tower_batch)
+
+
+TRAINED_BYTES = 2 * (8 * 64 + 128)
+"""Of the compute value, or the gradient, of the layer below, padded."""
+
+
+def tower_bytes(**config) -> tuple[int, int]:
+    """Uploaded and downloaded bytes of the last of several steps."""
+    config = make_host_config("bf16", default_chunk_size=4096, device_memory=30_000, **config)
+    reports = train(TOWER, config, steps=6).chunk_reports
+    return tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
+
+
+def test_bytes_over_the_link():
+    """What goes up is codes and scales; nothing of a frozen chunk comes down."""
+    whole, whole_down = tower_bytes()
+    num_fetches, rest = divmod(whole - 2 * TRAINED_BYTES, 2 * 4096)
+    assert rest == 0 and num_fetches >= 20  # of 24 uses: 12 layers, forward and backward
+    for kind, num_bytes in (("nf4", 4096 / 2 + 4096 / 64 + 8), ("int8", 4096 + 4 * 4096 / 256)):
+        quantized, down = tower_bytes(quantization={"type": kind})
+        print(f"{kind}: {quantized} bytes up per step, {down} down; in 16 bits {whole} and {whole_down}")
+        num_quantized, rest = divmod(quantized - 2 * TRAINED_BYTES, num_bytes)
+        assert rest == 0 and num_fetches <= num_quantized <= 24  # what is dequantised takes room too
+        assert down == whole_down == TRAINED_BYTES
+
+
+def test_codes_move_to_the_device():
+    """Where they fit there and values do not: nothing is uploaded any more."""
+    config = make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"})
+    roomy = train(TOWER, {**config, "device_memory": 110_000}, steps=6)
+    rows = roomy.chunk_reports
+    assert rows[-1]["num_device_state_chunks"] == 13
+    assert rows[-1]["num_evictions"] > rows[-2]["num_evictions"]
+    assert rows[-1]["uploaded_bytes"] == rows[-2]["uploaded_bytes"]
+    assert rows[-1]["downloaded_bytes"] == rows[-2]["downloaded_bytes"]
+    assert_same(roomy, train(TOWER, config, steps=6))
+
+
+def test_host_memory_is_that_of_the_codes():
+    numel = 12 * 4096
+    config = make_host_config("bf16", default_chunk_size=4096, device_memory=60_000)
+    whole = train(TOWER, config, steps=3).report
+    quantized = train(TOWER, {**config, "quantization": {"type": "nf4"}}, steps=3).report
+    saved = whole["predicted_host_peak_bytes"] - quantized["predicted_host_peak_bytes"]
+    print(f"predicted: {saved} bytes saved of {2 * numel}; peak {quantized['host_peak_bytes']}")
+    assert saved > (2 - 0.52) * numel * 0.9
+    assert quantized["host_peak_bytes"] <= quantized["predicted_host_peak_bytes"]
+
+
+def chunk_kinds(engine) -> dict[str, _C.QuantType]:
+    session = engine._session
+    return {spec.name: spec.quantization for spec in session.plan_of_params.chunked}
+
+
+def test_which_weights():
+    """Of a model in which all is frozen but the norms: linear layers, without the head and what is named."""
+    model = llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    config = make_config(quantization={"type": "NF4", "skip_modules": ["up_proj", "layers.0"]})
+    with initialize_engine(lambda: model, 0, config)[0] as engine:
+        found = {name for name, kind in chunk_kinds(engine).items() if kind is _C.QuantType.NF4}
+    expected = {name for name in linear_names(llama()) if "layers.1" in name and "up_proj" not in name}
+    assert found == expected and len(found) == 6
+    conv = gpt2().requires_grad_(False)
+    conv.transformer.ln_f.requires_grad_(True)
+    with initialize_engine(lambda: conv, 0, make_config(quantization={"type": "int8"}))[0] as engine:
+        found = {name for name, kind in chunk_kinds(engine).items() if kind is _C.QuantType.INT8}
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert found == {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
+
+
+def test_wrong_configurations():
+    for section, message in (
+        ({"type": "fp4"}, r"quantization.type is 'fp4'"),
+        ({"typ": "nf4"}, r"quantization.typ"),
+        ({"skip_modules": 3}, "give a list of names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            initialize_engine(frozen_llama, 0, make_config(quantization=section))
+    with pytest.raises(ValueError, match=r"skip_modules names 'gates', which is no module"):
+        initialize_engine(frozen_llama, 0, make_config(quantization={"skip_modules": ["gates"]}))
+    model = frozen_llama()
+    name = linear_names(model)[2]
+    with torch.no_grad():
+        model.get_parameter(name)[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=rf"{name}.*NaN or infinite"):
+        initialize_engine(lambda: model, 0, make_config(quantization={}))
+
+
+def test_a_quantised_weight_cannot_be_trained():
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(
+        frozen_llama,
+        0,
+        make_config(quantization={}),
+        lambda module: [p for p in module.parameters() if p.requires_grad],
+    )
+    with engine:
+        name = linear_names(engine.module)[0]
+        weight = engine.module.get_parameter(name)
+        batch = token_batch(torch.Generator().manual_seed(1))
+        engine.backward(engine(**batch).loss)
+        optimizer.step()
+        weight.requires_grad_(True)
+        optimizer.add_param_group({"params": [weight]})
+        with pytest.raises(ValueError, match=rf"{name} requires grad by now, but is quantised \(nf4\)"):
+            engine(**batch)
+
+
+def test_values_that_are_written():
+    """The same ones stay as they are, others are quantised."""
+    torch.manual_seed(0)
+    engine, _ = initialize_engine(frozen_llama, 0, make_config("bf16", quantization={"type": "nf4"}))
+    with engine:
+        state = engine.state_dict()
+        engine.load_state_dict(state)
+        assert_same_bits(dict(engine.state_dict()), dict(state))
+        name = linear_names(engine.module)[1]
+        new = torch.randn_like(state[name].float()) * 0.1
+        with torch.no_grad():
+            engine.module.get_parameter(name).copy_(new)
+        expected = dequantized(new, "nf4", torch.bfloat16)
+        assert_same_bits(engine.state_dict()[name].to(torch.bfloat16), expected)
+
+
+def test_checkpoints(tmp_path):
+    """Resumed with the same bits; and the base comes back where it was another one."""
+
+    def run(steps, *, load=False, save=False, seed=0):
+        torch.manual_seed(seed)
+        config = make_config("bf16", device_memory=400_000, default_chunk_size=2048, quantization={"type": "nf4"})
+        engine, optimizer = initialize_engine(frozen_llama, 0, config)
+        with engine:
+            if load:
+                engine.load_checkpoint(tmp_path)
+            generator = torch.Generator().manual_seed(steps)
+            for _ in range(steps):
+                engine.backward(engine(**token_batch(generator)).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                engine.save_checkpoint(tmp_path)
+            return dict(engine.state_dict())
+
+    saved = run(3, save=True)
+    assert_same_bits(run(0, load=True), saved)
+    assert_same_bits(run(2, load=True), run(2, load=True))
+    other = run(0, load=True, seed=5)
+    for name, value in saved.items():
+        if "proj" in name:  # quantised once more
+            torch.testing.assert_close(other[name].float(), value.float(), rtol=0.05, atol=2e-3)
+        else:
+            assert_same_bits(other[name], value, name)
