@@ -50,7 +50,7 @@ from patrickstar.command.plan_report import (
     length_lines,
     refusal_lines,
 )
-from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
+from patrickstar.config import ActivationOffload, LossComputation, OptimizerType, Speculation, States
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -67,6 +67,7 @@ from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
+_OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
@@ -157,6 +158,10 @@ def _parser(prog: str) -> CommandParser:
         help="optimizer.speculation",
     )  # fmt: skip
     engine.add_argument(
+        "--optimizer", type=str.lower, choices=sorted(_OPTIMIZERS), default=OptimizerType.ADAMW.value.lower(),
+        help="optimizer.type: Lion and SGD keep a momentum and no variance",
+    )  # fmt: skip
+    engine.add_argument(
         "--states", choices=[member.value for member in States], default=States.FP32.value,
         help="optimizer.states: what momentum and variance are stored in",
     )  # fmt: skip
@@ -212,6 +217,7 @@ def _question(args: argparse.Namespace) -> Question:
             host_bytes=args.host_memory or _in_words(host_memory.default_budget_bytes()),
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
+            optimizer=_OPTIMIZERS[args.optimizer],
             states=States(args.states),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),

@@ -174,7 +174,7 @@ void Updates::speculate(ChunkId chunk) {
   update.restores = jobs_.restores(chunk, target);
   update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
-  for (optim::AdamJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
+  for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
   if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
   speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
@@ -313,7 +313,7 @@ void Updates::submit_states_passes() {
   for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
     pass->update.pass = Pass::kStates;
     pass->update.chunk = pass->chunks.front();
-    for (optim::AdamJob& job : pass->update.jobs) job.range.param = nullptr;
+    for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
     const Event done = host_updates_.submit(std::move(pass->update));
     for (ChunkId chunk : pass->chunks) {
       for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
@@ -335,14 +335,14 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
   const UpdateTarget target = open_target(chunk, /*on_device=*/true);
-  std::vector<optim::AdamJob> jobs;
+  std::vector<optim::UpdateJob> jobs;
   jobs_.add(chunk, target, groups, grad_scale, jobs);
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kDeviceAdam, chunk, jobs));
     for (const Restore& restore : jobs_.restores(chunk, target)) {
       memory_.device_compute().cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
     }
-    memory_.device_compute().adam(jobs);
+    memory_.device_compute().update(jobs);
   }
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
   holds.clear();

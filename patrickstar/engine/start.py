@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import Config
+from patrickstar.config import Config, rule_of
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.core_setup import load_plan
 from patrickstar.engine.divided_matrices import make_matrices
@@ -64,7 +64,8 @@ def start_session(
                 built = build_module(model_func, release=close_lost_engine)
             divided = matrices.divide(built.module)
             deferred = DeferredInit.of(built.module)
-            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred))
+            options = rule_of(config.optimizer.type).options
+            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
             session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups)
             session.check_plan(saved_plan)

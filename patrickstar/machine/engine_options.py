@@ -8,7 +8,16 @@ import os
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, DelaysConfig, HostAffinity, HostThreadsConfig, Speculation, States
+from patrickstar.config import (
+    Config,
+    DelaysConfig,
+    HostAffinity,
+    HostThreadsConfig,
+    OptimizerConfig,
+    Speculation,
+    States,
+    rule_of,
+)
 from patrickstar.machine.budgets import Budgets
 
 
@@ -103,11 +112,13 @@ class StateScheme:
 
     Args:
         states: momentum and variance.
+        has_variance: whether the optimizer keeps one.
         splits_masters: whether the float32 master of a parameter that computes in bfloat16 is stored as its lower half
             beside the parameter (csrc/optim/kernels.h, [Note: split masters]).
     """
 
     states: States = States.FP32
+    has_variance: bool = True
     splits_masters: bool = False
 
     def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
@@ -119,15 +130,20 @@ class StateScheme:
             States.BF16: (types.BFLOAT16, types.BFLOAT16),
             States.EIGHT_BIT: (types.FLOAT32, types.FLOAT32) if keeps_float32 else (types.SIGNED8, types.UNSIGNED8),
         }[self.states]
-        return _C.StateFormat(types.LOWER_HALF if splits else types.FLOAT32, momentum, variance)
+        return _C.StateFormat(
+            types.LOWER_HALF if splits else types.FLOAT32, momentum, variance if self.has_variance else types.NONE
+        )
 
 
-def state_scheme(states: States, speculation: Speculation, num_ranks: int) -> StateScheme:
+def state_scheme(optimizer: OptimizerConfig, num_ranks: int) -> StateScheme:
     """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
     per parameter less. Not yet with several ranks.
     """
-    splits = speculation is Speculation.COMMIT and num_ranks == 1
-    return StateScheme(states, splits)
+    return StateScheme(
+        states=optimizer.states,
+        has_variance="exp_avg_sq" in rule_of(optimizer.type).states,
+        splits_masters=optimizer.speculation is Speculation.COMMIT and num_ranks == 1,
+    )
 
 
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:

@@ -154,7 +154,7 @@ class Answer:
     def config(self) -> dict[str, Any]:
         """What ``initialize_engine`` takes to train so; the learning rate and its like are the user's."""
         question, setting, case = self.question, self.question.setting, self.chosen
-        optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
+        optimizer: dict[str, Any] = {"type": setting.optimizer.value, "params": {"lr": 1e-4}}
         if setting.speculation is not Speculation.AUTO:
             optimizer["speculation"] = setting.speculation.value
         if setting.states is not States.FP32:
@@ -326,7 +326,7 @@ class Planner:
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
         num_ranks = cluster.chunk_ranks
-        scheme = state_scheme(question.setting.states, question.setting.speculation, num_ranks)
+        scheme = state_scheme(question.setting.optimizer_config(), num_ranks)
         key = (question.workload, question.machine, cluster, size, scheme)
         if key not in self._predictors:
             layout = make_layout(trace.params, size, num_ranks, scheme=scheme)

@@ -133,6 +133,10 @@ def all_cases() -> list[Case]:
             beside = {key.section: {"enabled": True}} if key.section in switches and key.name != "enabled" else {}
         if key.path == "optimizer.params.torch_adam":
             beside = {"optimizer": {"type": "AdamW"}}
+        if key.path in ("optimizer.params.momentum", "optimizer.params.dampening"):
+            beside = {"optimizer": {"type": "SGD"}}
+        if key.path == "optimizer.params.nesterov":
+            beside = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
         if key.path == "sequence_parallel.ulysses_size":
             beside = {"sequence_parallel": {"size": 4, "mode": "hybrid"}}
         of = title if key.section == "scheduler.params" else ""
