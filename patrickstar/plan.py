@@ -50,7 +50,7 @@ from patrickstar.command.plan_report import (
     length_lines,
     refusal_lines,
 )
-from patrickstar.config import ActivationOffload, LossComputation, OptimizerType, Speculation, States
+from patrickstar.config import ActivationOffload, LossComputation, Master, OptimizerType, Speculation, States
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -166,6 +166,10 @@ def _parser(prog: str) -> CommandParser:
         help="optimizer.states: what momentum and variance are stored in",
     )  # fmt: skip
     engine.add_argument(
+        "--master", choices=[member.value for member in Master], default=Master.EXACT.value,
+        help="optimizer.master: stochastic, which takes --speculation commit, leaves float32 masters out",
+    )  # fmt: skip
+    engine.add_argument(
         "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
         help="activations.offload: whose activations may leave the device between forward and backward",
     )  # fmt: skip
@@ -194,6 +198,10 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(
             "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
         )
+    if args.master == Master.STOCHASTIC.value and (speculation is not Speculation.COMMIT or args.precision != "bf16"):
+        raise ValueError(
+            "--master stochastic needs --speculation commit and --precision bf16; give both, or leave it out"
+        )
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
@@ -219,6 +227,7 @@ def _question(args: argparse.Namespace) -> Question:
             speculation=speculation,
             optimizer=_OPTIMIZERS[args.optimizer],
             states=States(args.states),
+            master=Master(args.master),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),
         ),

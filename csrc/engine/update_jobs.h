@@ -55,7 +55,7 @@ enum class Pass : uint8_t {
 // Where the new compute value goes.
 enum class ParamPlace : uint8_t {
   kGradient,  // into the gradient's memory, which becomes its own
-  kOwn,       // where the old one is: the gradient is another array (a sum of micro-batches'), or the master is split
+  kOwn,       // where the old one is: the gradient is another array (a sum of micro-batches'), or the value a state
   kNew,       // into memory of its own, apart from both
 };
 

@@ -102,7 +102,7 @@ void Updates::commit(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
   // Gradients that have no place to wait in are applied in the first step already.
-  if (store_.chunk(chunk).splits_master()) make_states(chunk);
+  if (store_.chunk(chunk).keeps_param()) make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
@@ -329,7 +329,7 @@ void Updates::submit_states_passes() {
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
-  if (store_.chunk(chunk).splits_master()) used.push_back(param_of(chunk));
+  if (store_.chunk(chunk).keeps_param()) used.push_back(param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
@@ -375,7 +375,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
       pager_.bring_to_host({chunk, kind});
     }
     update.after.push_back(memory_.array(grad).host_ready);
-    if (store_.chunk(chunk).splits_master()) bring_value_to_host(chunk, update.after);
+    if (store_.chunk(chunk).keeps_param()) bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
     if (params && (*params)[i]) {
       target.param = (*params)[i].data;
@@ -430,7 +430,7 @@ UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
   const bool is_own = grad.kind == grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
-  target.place = is_own && !store_.chunk(chunk).splits_master() ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.place = is_own && !store_.chunk(chunk).keeps_param() ? ParamPlace::kGradient : ParamPlace::kOwn;
   target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});

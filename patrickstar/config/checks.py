@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
-from patrickstar.config.schema import SequenceMode, Speculation
+from patrickstar.config.schema import Master, SequenceMode, Speculation
 from patrickstar.config.shown import shown
 from patrickstar.config.tensor_parallel import MatrixMode
 from patrickstar.config.update_rules import conflicts_of_params
@@ -25,6 +25,15 @@ def find_conflicts(config: Config) -> list[str]:
         problems.append(
             'optimizer.speculation is "commit", which updates before the norm of all gradients is known; set '
             'gradient_clipping to 0 and leave fp16 out, or set optimizer.speculation to "auto"'
+        )
+    if config.optimizer.master is Master.STOCHASTIC and config.bf16 is None:
+        problems.append(
+            'optimizer.master is "stochastic", which is for bfloat16 parameters; enable bf16, or leave it out'
+        )
+    elif config.optimizer.master is Master.STOCHASTIC and config.optimizer.speculation is not Speculation.COMMIT:
+        problems.append(
+            f'optimizer.master is "stochastic" and optimizer.speculation is "{config.optimizer.speculation.value}": '
+            'gradients would have no place to wait in for the step; set speculation to "commit", or leave master out'
         )
     if config.fp16 is not None and config.bf16 is not None:
         problems.append("fp16.enabled and bf16.enabled are both True; enable one")

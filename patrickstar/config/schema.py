@@ -66,6 +66,13 @@ class States(enum.Enum):
     EIGHT_BIT = "8bit"
 
 
+class Master(enum.Enum):
+    """What a 16-bit parameter is updated from."""
+
+    EXACT = "exact"
+    STOCHASTIC = "stochastic"
+
+
 class SequenceMode(enum.Enum):
     """How attention over a sequence that ranks share is computed (:class:`patrickstar.sequence.Mode`)."""
 
@@ -215,6 +222,13 @@ class OptimizerConfig(Section):
     Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
     those of fewer than 4,096 elements keep float32, as there. A loss of precision that is yours to accept: the guide
     ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
+    """
+    master: Annotated[Master, HONOURED] = Master.EXACT
+    """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
+    parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
+    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16`` and ``speculation`` ``"commit"`` (a
+    gradient waits nowhere), and one rank per copy of the model. A loss of precision that is yours to accept, as with
+    ``states``.
     """
     streaming: Annotated[
         Text,

@@ -115,7 +115,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
     timeline = runtime.timeline()
     if not timeline:
         raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
-    on_device = [runtime.is_on_device(chunk, _C.ArrayKind.MASTER) for chunk in range(layout.num_chunks)]
+    on_device = [runtime.is_on_device(chunk, _leading_state(layout, chunk)) for chunk in range(layout.num_chunks)]
     times, predicted = runtime.step_times(), runtime.predicted_step()
     return plan_of(
         layout,
@@ -126,6 +126,12 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         StepTimes.of_core(times) if times is not None else None,
         Prediction(**predicted) if predicted is not None else None,
     )
+
+
+def _leading_state(layout: _C.Layout, chunk: int) -> _C.ArrayKind:
+    """Which tells where all states of a chunk are (csrc/chunk/layout.h)."""
+    has_master = layout.chunk(chunk)["states"].master != _C.StateType.NONE
+    return _C.ArrayKind.MASTER if has_master else _C.ArrayKind.MOMENTUM
 
 
 def _owned_params(module: nn.Module, params: SortedParams) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
+from patrickstar.config import ActivationOffload, LossComputation, Master, Speculation, States
 from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
@@ -159,6 +159,8 @@ class Answer:
             optimizer["speculation"] = setting.speculation.value
         if setting.states is not States.FP32:
             optimizer["states"] = setting.states.value
+        if setting.master is not Master.EXACT:
+            optimizer["master"] = setting.master.value
         config: dict[str, Any] = {
             "optimizer": optimizer,
             "device_memory": _as_written(setting.device_bytes),

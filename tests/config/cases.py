@@ -35,7 +35,7 @@ VALUES: list[Any] = [
         "1d",
         "8bit",
     ),
-    *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
+    *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
 """For each key one of them is another value than its default, and one is refused where some are."""
 
@@ -135,6 +135,8 @@ def all_cases() -> list[Case]:
             beside = {"optimizer": {"type": "AdamW"}}
         if key.path in ("optimizer.params.momentum", "optimizer.params.dampening"):
             beside = {"optimizer": {"type": "SGD"}}
+        if key.path == "optimizer.master":
+            beside = {"bf16": {"enabled": True}, "optimizer": {"speculation": "commit"}}
         if key.path == "optimizer.params.nesterov":
             beside = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
         if key.path == "sequence_parallel.ulysses_size":

@@ -110,6 +110,8 @@ def test_bad_bytes(value):
         ({"optimizer": {"params": {"momentum": 0.9}}}, "momentum is 0.9, which neither Adam nor AdamW has"),
         ({"optimizer": {"type": "sgd", "params": {"nesterov": True}}}, "nesterov=True with momentum 0 and"),
         ({"optimizer": {"type": "SGD", "params": {"dampening": 1.5}}}, "dampening is 1.5; it must be at most 1"),
+        ({"optimizer": {"master": "stochastic", "speculation": "commit"}}, "for bfloat16 parameters; enable bf16"),
+        ({"optimizer": {"master": "stochastic"}, "bf16": {}}, 'speculation is "auto": gradients would have no place'),
         ({"optimizer": {"params": {"lr": -1}}}, "optimizer.params.lr is -1"),
         ({"optimizer": {"params": {"lr": "fast"}}}, "optimizer.params.lr is 'fast'"),
         ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr is nan"),
