@@ -55,7 +55,7 @@ def quantization_of(asked: Any) -> QuantizationConfig | None:
 
 
 def _of_bitsandbytes(asked: Any) -> QuantizationConfig:
-    """NF4 with double quantisation is the same here to the last bit but one (csrc/quant/kernels.h); all else is not."""
+    """NF4 with double quantisation is the same here (csrc/quant/kernels.h says where bits differ); all else is not."""
     skipped = tuple(asked.llm_int8_skip_modules or ())
     instead = f'quantization={{"type": "nf4", "skip_modules": {list(skipped)}}}' if skipped else 'quantization="nf4"'
     if asked.load_in_8bit:

@@ -133,10 +133,12 @@ TRAINED_BYTES = 2 * (8 * 64 + 128)
 
 
 def tower_bytes(**config) -> tuple[int, int]:
-    """Uploaded and downloaded bytes of the last of several steps."""
+    """Uploaded and downloaded bytes of the last of several steps, which are those of its plan."""
     config = make_host_config("bf16", default_chunk_size=4096, device_memory=30_000, **config)
     reports = train(TOWER, config, steps=6).chunk_reports
-    return tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
+    moved = tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
+    assert moved == (reports[-1]["planned_uploaded_bytes"], reports[-1]["planned_downloaded_bytes"])
+    return moved
 
 
 def test_bytes_over_the_link():
