@@ -38,6 +38,7 @@ def answer_lines(answer: Answer) -> list[str]:
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
         f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
         f"{early}",
+        *_quantized_lines(case),
     ]
     if case.setting.host_bytes < setting.host_bytes:
         lines.append(
@@ -115,6 +116,12 @@ def _mesh_lines(answer: Answer) -> list[str]:
         "what products do not hide"
     ]
     return lines + ([f"so divided since {mesh.reason}"] if mesh.reason else [])
+
+
+def _quantized_lines(case: Case) -> list[str]:
+    num_chunks = sum(chunk.quantization != "NONE" for chunk in case.plan.chunks)
+    kept = f"{case.num_device_quantized_chunks} of {num_chunks} quantised chunks stay on the GPU, in few bits"
+    return [kept] if num_chunks else []
 
 
 def _stash_lines(case: Case) -> list[str]:
@@ -268,6 +275,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "chunk_numel": case.chunk_numel,
         "num_chunks": len(case.plan.chunks),
         "num_device_state_chunks": case.num_device_state_chunks,
+        "num_device_quantized_chunks": case.num_device_quantized_chunks,
         "num_speculated_chunks": case.num_speculated_chunks,
         "num_parameters_first": case.num_parameters_first,
         "tide_peak_bytes": case.plan.tide_peak_bytes,

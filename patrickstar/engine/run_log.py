@@ -166,7 +166,7 @@ def plan_line(session: Session, predicted: Prediction | None) -> str:
     if predicted is not None:
         bound = f"; {predicted.bound.replace('_', ' ')} bounds a step, predicted {show_seconds(predicted.seconds)}"
     return (
-        f"plan: optimizer states {_states(session, report)}; a step moves "
+        f"plan: optimizer states {_states(session, report)}{_codes(session, report)}; a step moves "
         f"{show_size(report['planned_uploaded_bytes'])} up and {show_size(report['planned_downloaded_bytes'])} down"
         f"{bound}"
     )
@@ -177,6 +177,13 @@ def _states(session: Session, report: dict[str, int]) -> str:
     if on_device == 0:
         return "all on the host"
     return "all on the device" if on_device == num_chunks else f"of {on_device} of {num_chunks} chunks on the device"
+
+
+def _codes(session: Session, report: dict[str, int]) -> str:
+    chunks = [session.layout.chunk(index) for index in range(session.layout.num_chunks)]
+    num_chunks = sum(chunk["quantization"] != _C.QuantType.NONE for chunk in chunks)
+    on_device = report["num_device_quantized_chunks"]
+    return f", {on_device} of {num_chunks} quantised chunks on the device" if num_chunks else ""
 
 
 def _num_state_chunks(session: Session) -> int:

@@ -134,6 +134,8 @@ class Case:
     """What an engine with such chunks would move when."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
+    num_device_quantized_chunks: int
+    """Chunks with codes and scales on the device."""
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
     num_parameters_first: int
@@ -267,7 +269,10 @@ class Predictor:
             chunk_numel=layout.chunk_numel,
             setting=setting,
             plan=plan,
-            num_device_state_chunks=sum(on_device),
+            num_device_state_chunks=sum(chunk["trainable"] and at for chunk, at in zip(chunks, on_device, strict=True)),
+            num_device_quantized_chunks=sum(
+                _is_quantized(chunk) and at for chunk, at in zip(chunks, on_device, strict=True)
+            ),
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
             host_bytes=host_bytes,

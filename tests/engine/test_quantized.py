@@ -159,7 +159,8 @@ def test_codes_move_to_the_device():
     config = make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"})
     roomy = train(TOWER, {**config, "device_memory": 110_000}, steps=6)
     rows = roomy.chunk_reports
-    assert rows[-1]["num_device_state_chunks"] == 13
+    assert rows[-1]["num_device_state_chunks"] == 1
+    assert rows[-1]["num_device_quantized_chunks"] == 12
     assert rows[-1]["num_evictions"] > rows[-2]["num_evictions"]
     assert rows[-1]["uploaded_bytes"] == rows[-2]["uploaded_bytes"]
     assert rows[-1]["downloaded_bytes"] == rows[-2]["downloaded_bytes"]
