@@ -85,6 +85,11 @@ def freeze_quantizable(module: nn.Module, quantization: QuantizationConfig) -> N
     _chosen[module] = quantization
 
 
+def is_quantized(module: nn.Module, quantization: QuantizationConfig | None) -> bool:
+    """Whether an engine is to quantise weights of ``module``: the configuration says so, or who made it."""
+    return quantization is not None or any(child in _chosen for child in module.modules())
+
+
 def quantizable_weights(
     module: nn.Module, quantization: QuantizationConfig | None = None
 ) -> dict[nn.Parameter, _C.QuantType]:

@@ -4,6 +4,8 @@ that they take.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -211,6 +213,8 @@ def test_wrong_configurations():
             initialize_engine(frozen_llama, 0, make_config(quantization=section))
     with pytest.raises(ValueError, match=r"skip_modules names 'gates', which is no module"):
         initialize_engine(frozen_llama, 0, make_config(quantization={"skip_modules": ["gates"]}))
+    with pytest.raises(ValueError, match=r"quantization is 'int8', but no weight of a linear layer of Llama"):
+        initialize_engine(llama, 0, make_config(quantization={"type": "int8"}))
     model = frozen_llama()
     name = linear_names(model)[2]
     with torch.no_grad():
@@ -253,6 +257,13 @@ def test_values_that_are_written():
             engine.module.get_parameter(name).copy_(new)
         expected = dequantized(new, "nf4", torch.bfloat16)
         assert_same_bits(engine.state_dict()[name].to(torch.bfloat16), expected)
+
+
+def test_what_the_log_says(caplog):
+    with caplog.at_level(logging.INFO, logger="patrickstar"):
+        train(TOWER, make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"}), steps=1)
+    assert "(576 train, 49.2k are in nf4) in bfloat16" in caplog.text
+    assert "optimizer states all on the device, 12 of 12 quantised chunks on the device" in caplog.text
 
 
 def test_checkpoints(tmp_path):
