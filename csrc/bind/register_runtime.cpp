@@ -174,6 +174,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["chunk_numel"] = report.chunk_numel;
   result["num_chunk_elements"] = report.num_chunk_elements;
   result["num_device_state_chunks"] = report.num_device_state_chunks;
+  result["num_device_quantized_chunks"] = report.num_device_quantized_chunks;
   result["planned_uploaded_bytes"] = report.planned_uploaded_bytes;
   result["planned_downloaded_bytes"] = report.planned_downloaded_bytes;
   result["predicted_step_seconds"] = report.predicted_step_seconds;

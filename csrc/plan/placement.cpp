@@ -254,16 +254,22 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   const int64_t margin = budget.limit_bytes - tide_peak_bytes - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
+  int64_t largest_trained = 0;
   int64_t dequantized = 0;
+  int64_t largest_dequantized = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    (chunk.is_quantized() ? dequantized : values) += chunk.num_bytes(ArrayKind::kParam);
-    largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
+    const int64_t bytes = chunk.num_bytes(ArrayKind::kParam);
+    (chunk.is_quantized() ? dequantized : values) += bytes;
+    largest = std::max(largest, bytes);
+    if (chunk.trainable) largest_trained = std::max(largest_trained, bytes);
+    if (chunk.is_quantized()) largest_dequantized = std::max(largest_dequantized, bytes);
   }
-  values += std::min(dequantized, kDequantizedChunks * largest) + kStagings * largest_quantized_bytes(layout);
+  values += std::min(dequantized, kDequantizedChunks * largest_dequantized);
+  values += kStagings * largest_quantized_bytes(layout);
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
-  const int64_t gradients = 2 * largest;  // on their way; the others take their parameters' place
+  const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
   const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Gradients::kInPlaceOfValues);
   const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
   const int beside = num_state_chunks_within(layout, budget, without_values, Gradients::kBesideValues);

@@ -115,7 +115,9 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
     timeline = runtime.timeline()
     if not timeline:
         raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
-    on_device = [runtime.is_on_device(chunk, layout.chunk(chunk)["leading_state"]) for chunk in range(layout.num_chunks)]
+    on_device = [
+        runtime.is_on_device(chunk, layout.chunk(chunk)["leading_state"]) for chunk in range(layout.num_chunks)
+    ]
     times, predicted = runtime.step_times(), runtime.predicted_step()
     return plan_of(
         layout,

@@ -47,6 +47,7 @@ from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
 from patrickstar.module.preprocess import SortedParams, plan_params
+from patrickstar.module.quantization import is_quantized
 from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers, make_profiler
@@ -130,6 +131,11 @@ class Session:
         """
         check_compiled(module)
         check_activations(module, config.activations)
+        if matrices.names is not None and is_quantized(module, config.quantization):
+            raise ValueError(
+                "quantization is not supported with tensor_parallel: blocks of matrices keep the compute dtype; leave "
+                "out one of them"
+            )
         self.module = module
         self.config = config
         self.mesh = mesh

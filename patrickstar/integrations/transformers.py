@@ -31,7 +31,6 @@ from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAc
 from patrickstar.integrations.decided_config import Decision, own_config
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
-    check_optimizer_name,
     global_batch,
     load_off_devices,
     own_optimizer,

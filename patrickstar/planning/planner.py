@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import ActivationOffload, LossComputation, Master, Speculation, States
+from patrickstar.config import (
+    ActivationOffload,
+    LossComputation,
+    Master,
+    QuantizationConfig,
+    QuantizationType,
+    Speculation,
+    States,
+)
 from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
@@ -42,6 +50,8 @@ class Workload:
     """Whether activations are computed again in backward."""
     lora_rank: int = 0
     """Of the adapters that alone are trained; 0: everything is."""
+    quantization: QuantizationType | None = None
+    """What frozen weights of linear layers are stored in (``quantization.type``); None: the compute dtype."""
     precision: str = "bf16"
     """Of compute, a key of :data:`DTYPES`."""
     loss: LossComputation = LossComputation.WHOLE
@@ -181,6 +191,8 @@ class Answer:
         precision = question.workload.precision
         if precision != "fp32":
             config[precision] = {"enabled": True}
+        if question.workload.quantization is not None:
+            config["quantization"] = {"type": question.workload.quantization.value}
         if question.clipping > 0:
             config["gradient_clipping"] = question.clipping
         if case.setting.margin_use_ratio != Setting.margin_use_ratio:
@@ -306,7 +318,8 @@ class Planner:
                 matrices=matrices,
             )
             dtype = DTYPES[workload.precision]
-            params = plan_params(model.module, dtype, use_cpu_embedding=False)
+            quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
+            params = plan_params(model.module, dtype, use_cpu_embedding=False, quantization=quantization)
             # Before the trace, which changes the module.
             scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
             division = model.matrices if model.division is None else model.division
