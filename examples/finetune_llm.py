@@ -68,6 +68,11 @@ def make_parser() -> flags.Parser:
     model.add_argument("--model", type=Path, metavar="FOLDER", help="a local folder (default: a small Llama)")
     model.add_argument("--lora", action="store_true", help="train adapters only (PEFT's LoRA on all linear layers)")
     model.add_argument("--lora-rank", type=int, default=16, metavar="N", help="of the adapters")
+    model.add_argument(
+        "--quantization",
+        choices=("nf4", "int8"),
+        help="with --lora: what the frozen model is stored in (default: 16 bits)",
+    )
     model.add_argument("--hidden", type=int, default=256, metavar="N", help="of the small Llama")
     model.add_argument("--layers", type=int, default=4, metavar="N", help="of the small Llama")
     model.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="of the small Llama's tokenizer")
@@ -117,6 +122,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"--eval-share is {args.eval_share}; give more than 0 and less than 1")
     if args.lora and args.model is None:
         raise UsageError("--lora adapts a model that has learned something; give one with --model")
+    if args.quantization and not args.lora:
+        raise UsageError(f"--quantization {args.quantization} stores a frozen model in fewer bits; give --lora too")
     if args.eval_data is not None and args.data is None:
         raise UsageError("--eval-data is held out of --data; give both")
     if args.model is not None:
@@ -227,7 +234,7 @@ def model_builder(args: argparse.Namespace, config: Any) -> Callable[[], nn.Modu
         if args.model is None:
             return common.with_checkpointing(LlamaForCausalLM(config), args)
         if args.lora:
-            base = load_frozen_model(args.model, args.precision)
+            base = load_frozen_model(args.model, args.precision, args.quantization)
             return with_lora(common.with_checkpointing(base, args), args.lora_rank)
         return common.with_checkpointing(load_model(args.model), args)
 

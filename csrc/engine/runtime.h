@@ -42,6 +42,7 @@ struct RuntimeReport {
   int64_t chunk_numel = 0;
   int64_t num_chunk_elements = 0;  // padding included
   int num_device_state_chunks = 0;
+  int num_device_quantized_chunks = 0;  // whose codes and scales are on the device
   int64_t planned_uploaded_bytes = 0;
   int64_t planned_downloaded_bytes = 0;
   double predicted_step_seconds = 0;  // 0: no step was measured

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Speculation, States
+from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
@@ -93,12 +93,22 @@ class Setting:
     """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    optimizer: OptimizerType = OptimizerType.ADAMW
+    """Which rule updates (``optimizer.type``)."""
     states: States = States.FP32
     """What momentum and variance are stored in (``optimizer.states``)."""
+    master: Master = Master.EXACT
+    """What parameters are updated from (``optimizer.master``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO
     """Whose activations may leave the device between forward and backward (``activations.offload``)."""
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """What the configuration's section ``optimizer`` says of it."""
+        return OptimizerConfig(
+            type=self.optimizer, speculation=self.speculation, states=self.states, master=self.master
+        )
 
     @property
     def backwards(self) -> _C.Backwards:
@@ -134,6 +144,8 @@ class Case:
     """What an engine with such chunks would move when."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
+    num_device_quantized_chunks: int
+    """Chunks with codes and scales on the device."""
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
     num_parameters_first: int
@@ -234,7 +246,11 @@ class Predictor:
                 least_device_bytes=least,
             )
         first_on_device, on_device = self._place(setting, budget)
-        host_bytes = sum(_held_bytes(chunk, setting) for chunk, at in zip(chunks, on_device, strict=True) if not at)
+        host_bytes = sum(
+            _held_bytes(chunk, setting)
+            for chunk, at, at_first in zip(chunks, on_device, first_on_device, strict=True)
+            if not (at_first if _is_quantized(chunk) else at)  # codes on the device are copies
+        )
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
         timed = self._timeline(self._first_device(setting), on_device, later)
@@ -263,7 +279,10 @@ class Predictor:
             chunk_numel=layout.chunk_numel,
             setting=setting,
             plan=plan,
-            num_device_state_chunks=sum(on_device),
+            num_device_state_chunks=sum(chunk["trainable"] and at for chunk, at in zip(chunks, on_device, strict=True)),
+            num_device_quantized_chunks=sum(
+                _is_quantized(chunk) and at for chunk, at in zip(chunks, on_device, strict=True)
+            ),
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
             host_bytes=host_bytes,
@@ -468,7 +487,9 @@ class Predictor:
                 least_host_bytes=least,
             )
         count = self._num_states(setting, budget) if setting.hybrid_adam else 0
-        return first, [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(first)]
+        return first, [
+            at or (i < count and (chunks[i]["trainable"] or _is_quantized(chunks[i]))) for i, at in enumerate(first)
+        ]
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
@@ -598,6 +619,10 @@ def _accumulated(plan: Plan, accumulation: int) -> Prediction:
 def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
     """The host's peak with activations, which updates ahead of the step make room for."""
     return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))
+
+
+def _is_quantized(chunk: Mapping) -> bool:
+    return chunk["quantization"] != _C.QuantType.NONE
 
 
 def _grad_bytes(chunk: Mapping) -> int:
