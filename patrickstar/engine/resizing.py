@@ -53,6 +53,7 @@ from patrickstar.engine.resize_room import (
 )
 from patrickstar.engine.resize_state import (
     STATE_NAME,
+    check_state,
     managed_states,
     reached_state,
     state_path,
@@ -257,6 +258,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
             _check_carried(options.carried, len(plan.former))
             shards.reached.reach(invitation["addresses"], options.timeout_seconds)
             state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
+            check_state(state, options.carried)
         except Exception as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
         meeting.answer(number, problem)

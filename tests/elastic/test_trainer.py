@@ -10,7 +10,14 @@ from patrickstar.elastic import serve_rendezvous
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
 from tests.distributed import run_ranks
-from tests.elastic.trainer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, follow_orders, loop_with_accelerate, train_plainly
+from tests.elastic.trainer_runs import (
+    GLOBAL_BATCH,
+    STEPS_PER_EPOCH,
+    Count,
+    follow_orders,
+    loop_with_accelerate,
+    train_plainly,
+)
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 
 PLAN = {3: 2, STEPS_PER_EPOCH: 3, 11: 1}
@@ -123,6 +130,14 @@ def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
     assert trainer.train().global_step == 2  # by hand, where nobody gives orders
     with pytest.raises(StateError, match="trains once"):
         trainer.train()
+    progress, state = trainer._loop._progress, trainer._loop._progress.state_dict()
+    progress.check_state(state)  # of a process that joins
+    trainer.add_callback(Count())
+    with pytest.raises(ValueError, match=r"have the callbacks \[\], and this process \['Count'\]"):
+        progress.check_state(state)
+    progress.max_steps = 3
+    with pytest.raises(ValueError, match="make 2 steps, and this process would make 3"):
+        progress.check_state(state)
     trainer.close()
 
 
