@@ -9,7 +9,8 @@ advises for twelve models, GPUs and hosts, followed), ``sequence`` (attention ov
 one GPU's and PyTorch's context parallelism), ``long`` (steps of one long sequence, with attention kept for backward and
 computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two dimensions, in one, and by PyTorch's
 DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of
-a GPT-2 by what its optimizer states are stored in).
+a GPT-2 by what its optimizer states are stored in), ``eight_bit`` (AdamW with moments of 8 bits step by step beside
+bitsandbytes' and torchao's).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CASES = (
     "tensor2d",
     "optimus",
     "quality",
+    "eight_bit",
 )
 
 

@@ -149,11 +149,9 @@ class ChunkStore {
   // Where the chunk belongs between its uses: its optimizer states, and its compute value or gradient with them.
   Tier home(ChunkId chunk) const { return homes_[static_cast<size_t>(chunk)]; }
   void set_home(ChunkId chunk, Tier tier) { homes_[static_cast<size_t>(chunk)] = tier; }
-  // What a chunk keeps beside its compute value (optimizer states, which lie on one tier, of which the master tells, or
-  // quantised values) is on the device.
-  bool has_states_on_device(ChunkId id) const {
-    return array({id, chunk(id).is_quantized() ? ArrayKind::kQuantized : ArrayKind::kMaster}).on_device;
-  }
+  // What a chunk keeps beside its compute value (optimizer states, [Note: arrays of a parameter], or quantised values)
+  // lies on one tier, and is on the device.
+  bool has_states_on_device(ChunkId id) const { return array({id, chunk(id).leading_state()}).on_device; }
 
   // The storage that the parameters of `chunk` share; empty until bound.
   ParamStorage& storage(ChunkId chunk) { return storages_[static_cast<size_t>(chunk)]; }

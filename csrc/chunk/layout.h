@@ -16,6 +16,7 @@
 // Placements never change after pack(), and any thread may read them; what is trainable changes between steps only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <tuple>
 #include <vector>
@@ -49,8 +50,22 @@ struct ParamShard {
   int64_t offset = 0;  // in the shard
 };
 
+// Some of optimizer_arrays(), in their order.
+class StateKinds {
+ public:
+  void add(ArrayKind kind) { kinds_[size_++] = kind; }
+  const ArrayKind* begin() const { return kinds_; }
+  const ArrayKind* end() const { return kinds_ + size_; }
+  size_t size() const { return size_; }
+
+ private:
+  ArrayKind kinds_[3] = {};
+  size_t size_ = 0;
+};
+
 // [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient:
-// the kinds of optimizer_arrays(), each of the type that stands here. Bytes, placements and plans follow from it.
+// those of optimizer_arrays() whose type here is not kNone. Bytes, placements and plans follow from it, and whoever
+// does something to all of a chunk's states goes over kinds().
 //
 // With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its
 // place until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h):
@@ -66,6 +81,14 @@ struct StateFormat {
 
   StateType of(ArrayKind kind) const {
     return kind == ArrayKind::kMaster ? master : kind == ArrayKind::kMomentum ? momentum : variance;
+  }
+  bool has(ArrayKind kind) const { return of(kind) != StateType::kNone; }
+  StateKinds kinds() const {
+    StateKinds result;
+    for (ArrayKind kind : optimizer_arrays()) {
+      if (has(kind)) result.add(kind);
+    }
+    return result;
   }
   friend bool operator<(const StateFormat& a, const StateFormat& b) {
     return std::tie(a.master, a.momentum, a.variance) < std::tie(b.master, b.momentum, b.variance);
@@ -127,9 +150,15 @@ struct ChunkSpec {
   // Of what lies at `array`, the part that is the `index`-th parameter's: `shard` of it, which has the chunk's offset
   // `offset`.
   QuantizedPart quantized_part(void* array, int index, int64_t offset, const ParamShard& shard) const;
-  // Of element `index` of the state that lies at `array`.
+  // The states that it has when it is trained.
+  StateKinds state_kinds() const { return states.kinds(); }
+  // Of what it keeps beside its compute value, the array that is made first and leaves the device last, and so tells
+  // where all of them are.
+  ArrayKind leading_state() const { return is_quantized() ? ArrayKind::kQuantized : *state_kinds().begin(); }
+  // Of element `index` of the state that lies at `array`; null where there is none.
   StatePlace state_place(ArrayKind kind, void* array, int64_t index) const {
     const StateType type = states.of(kind);
+    if (type == StateType::kNone) return {};
     auto* bytes = static_cast<char*>(array);
     float* scales = is_8_bit(type) ? reinterpret_cast<float*>(bytes + scales_offset(shard_numel, index)) : nullptr;
     return {bytes + state_offset(type, index), scales};

@@ -16,15 +16,15 @@ namespace patrickstar {
 using ParamId = int32_t;
 using ChunkId = int32_t;
 
-// The arrays of a chunk. What makes up a chunk's optimizer state is said once, in optimizer_arrays(),
-// and of which types it is in chunk/layout.h ([Note: arrays of a parameter]).
+// The arrays of a chunk. Which are optimizer states is said once, in optimizer_arrays(); which of these a chunk has,
+// and of which types, in chunk/layout.h ([Note: arrays of a parameter]).
 enum class ArrayKind : uint8_t {
   kParam,     // compute copy, in the chunk's compute dtype; the only array of a frozen chunk that is not quantised
   kGrad,      // gradient of the running micro-batch, in the compute dtype
   kGradSum,   // sum of earlier micro-batches' gradients, float32; exists only while accumulating
   kMaster,    // float32 parameter
-  kMomentum,  // float32, Adam's running mean of gradients
-  kVariance,  // float32, of squared ones
+  kMomentum,  // float32, a running mean or sum of gradients
+  kVariance,  // float32, Adam's running mean of squared ones
   // With several ranks [Note: shards]; kGradSum and the three states above are this rank's share as well then.
   kParamShard,  // this rank's share of the compute copy; kParam is gathered from all ranks' shares
   kGradShard,   // this rank's share of the ranks' mean gradient, which comes of all ranks' kGrad
@@ -38,6 +38,7 @@ constexpr const char* array_kind_name(ArrayKind kind) {
   return names[static_cast<int>(kind)];
 }
 
+// In the order in which they are made.
 struct OptimizerArrays {
   ArrayKind kinds[3] = {ArrayKind::kMaster, ArrayKind::kMomentum, ArrayKind::kVariance};
   const ArrayKind* begin() const { return kinds; }

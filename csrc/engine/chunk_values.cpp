@@ -86,8 +86,8 @@ void ChunkValues::make_split(ChunkId chunk, Tier home) {
   if (memory_.array({chunk, ArrayKind::kMaster}).exists()) {
     home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
   }
-  for (ArrayId id : {ArrayId{chunk, ArrayKind::kMaster}, ArrayId{chunk, ArrayKind::kVariance}, param}) {
-    pager_.ensure_state(id, home);
+  for (ArrayKind kind : {ArrayKind::kMaster, ArrayKind::kVariance, param.kind}) {
+    if (kind == param.kind || store_.chunk(chunk).states.has(kind)) pager_.ensure_state({chunk, kind}, home);
   }
   if (home == Tier::kDevice) {
     pager_.bring(param);

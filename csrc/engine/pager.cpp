@@ -18,7 +18,7 @@ struct Victim {
 
 // [Note: what leaves first] Below that of any value.
 constexpr int64_t kStateFarness = 0;
-constexpr int64_t kMasterFarness = -1;
+constexpr int64_t kLeadingStateFarness = -1;
 
 bool is_optimizer_state(ArrayKind kind) {
   const OptimizerArrays states = optimizer_arrays();
@@ -435,7 +435,7 @@ int64_t Pager::promised_host_bytes() const {
     const ArrayId value = layout().value_home(chunk);
     if (is_promised(value)) bytes += store().num_bytes(value);
     if (!store().chunk(chunk).trainable || store().home(chunk) == Tier::kDevice) continue;
-    for (ArrayKind kind : optimizer_arrays()) {
+    for (ArrayKind kind : store().chunk(chunk).state_kinds()) {
       if (!memory_.array({chunk, kind}).block) bytes += store().num_bytes({chunk, kind});
     }
   }
@@ -488,7 +488,8 @@ bool Pager::evict_one(Vacate what) {
     const bool dirty = !array.on_host && !can_be_had_again(id);
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, num_moments);
-    if (is_state) farness = id.kind == ArrayKind::kMaster ? kMasterFarness : kStateFarness;
+    const bool leads = id.kind == store().chunk(id.chunk).leading_state();
+    if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;
     victims.push_back({id, farness, array.last_use});
   }
   std::sort(victims.begin(), victims.end(), [](const Victim& a, const Victim& b) {

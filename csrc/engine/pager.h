@@ -5,8 +5,8 @@
 //
 // [Note: what leaves first] The array whose next use is farthest, as last observed (Belady's rule); of two alike the
 // one that was used longest ago. An array whose only value is on the device counts as used at the step's end at the
-// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go,
-// masters after all others.
+// latest, where the optimizer reads it. Optimizer states live on the device by placement, and are the last to go, a
+// chunk's leading one (ChunkSpec::leading_state) after all others.
 //
 // [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that
 // is promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the

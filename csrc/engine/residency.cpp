@@ -104,8 +104,9 @@ void Residency::reserve_homes_on_host() {
   std::vector<int64_t> sizes;
   for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+      const ChunkSpec& spec = layout().chunk(chunk);
       const bool is_value = kind == layout().param_home();
-      const bool exists = layout().chunk(chunk).trainable || is_value;
+      const bool exists = is_value || (spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
       arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
@@ -184,7 +185,7 @@ void Residency::move_states_to_device(ChunkId chunk) {
     store().set_home(chunk, Tier::kDevice);
     return;
   }
-  for (ArrayKind kind : optimizer_arrays()) {
+  for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
     if (record.on_device) continue;

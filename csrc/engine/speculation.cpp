@@ -77,10 +77,10 @@ NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
   const bool everything = ahead(chunk) == Ahead::kEverything && is_sure &&
                           allows(std::accumulate(size.states.begin(), size.states.end(), int64_t{0}));
   if (!values.param || !everything) return values;
-  for (size_t i = 0; i < size.states.size(); ++i) values.states[i] = arena_.try_allocate_prepared(size.states[i]);
+  for (int64_t num_bytes : size.states) values.states.push_back(arena_.try_allocate_prepared(num_bytes));
   const bool complete = std::all_of(values.states.begin(), values.states.end(),
                                     [](const HostBlock& block) { return static_cast<bool>(block); });
-  if (!complete) values.states = {};
+  if (!complete) values.states.clear();
   return values;
 }
 

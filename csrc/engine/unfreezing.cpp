@@ -43,7 +43,7 @@ void Unfreezing::make_states(const std::vector<ChunkId>& chunks) {
 
 void Unfreezing::discard_states(const std::vector<ChunkId>& chunks) {
   for (ChunkId chunk : chunks) {
-    for (ArrayKind kind : optimizer_arrays()) memory_.discard({chunk, kind});
+    for (ArrayKind kind : layout().chunk(chunk).state_kinds()) memory_.discard({chunk, kind});
   }
   memory_.arena().trim();
 }
@@ -104,7 +104,7 @@ void Unfreezing::make_states_of(ChunkId chunk) {
     memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,
                                          static_cast<float*>(memory_.array(master).block.data), spec.shard_numel);
   }
-  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, home);
+  for (ArrayKind kind : spec.state_kinds()) pager_.ensure_state({chunk, kind}, home);
   if (home == Tier::kDevice) residency_.move_states_to_device(chunk);
 }
 

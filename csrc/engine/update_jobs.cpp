@@ -1,5 +1,6 @@
 #include "engine/update_jobs.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -114,17 +115,16 @@ std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& tar
 std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewValues& values) const {
   if (!values.has_states()) return {};
   const Layout& layout = store_.layout();
-  const OptimizerArrays kinds = optimizer_arrays();
   const ChunkSpec& spec = layout.chunk(chunk);
   std::vector<Carry> result;
   for (ParamId param : spec.params) {
     const ParamShard shard = layout.shard_of(param);
     if (gradients_.has(param) || shard.numel == 0) continue;
-    for (size_t i = 0; i < values.states.size(); ++i) {
-      const ArrayKind kind = kinds.kinds[i];
+    auto block = values.states.begin();
+    for (ArrayKind kind : spec.state_kinds()) {
       const StateType type = spec.states.of(kind);
       const StatePlace from = spec.state_place(kind, store_.array({chunk, kind}).block.data, shard.offset);
-      const StatePlace to = spec.state_place(kind, values.states[i].data, shard.offset);
+      const StatePlace to = spec.state_place(kind, (block++)->data, shard.offset);
       result.push_back({from.data, to.data, state_offset(type, shard.numel)});
       if (from.scales != nullptr) result.push_back({from.scales, to.scales, num_state_blocks(shard.numel) * 4});
     }
@@ -141,9 +141,11 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     return static_cast<char*>(target.on_device ? record.slot.data : record.block.data);
   };
   const auto state = [&](ArrayKind kind, int64_t offset) { return spec.state_place(kind, array(kind), offset); };
-  const auto new_state = [&](size_t index, int64_t offset) {
-    if (target.apart == nullptr) return StatePlace{};
-    return spec.state_place(optimizer_arrays().kinds[index], target.apart->states[index].data, offset);
+  const auto new_state = [&](ArrayKind kind, int64_t offset) {
+    if (target.apart == nullptr || !spec.states.has(kind)) return StatePlace{};
+    const StateKinds kinds = spec.state_kinds();
+    const auto index = static_cast<size_t>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
+    return spec.state_place(kind, target.apart->states[index].data, offset);
   };
   const bool draws = spec.draws_random_bits();
   // Neighbours of one group and step count are updated as one range, unless each has random bits of its own.
@@ -161,8 +163,8 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
     } else {
       const StatePlace momentum = state(ArrayKind::kMomentum, offset);
       const StatePlace variance = state(ArrayKind::kVariance, offset);
-      const StatePlace new_momentum = new_state(1, offset);
-      const StatePlace new_variance = new_state(2, offset);
+      const StatePlace new_momentum = new_state(ArrayKind::kMomentum, offset);
+      const StatePlace new_variance = new_state(ArrayKind::kVariance, offset);
       optim::AdamRange range{state(ArrayKind::kMaster, offset).data,
                              momentum.data,
                              variance.data,
@@ -171,7 +173,7 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
                              target.grad_dtype,
                              spec.dtype,
                              numel};
-      range.new_master = static_cast<float*>(new_state(0, offset).data);
+      range.new_master = static_cast<float*>(new_state(ArrayKind::kMaster, offset).data);
       range.new_momentum = new_momentum.data;
       range.new_variance = new_variance.data;
       range.master_type = spec.states.master;

@@ -16,7 +16,6 @@
 // Guarded by the engine's lock, but for what runs on the queue.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -58,12 +57,12 @@ struct GroupOptions {
 
 // New values of a chunk, in memory of their own: all of them, or those of its parameters alone.
 struct NewValues {
-  std::array<HostBlock, 3> states;  // in the order of optimizer_arrays(), or empty
+  std::vector<HostBlock> states;  // of ChunkSpec::state_kinds(), or none
   HostBlock param;
   bool is_settled = true;  // else some of `param` are open
   Event done;
 
-  bool has_states() const { return static_cast<bool>(states.front()); }
+  bool has_states() const { return !states.empty(); }
 };
 
 // [Note: parameters first] What the next forward waits for is the new compute value. An update on the host may be made

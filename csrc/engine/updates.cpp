@@ -31,7 +31,7 @@ void Updates::set_step_count(ParamId param, int64_t count) {
 
 // Moments are made in the first step.
 bool Updates::has_states(ChunkId chunk, Tier tier) const {
-  const OptimizerArrays kinds = optimizer_arrays();
+  const StateKinds kinds = store_.chunk(chunk).state_kinds();
   return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
     const ArrayRecord& state = memory_.array({chunk, kind});
     return tier == Tier::kDevice ? state.on_device : state.on_host && !state.on_device;
@@ -41,7 +41,7 @@ bool Updates::has_states(ChunkId chunk, Tier tier) const {
 // Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which
 // the host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
 bool Updates::belongs_on_device(ChunkId chunk) const {
-  const OptimizerArrays kinds = optimizer_arrays();
+  const StateKinds kinds = store_.chunk(chunk).state_kinds();
   return std::any_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
     const ArrayRecord& state = memory_.array({chunk, kind});
     return state.on_device || (!state.exists() && store_.home(chunk) == Tier::kDevice);
@@ -118,7 +118,7 @@ void Updates::commit(ChunkId chunk) {
 
 void Updates::make_states(ChunkId chunk) {
   const Tier tier = belongs_on_device(chunk) ? Tier::kDevice : Tier::kHost;
-  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, tier);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, tier);
 }
 
 void Updates::check_nothing_committed(const char* what) const {
@@ -169,7 +169,8 @@ void Updates::speculate(ChunkId chunk) {
   HostUpdate update;
   update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
   update.after.push_back(record.host_ready);
-  for (ArrayKind kind : optimizer_arrays()) update.after.push_back(memory_.array({chunk, kind}).host_ready);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds())
+    update.after.push_back(memory_.array({chunk, kind}).host_ready);
   update.restores = jobs_.restores(chunk, target);
   update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
@@ -198,7 +199,7 @@ void Updates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, 
 
 void Updates::take_over_states(ChunkId chunk, NewValues& values) {
   auto block = values.states.begin();
-  for (ArrayKind kind : optimizer_arrays()) {
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
     ArrayRecord& record = memory_.array({chunk, kind});
     speculation_.free_after(std::exchange(record.block, std::move(*block++)), values.done);
     record.host_ready = values.done;
@@ -315,7 +316,7 @@ void Updates::submit_states_passes() {
     for (optim::AdamJob& job : pass->update.jobs) job.range.param = nullptr;
     const Event done = host_updates_.submit(std::move(pass->update));
     for (ChunkId chunk : pass->chunks) {
-      for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).host_ready = done;
+      for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
       if (sum.block) sum.block_busy_until = done;
     }
@@ -327,11 +328,11 @@ void Updates::submit_states_passes() {
 
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
-  for (ArrayKind kind : optimizer_arrays()) used.push_back({chunk, kind});
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
   if (store_.chunk(chunk).splits_master()) used.push_back(param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
-  for (ArrayKind kind : optimizer_arrays()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
   const UpdateTarget target = open_target(chunk, /*on_device=*/true);
   std::vector<optim::AdamJob> jobs;
@@ -343,7 +344,7 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
     }
     memory_.device_compute().adam(jobs);
   }
-  for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).set_on_device();
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
   holds.clear();
   close_target(chunk, target);
 }
@@ -369,7 +370,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     const ChunkId chunk = chunks[i];
     const ArrayId grad{chunk, gradients_.source(chunk)};
     pager_.send_to_host(grad);
-    for (ArrayKind kind : optimizer_arrays()) {
+    for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
       pager_.ensure_state({chunk, kind}, Tier::kHost);
       pager_.bring_to_host({chunk, kind});
     }
@@ -402,7 +403,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
       rest.gradients.push_back(take_gradient(chunk));
     }
     if (params) continue;
-    for (ArrayKind kind : optimizer_arrays()) memory_.array({chunk, kind}).host_ready = done;
+    for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
     if (gradients_.source(chunk) == ArrayKind::kGradSum) {
       memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
     } else if (targets[i].place == ParamPlace::kOwn) {

@@ -237,7 +237,7 @@ struct Codes {
     const float near = __fmaf_rn(x, lookup(steps, index), lookup(first, index));
     const float most = lookup(last, index);
     const int entry = __float2int_rn(near < most ? near : most);
-    if (!is_signed) return static_cast<uint8_t>(entry - 1);
+    if (!is_signed) return static_cast<uint8_t>(scaled > 0.0f && entry < 2 ? 1 : entry - 1);
     const bool negative = (__float_as_uint(scaled) & 0x80000000u) != 0;
     return static_cast<uint8_t>(negative ? -(entry < 127 ? entry : 127) : entry);
   }

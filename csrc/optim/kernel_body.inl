@@ -185,7 +185,10 @@ struct UnsignedCodes {
     const auto exponent = V::template shift_right<23>(V::bits(entry));
     return V::fma(entry, V::lookup(slope, exponent), V::lookup(offset, exponent));
   }
-  static PS_INT code(typename V::Int entry, typename V::Float) { return V::add_int(entry, V::set_int(0xffffffffu)); }
+  // Of the entry nearest to x, but that of the least positive one where x is positive.
+  static PS_INT code(typename V::Int entry, typename V::Float x) {
+    return V::max_int(V::add_int(entry, V::set_int(0xffffffffu)), V::min_int(V::bits(x), V::set_int(1)));
+  }
 };
 
 template <class V, template <class> class Codes>

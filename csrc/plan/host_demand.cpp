@@ -1,6 +1,7 @@
 #include "plan/host_demand.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <numeric>
 
@@ -10,8 +11,7 @@ namespace patrickstar {
 
 NewBytes new_bytes(const Layout& layout, ChunkId chunk) {
   NewBytes result;
-  auto bytes = result.states.begin();
-  for (ArrayKind kind : optimizer_arrays()) *bytes++ = layout.num_bytes({chunk, kind});
+  for (ArrayKind kind : layout.chunk(chunk).state_kinds()) result.states.push_back(layout.num_bytes({chunk, kind}));
   result.param = layout.num_bytes({chunk, layout.param_home()});
   return result;
 }

@@ -8,7 +8,6 @@
 // that leave the device under pressure come on top, within the limit.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -21,9 +20,9 @@ namespace patrickstar {
 // How much of a chunk's update is made ahead of the step.
 enum class Ahead : uint8_t { kNothing, kParam, kEverything };
 
-// What a chunk's new values take; zeros for one whose states are not on the host.
+// What a chunk's new values take; nothing for one whose states are not on the host.
 struct NewBytes {
-  std::array<int64_t, 3> states{};  // in the order of optimizer_arrays()
+  std::vector<int64_t> states;  // of ChunkSpec::state_kinds()
   int64_t param = 0;
 };
 NewBytes new_bytes(const Layout& layout, ChunkId chunk);

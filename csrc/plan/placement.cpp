@@ -176,7 +176,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
 int64_t optimizer_bytes(const ChunkSpec& chunk) {
   int64_t bytes = 0;
   if (!chunk.trainable) return bytes;
-  for (ArrayKind kind : optimizer_arrays()) bytes += chunk.num_bytes(kind);
+  for (ArrayKind kind : chunk.state_kinds()) bytes += chunk.num_bytes(kind);
   return bytes;
 }
 

@@ -18,6 +18,8 @@ from patrickstar.ones import POLICIES
 if TYPE_CHECKING:
     from patrickstar.ones.cluster.scheduler import Row
 
+_ELASTIC_NAMES = ("ElasticRun", "ElasticTrain", "ElasticSeq2SeqTrainer")
+"""One of which is in a script that follows orders."""
 _FOLDER = Path("~/.patrickstar/ones")
 _COLUMNS = ("job", "state", "GPUs", "steps", "s/step", "loss", "resizes", "last resize", "failures", "note")
 
@@ -111,10 +113,11 @@ def _submit(options: argparse.Namespace) -> int:
     client.submit(job)
     sizes = ", ".join(map(str, job.sizes))
     print(f"{job.name} waits for GPUs; it can run on {sizes} of them")
-    if "ElasticRun" not in options.script.read_text(errors="replace"):
+    text = options.script.read_text(errors="replace")
+    if not any(name in text for name in _ELASTIC_NAMES):
         print(
-            f"{options.script} has no ElasticRun: where nothing it imports has one, its number of GPUs stays what it "
-            "is at the start (docs/guides/elastic.md)"
+            f"{options.script} has no ElasticRun or elastic Trainer: where nothing it imports has one, its number of "
+            "GPUs stays what it is at the start (docs/guides/elastic.md)"
         )
     return 0
 

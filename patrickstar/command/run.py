@@ -19,6 +19,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="PatrickStar's configuration, a JSON file")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="instead of the configuration's")
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="instead of the configuration's")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="SAMPLES",
+        help="trainers follow orders to change their number of ranks, with so many samples in a step of all ranks",
+    )
     parser.add_argument("script", type=Path, help="a Python script that trains with a Trainer")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -30,7 +36,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
     options = parser.parse_args(arguments)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
+    if options.global_batch is not None and options.global_batch < 1:
+        parser.error(f"--global-batch is {options.global_batch}; give at least 1")
     try:
+        from patrickstar.integrations.elastic_trainer import ElasticTraining
         from patrickstar.integrations.every_trainer import every_trainer_in_engine
 
         config = _config(options)
@@ -38,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
         parser.error(f"{error}; pip install 'patrickstar[transformers]' brings what it needs")
     except ValueError as error:
         parser.error(str(error))
-    with every_trainer_in_engine(config):
+    elastic = None if options.global_batch is None else ElasticTraining(global_batch=options.global_batch)
+    with every_trainer_in_engine(config, elastic):
         return run_script(options.script, options.args)
 
 

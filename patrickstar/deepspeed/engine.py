@@ -14,11 +14,14 @@ from patrickstar import _C
 from patrickstar.config import BatchSizes
 from patrickstar.deepspeed.accumulation import Accumulation, CallersAccumulation
 from patrickstar.deepspeed.config_answers import ConfigAnswers
+from patrickstar.deepspeed.counts import Counts
 from patrickstar.deepspeed.param_attributes import put_attributes, take_attributes
 from patrickstar.deepspeed.saving import SavingEngine
-from patrickstar.elastic.phases import Resized
+from patrickstar.elastic.phases import Membership, Resized
+from patrickstar.elastic.sampler import OfTide
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.resize_plan import Carried
 from patrickstar.engine.session import Session
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.monitor import MonitorOptions, Phase
@@ -256,21 +259,56 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def resize(self, *args: Any, **kwargs: Any) -> Resized:
-        """Not supported yet: micro-steps, samples and the data loader of this engine belong to a number of ranks.
+    # Other ranks.
+
+    def resize(self, num_ranks: int, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
+        """As :meth:`patrickstar.engine.engine.Engine.resize`. ``train_batch_size`` and the micro-batch stay, and
+        ``gradient_accumulation_steps`` follows. The schedule and the engine's counts go along.
 
         Raises:
-            StateError: always.
+            StateError: also within a step, and of an engine that was given ``training_data``.
         """
-        raise _C.StateError("the engine of patrickstar.initialize keeps its ranks; use initialize_engine to resize one")
+        self._check_resizable("resize")
+        resized = super().resize(num_ranks, carried=self._carried(carried), **options)
+        if resized.membership is Membership.RANK:
+            self._follow_ranks()
+        return resized
 
-    def join(self, *args: Any, **kwargs: Any) -> Resized:
-        """Not supported yet, as :meth:`resize`.
-
-        Raises:
-            StateError: always.
+    def join(self, *, carried: Mapping[str, Carried] | None = None, **options: Any) -> Resized:
+        """As :meth:`patrickstar.engine.engine.Engine.join`, otherwise as :meth:`resize`. A process that joins writes no
+        metrics; with ``PATRICKSTAR_ELASTIC_JOINS`` 1 it opens no file for them.
         """
-        return self.resize()
+        self._check_resizable("join")
+        resized = super().join(carried=self._carried(carried), **options)
+        self._monitor.close()  # it was that of rank 0
+        self._follow_ranks()
+        return resized
+
+    def _check_resizable(self, call: str) -> None:
+        if not self._accumulation.is_between_steps:
+            raise _C.StateError(f"{call} within a step; call it after the step's last micro-batch")
+        if self.training_dataloader is not None:
+            raise _C.StateError(
+                f"{call} of an engine that was given training_data, whose loader gives batches for the ranks that it "
+                "was made for; leave training_data out, and take batches from patrickstar.elastic.ElasticLoader"
+            )
+
+    def _carried(self, carried: Mapping[str, Carried] | None) -> dict[str, Carried]:
+        if any(isinstance(item, OfTide) and item.measured_micro_batch for item in (carried or {}).values()):
+            raise ValueError(
+                "MicroBatches.BY_TIDE with an engine that counts micro-batches of train_micro_batch_size_per_gpu; give "
+                "the sampler MicroBatches.AT_MOST, or use initialize_engine"
+            )
+        counts = Counts(self, self.train_batch_size(), self._micro_batch_size)
+        own: dict[str, Carried] = {counts.name: counts}
+        if self._saved_scheduler() is not None:
+            own["patrickstar.initialize's lr_scheduler"] = self.lr_scheduler
+        return {**(carried or {}), **own}
+
+    def _follow_ranks(self) -> None:
+        self._monitor.change_ranks(self.world_size)
+        if self.zero_optimization_partition_weights():
+            put_attributes(self._session)
 
     def close(self) -> None:
         """As :meth:`patrickstar.engine.engine.Engine.close`; logs are written out."""

@@ -24,10 +24,12 @@ from patrickstar.deepspeed.arguments import choose_config
 from patrickstar.deepspeed.data import make_loader
 from patrickstar.deepspeed.engine import TrainingEngine
 from patrickstar.deepspeed.schedule import choose_scheduler
+from patrickstar.elastic.run import joins_others
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
+from patrickstar.module.preprocess import ModelSource
 from patrickstar.monitor import MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
 from patrickstar.ranks.distributed import num_ranks_to_come
@@ -42,7 +44,7 @@ _UNUSED_ARGUMENTS = {
 
 def initialize(
     args: Any = None,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
+    model: ModelSource | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Any = None,
     training_data: Any = None,
@@ -54,7 +56,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    model_func: Callable[[], nn.Module] | None = None,
+    model_func: ModelSource | None = None,
 ) -> tuple[TrainingEngine, HybridAdam, DataLoader[Any] | None, Any]:
     """Builds an engine from what a DeepSpeed script gives; the model is converted in place.
 
@@ -152,13 +154,11 @@ def _with_mesh(config: Config, mesh: Any) -> Config:
     return config.model_copy(update={"sequence_parallel": section})
 
 
-def _model_func(
-    model: nn.Module | Callable[[], nn.Module] | None, model_func: Callable[[], nn.Module] | None
-) -> Callable[[], nn.Module]:
+def _model_func(model: ModelSource | None, model_func: ModelSource | None) -> ModelSource:
     given = model if model is not None else model_func
     if given is None or (model is not None and model_func is not None):
         raise ValueError("initialize needs one model; pass model= (a module, or a function that returns it)")
-    return (lambda: given) if isinstance(given, nn.Module) else given
+    return given
 
 
 def _groups(model_parameters: Any) -> ModelParameters:
@@ -210,6 +210,8 @@ def _with_optimizer(config: Config, kind: Any, options: Mapping[str, Any]) -> Co
 
 
 def _monitor_options(config: Config) -> MonitorOptions:
+    if joins_others():  # rank 0 has the files
+        return MonitorOptions()
     return MonitorOptions(
         steps_per_print=config.steps_per_print,
         wall_clock_breakdown=config.wall_clock_breakdown,

@@ -2,7 +2,13 @@
 ranks, learning-rate rules, where old and new ranks meet, and a run that follows the orders of whoever started it.
 """
 
-from patrickstar.elastic.batches import BatchDivision, LearningRateRule, divide_batch, learning_rate_factor
+from patrickstar.elastic.batches import (
+    BatchDivision,
+    LearningRateRule,
+    MicroBatches,
+    divide_batch,
+    learning_rate_factor,
+)
 from patrickstar.elastic.orders import Order, OrderKind, Orders, Outcome, OutcomeKind, RunReport
 from patrickstar.elastic.phases import Membership, Phase, Resized
 from patrickstar.elastic.rendezvous import Rendezvous, ResizeError, serve_rendezvous
@@ -16,6 +22,7 @@ __all__ = [
     "ElasticSampler",
     "LearningRateRule",
     "Membership",
+    "MicroBatches",
     "Next",
     "Order",
     "OrderKind",

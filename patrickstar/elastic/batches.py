@@ -45,6 +45,16 @@ def divide_batch(global_batch: int, num_ranks: int, max_micro_batch: int) -> Bat
     return BatchDivision(micro_batch=micro, accumulation=part // micro, num_ranks=num_ranks)
 
 
+class MicroBatches(enum.Enum):
+    """How large micro-batches are, of those that divide a rank's part of the global batch."""
+
+    AT_MOST = "the largest of at most max_micro_batch samples"
+    BY_TIDE = (
+        "the same until the first resize; from then on the largest that the tide of the step before it, as measured, "
+        "and device_memory allow"
+    )
+
+
 class LearningRateRule(enum.Enum):
     """What the learning rate becomes where the global batch does."""
 

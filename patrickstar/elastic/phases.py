@@ -13,7 +13,7 @@ class Phase(enum.Enum):
 
     GATHER = "old ranks agree on the resize and wait for processes that join; these have arrived"
     PUBLISH = "old ranks write what others need of their shards; who joins waits for an invitation"
-    CHECK = "processes that join look whether all they need is there"
+    CHECK = "whoever needs shards of others looks whether they are there, and fetches those of other hosts"
     DECIDE = "the leader decides"
     CLOSE = "old ranks set aside what they keep, and close their core and their groups"
     OPEN = "new ranks open their groups"

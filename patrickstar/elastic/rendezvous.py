@@ -95,6 +95,11 @@ class Rendezvous:
         """This process's connection, for keys of others."""
         return self._base
 
+    @property
+    def host(self) -> str:
+        """By which processes reach the store."""
+        return self._base.host if isinstance(self._base, dist.TCPStore) else "127.0.0.1"
+
     def await_key(self, key: str, *, beating: str) -> None:
         """Waits for a key of :attr:`store` as long as somebody shows itself alive by that name (:meth:`beating`).
 

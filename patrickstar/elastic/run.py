@@ -41,6 +41,11 @@ _MOST_STEPS = 1000
 _OWN_NAME = "patrickstar.elastic.ElasticRun"  # in what is carried and in a checkpoint's client state
 
 
+def joins_others() -> bool:
+    """Whether this process was started to join ranks that train."""
+    return os.environ.get(JOINS_VARIABLE) == "1"
+
+
 class ElasticEngine(Protocol):
     """What a run needs of :class:`patrickstar.Engine`."""
 
@@ -111,7 +116,7 @@ class ElasticRun:
         self._look_seconds = look_seconds
         self._options = dict(resize_options or {})
         address = os.environ.get(ADDRESS_VARIABLE) if rendezvous is None else rendezvous
-        joins = os.environ.get(JOINS_VARIABLE) == "1"
+        joins = joins_others()
         if joins and not address:
             raise ValueError(f"{JOINS_VARIABLE} is 1 and there is no rendezvous; set {ADDRESS_VARIABLE} to host:port")
         self._meeting = Rendezvous.at(address) if address else None
@@ -183,11 +188,19 @@ class ElasticRun:
         """
         if self.rank < 0:
             return
-        if self._saved_steps < self.num_steps:
-            self._save()
+        self._save()
         if self.rank == 0:
             self._report(has_ended=True)
         self._until_end.close()
+
+    def go_on_from(self, num_steps: int) -> None:
+        """The script itself has loaded a checkpoint of that step, before the first :meth:`step_done`."""
+        self.num_steps = self._saved_steps = self._marked_steps = num_steps
+        self._next_look = num_steps + 1
+
+    def note_checkpoint(self, num_steps: int) -> None:
+        """The script itself has saved a checkpoint of that step."""
+        self._saved_at, self._saved_steps = time.monotonic(), num_steps
 
     # Looks.
 
@@ -268,7 +281,7 @@ class ElasticRun:
 
     def _save(self) -> None:
         self._saved_at = time.monotonic()
-        if self._checkpoint is None:
+        if self._checkpoint is None or self._saved_steps == self.num_steps:
             return
         self._saved_steps = self.num_steps
         states = {name: item.state_dict() for name, item in self._carried.items()}

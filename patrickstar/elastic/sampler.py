@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from patrickstar.elastic.batches import BatchDivision, divide_batch
+from patrickstar.elastic.batches import BatchDivision, MicroBatches, divide_batch
 
 
 @runtime_checkable
@@ -32,6 +32,19 @@ class OfRanks(Protocol):
         """It is shared by so many from now on, of which this process is ``rank``."""
 
 
+@runtime_checkable
+class OfTide(Protocol):
+    """What is carried and divides batches by what memory allows, such as ``patrickstar.elastic.ElasticSampler``."""
+
+    measured_micro_batch: int | None
+    """Samples of the last step's micro-batches; None: their number follows from nothing that is measured."""
+    global_batch: int
+    """Samples of a step on all ranks."""
+
+    def allow_micro_batch(self, most: int) -> None:
+        """So many samples fit, from the next :meth:`OfRanks.set_ranks` on."""
+
+
 class ElasticSampler(Sampler[list[int]]):
     """This rank's micro-batches, as lists of indices, from :attr:`cursor` to the end of the epoch. What is left over
     after the last whole global batch of an epoch is left out, as by ``drop_last``.
@@ -43,6 +56,7 @@ class ElasticSampler(Sampler[list[int]]):
         seed: of the permutations.
         rank: of this process.
         num_ranks: that share the epoch.
+        micro_batches: whether ``max_micro_batch`` follows from what is measured.
 
     Raises:
         ValueError: the data set has fewer samples than a global batch, or that cannot be divided among the ranks.
@@ -57,6 +71,7 @@ class ElasticSampler(Sampler[list[int]]):
         *,
         rank: int = 0,
         num_ranks: int = 1,
+        micro_batches: MicroBatches = MicroBatches.AT_MOST,
     ):
         if num_samples < global_batch:
             raise ValueError(
@@ -65,6 +80,8 @@ class ElasticSampler(Sampler[list[int]]):
         self.num_samples = num_samples
         self.global_batch = global_batch
         self.max_micro_batch = max_micro_batch
+        """The most samples that a rank computes at once, from the next :meth:`set_ranks` on."""
+        self.micro_batches = micro_batches
         self.seed = seed
         self.epoch = 0
         """Which permutation it is, from 0."""
@@ -86,6 +103,15 @@ class ElasticSampler(Sampler[list[int]]):
     def check_ranks(self, num_ranks: int) -> None:
         """Raises ValueError unless the global batch has equal parts for so many ranks."""
         divide_batch(self.global_batch, num_ranks, self.max_micro_batch)
+
+    @property
+    def measured_micro_batch(self) -> int | None:
+        """Samples of this rank's micro-batches, with :attr:`MicroBatches.BY_TIDE`."""
+        return self.division.micro_batch if self.micro_batches is MicroBatches.BY_TIDE else None
+
+    def allow_micro_batch(self, most: int) -> None:
+        """So many samples fit; it counts from the next :meth:`set_ranks` on."""
+        self.max_micro_batch = most
 
     division: BatchDivision
     """How the global batch is divided."""

@@ -20,7 +20,8 @@ from patrickstar.elastic.rendezvous import Rendezvous
 from patrickstar.engine.engine_export import export_session
 from patrickstar.engine.engine_state import Scheduler, load_session, save_session
 from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.resizing import Carried, ResizeOptions, join_session, resize_session
+from patrickstar.engine.resize_plan import Carried, ResizeOptions
+from patrickstar.engine.resizing import join_session, resize_session
 from patrickstar.engine.run_log import make_monitor, make_stall_sampler
 from patrickstar.engine.session import Session
 from patrickstar.engine.whole_values import load_whole_state, whole_state
@@ -367,7 +368,7 @@ class Engine(nn.Module):
                 ``ElasticSampler``. The same names on all processes.
             rendezvous: where processes meet; "host:port", or None for the environment's ``PATRICKSTAR_ELASTIC``. Not
                 used where nobody joins.
-            folder: through which shards travel: of memory, and reached by all processes.
+            folder: through which shards travel: of memory. Processes that do not reach each other's fetch them.
             timeout_seconds: for processes that join to come, and to answer, less than ``rank_timeout_seconds``; None:
                 half of that, and a minute at most.
             note_phase: is told each phase as it begins.
@@ -395,6 +396,7 @@ class Engine(nn.Module):
         *,
         carried: Mapping[str, Carried] | None = None,
         rendezvous: Rendezvous | str | None = None,
+        folder: str | None = None,
         timeout_seconds: float = 600.0,
         note_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Resized:
@@ -404,6 +406,7 @@ class Engine(nn.Module):
         Args:
             carried: by name, what takes over the state of theirs.
             rendezvous: as given to :meth:`resize`.
+            folder: as given to :meth:`resize`; None: that of rank 0 where it is here too, else ``/dev/shm``.
             timeout_seconds: to be invited.
             note_phase: is told each phase as it begins.
 
@@ -414,7 +417,7 @@ class Engine(nn.Module):
         options = ResizeOptions(
             rendezvous=rendezvous,
             carried=dict(carried or {}),
-            folder="",
+            folder=folder or "",
             timeout_seconds=timeout_seconds,
             note_phase=note_phase,
         )

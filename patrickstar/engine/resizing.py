@@ -2,9 +2,9 @@
 
 [Note: order of a resize] All processes go through the phases of ``patrickstar.elastic.Phase``. Before the decision
 ([Note: decision of a resize]) nothing of an engine is changed: old ranks write copies of what others will need, and
-whoever joins checks that it can take part. After it each rank sets aside what it keeps, closes its core, and reopens it
-with the new ranks: the core is made for a number of ranks. The module, its ``Parameter`` objects, the engine, the
-optimizer and random number generators stay what they are.
+whoever needs them checks that they are in its folder, or fetches its pieces of them. After it each rank sets aside what
+it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
+``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.
 
 A process that joins has an engine of its own alone, whose values count for nothing, and goes through the same steps.
 """
@@ -14,109 +14,80 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import socket
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from patrickstar import _C
-from patrickstar.checkpoint.rng import rng_states, set_rng_states
 from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, kept
 from patrickstar.elastic.phases import Membership, Phase, Resized
-from patrickstar.elastic.published import PublishedShards
+from patrickstar.elastic.published import DEFAULT_FOLDER, SHARDS_NAME, PublishedShards, ReachedShards
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
+from patrickstar.elastic.transfers import FileServer, own_address
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
-from patrickstar.engine.rank_sync import check_same_config, common_budgets, failed_ranks
+from patrickstar.engine.rank_sync import check_same_config, common_budgets
+from patrickstar.engine.resize_agreement import all_or_none, together
+from patrickstar.engine.resize_plan import (
+    MEMORY,
+    Carried,
+    ResizeOptions,
+    ResizePlan,
+    check_guests,
+    description,
+    make_plan,
+)
+from patrickstar.engine.resize_room import (
+    MemoryFacts,
+    allowed_micro_batches,
+    check_copies,
+    check_expected_room,
+    check_room,
+    least_of_all,
+)
+from patrickstar.engine.resize_state import (
+    STATE_NAME,
+    managed_states,
+    reached_state,
+    state_path,
+    take_state,
+    write_state,
+)
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import Place, move_to_world, open_ranks
+from patrickstar.ranks.distributed import move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
+from patrickstar.ranks.messages import reading
 
 _ARRAYS = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
 
 _REFUSAL = "refusal"  # a key of an invitation
 
-
-class Carried(Protocol):
-    """What goes along: a schedule of PyTorch's, a sampler, anything with a state of plain values and tensors."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state, the same on all ranks."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Takes the state on a process that joins."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResizeOptions:
-    """What old ranks and processes that join give alike."""
-
-    rendezvous: Rendezvous | str | None
-    carried: Mapping[str, Carried]
-    folder: str
-    timeout_seconds: float
-    note_phase: Callable[[Phase], None]
-
-    def meeting_place(self) -> Rendezvous:
-        """Where processes meet."""
-        return self.rendezvous if isinstance(self.rendezvous, Rendezvous) else Rendezvous.at(self.rendezvous)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What all processes of a resize know when they are gathered; JSON's types."""
-
-    token: str
-    num_old: int
-    former: list[int | None]
-    guests: list[int]
-    """Numbers at the rendezvous of the processes that join, in the order of their new ranks."""
-    hosts: list[str]
-    """By new rank."""
-    host: str
-    port: int
-    chunk_numel: int
-    step_counts: list[int]
-    """Of each parameter in chunks."""
-    folder: str
-
-    def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
-        """Of an old rank, or of a process that joins; None: it leaves."""
-        if guest is not None:
-            joining = [rank for rank, former in enumerate(self.former) if former is None]
-            return joining[self.guests.index(guest)]
-        return self.former.index(old) if old in self.former else None
-
-    def place(self, rank: int) -> Place:
-        """Of a new rank."""
-        here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
-        return Place(
-            rank=rank,
-            world_size=len(self.former),
-            local_rank=here.index(rank),
-            local_world_size=len(here),
-            host=self.host,
-            port=self.port,
-        )
+logger = logging.getLogger("patrickstar")
 
 
 class _Shards:
-    """Who has which parts before and after, and the files in which they travel."""
+    """Who has which parts before and after, and the files in which they travel.
 
-    def __init__(self, session: Session, plan: _Plan):
+    Args:
+        session: of this process.
+        plan: of the resize.
+        new: this process's new rank, or None: it leaves.
+        folder: of this process.
+    """
+
+    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
         params = session.params_now()
         old = _parts(session, params, plan.chunk_numel, plan.num_old)
         self.new = _parts(session, params, plan.chunk_numel, len(plan.former))
@@ -126,11 +97,48 @@ class _Shards:
         self.arrays = {
             index: len(_ARRAYS) if trained[index] and count > 0 else 1 for index, count in enumerate(plan.step_counts)
         }
-        self.files = PublishedShards(plan.folder, plan.token, self.moves, self.arrays)
+        self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
+        self.reached: ReachedShards | None = None
+        if new is not None:
+            self.reached = ReachedShards(self.files, folder, plan.token, new, self.moves, self.arrays)
+        self._state_files = [state_path(folder, plan.token)]
+        if new is not None:
+            self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
 
     def num_bytes(self, moves: Sequence[Move]) -> int:
         """That these moves take."""
         return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
+
+    def copied_bytes(self, old: int, new: int | None) -> int:
+        """That an old rank has beside its core until it has closed that: what it publishes, and what it keeps."""
+        published = self.num_bytes([move for move in self.moves if move.source == old])
+        if new is None:
+            return published
+        parts = enumerate(zip(self.new[new], self.old[old], strict=True))
+        of_each = ((kept(*both), self.arrays[param]) for param, both in parts)
+        return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
+
+    def remove(self) -> None:
+        """Removes all files of this resize from this process's folder, those of others too."""
+        self.files.remove()
+        if self.reached is not None:
+            self.reached.remove()
+        for path in self._state_files:
+            path.unlink(missing_ok=True)
+
+    def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
+        """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
+        files = {SHARDS_NAME: self.files.path(old), STATE_NAME: self._state_files[0]}
+        try:
+            return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
+        except OSError as error:
+            logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
+            return None
+
+    def is_needed(self, old: int, server: FileServer | None) -> bool:
+        """Whether some new rank will read the file of an old one in the folder: it has not fetched its pieces."""
+        readers = {str(move.target) for move in self.moves if move.source == old}
+        return server is None or not all(server.has_given(SHARDS_NAME, reader) for reader in readers)
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
@@ -147,48 +155,63 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
     control, is_leader = ranks.control, ranks.control.rank == 0
     with contextlib.ExitStack() as until_decided:
         options.note_phase(Phase.GATHER)
-        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}, in {options.folder}"
+        said = f"{num_ranks} ranks, leaving {leaving}, carried {sorted(options.carried)}"
         ranks.check_agreement("the resize", said)
         former = assign_ranks(len(ranks.members), num_ranks, leaving)
         num_joining = former.count(None)
         meeting: Rendezvous | None = None
-        plan: _Plan | None = None
-        with _all_or_none(session, "the resize was not begun"):
+        plan: ResizePlan | None = None
+        with all_or_none(session, "the resize was not begun"):
             _check_carried(options.carried, num_ranks)
-            _check_room(session, num_ranks)
-        with _all_or_none(session, "the ranks were not gathered"):
+            check_room(session, num_ranks)
+            allowed = allowed_micro_batches(session, num_ranks, options.carried)
+        allowed = least_of_all(together(session, json.dumps(allowed)))
+        facts = _shared_facts(session)
+        with all_or_none(session, "the ranks were not gathered"):
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
                 if num_joining > 0:
                     meeting = options.meeting_place()
                     guests = meeting.gather(num_joining, options.timeout_seconds)
                     try:
-                        _check_guests(session, guests, options.carried)
-                    except ResizeError as error:
+                        check_guests(session, guests, options.carried)
+                        _check_memory(session, former, facts, guests)
+                    except (ResizeError, _C.MemoryBudgetError) as error:
                         _send_away(meeting, guests, str(error))
                         raise
-                plan = _make_plan(session, former, guests, options.folder)
+                else:
+                    _check_memory(session, former, facts, {})
+                plan = make_plan(session, former, guests, options, allowed)
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
             until_decided.enter_context(meeting.beating(plan.token))
 
         options.note_phase(Phase.PUBLISH)
-        shards = _Shards(session, plan)
+        new = plan.new_rank(control.rank)
+        shards = _Shards(session, plan, new, options.folder)
+        server: FileServer | None = None
         is_decided = False
         try:
-            with _all_or_none(session, "shards were not published"):
+            with all_or_none(session, "shards were not published"):
+                check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
                 shards.files.write(control.rank, lambda *what: _own_values(session, shards.old[control.rank], *what))
                 if is_leader:
-                    _write_state(session, plan, options.carried)
+                    write_state(session, state_path(options.folder, plan.token), options.carried)
+            server = shards.serve(options, plan.token, control.rank)
+            told = together(session, server.address if server is not None else "")
+            addresses = [address.decode() for address in told]
             options.note_phase(Phase.CHECK)
-            with _all_or_none(session, "processes that were to join cannot"):
+            with all_or_none(session, "not all that is needed is there"):
                 if is_leader and meeting is not None:
                     for number in plan.guests:
-                        meeting.invite(number, dataclasses.asdict(plan))
+                        meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                if shards.reached is not None:
+                    shards.reached.reach(addresses, options.timeout_seconds)
+                if is_leader and meeting is not None:
                     meeting.answers(plan.guests, options.timeout_seconds)
 
             options.note_phase(Phase.DECIDE)
-            with _all_or_none(session, "the resize was given up"):
+            with all_or_none(session, "the resize was given up"):
                 if meeting is not None:
                     meeting.decide(plan.token, Decision.RESIZE)
             is_decided = True  # by the leader as well: all have told each other that nothing failed
@@ -198,8 +221,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
                         _send_away(meeting, plan.guests, "the ranks that train gave the resize up")
-                _remove_files(shards, plan)  # whoever comes first: the leader may be gone
-        return _change(session, plan, shards, control.rank, plan.new_rank(control.rank), options)
+                shards.remove()  # whoever comes first: the leader may be gone
+            if server is not None:
+                server.close()
+        if new is None and not shards.is_needed(control.rank, server):
+            shards.files.path(control.rank).unlink(missing_ok=True)  # nobody on this host will
+        return _change(session, plan, shards, control.rank, new, options)
 
 
 def join_session(session: Session, options: ResizeOptions) -> Resized:
@@ -213,35 +240,38 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         )
     meeting = options.meeting_place()
     options.note_phase(Phase.GATHER)
-    number = meeting.arrive(_description(session, options.carried))
+    number = meeting.arrive(description(session, options.carried))
     with meeting.beating(number):
         options.note_phase(Phase.PUBLISH)
         invitation = meeting.invitation(number, options.timeout_seconds)
         if _REFUSAL in invitation:
             raise ResizeError(f"this process did not join: {invitation[_REFUSAL]}")
-        plan = _Plan(**invitation)
+        plan = ResizePlan(**invitation["plan"])
         options.note_phase(Phase.CHECK)
         rank = plan.new_rank(None, number)
         assert rank is not None
         problem: str | None = None
+        folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
+        shards = _Shards(session, plan, rank, folder)
+        assert shards.reached is not None
         try:
             _check_carried(options.carried, len(plan.former))
-            shards = _Shards(session, plan)
-            shards.files.check(sorted({move.source for move in shards.moves if move.target == rank}))
-            state = _read_state(plan)
+            shards.reached.reach(invitation["addresses"], options.timeout_seconds)
+            state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
         except Exception as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
         meeting.answer(number, problem)
         options.note_phase(Phase.DECIDE)
         decision = meeting.decision(plan.token, options.timeout_seconds)
     if decision is Decision.STAY or problem is not None:
+        shards.reached.remove()
         raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
     return _change(session, plan, shards, None, rank, options, state)
 
 
 def _change(
     session: Session,
-    plan: _Plan,
+    plan: ResizePlan,
     shards: _Shards,
     old: int | None,
     new: int | None,
@@ -252,7 +282,7 @@ def _change(
     try:
         options.note_phase(Phase.CLOSE)
         held = _Held(session, shards, old, new)
-        managed = _managed_states(session) if state is None else state["managed"]
+        managed = managed_states(session) if state is None else state["managed"]
         former = session.vacate()
         total = shards.num_bytes(shards.moves)
         if new is None:
@@ -262,7 +292,9 @@ def _change(
             )
 
         options.note_phase(Phase.OPEN)
-        was, config = session.ranks.context, session.config
+        was = session.ranks.context
+        update = {"gradient_accumulation_steps": plan.accumulation}
+        config = session.config = session.config.model_copy(update=update)
         move_to_world(plan.place(new))
         ranks = session.ranks = open_ranks(
             device_type=was.device.type,
@@ -298,17 +330,18 @@ def _change(
                 if states:
                     session.states.set_optimizer_state(param.param, states)
             if state is not None:
-                _take_state(session, state, options.carried)
+                take_state(session, state, options.carried)
+            for name, most in plan.micro_batches.items():
+                options.carried[name].allow_micro_batch(most)
             for item in options.carried.values():
                 if isinstance(item, OfRanks):
                     item.set_ranks(new, len(plan.former))
 
             options.note_phase(Phase.CONFIRM)
             ranks.meet()
-            if new == 0:
-                _remove_files(shards, plan)
+            shards.remove()
     except BaseException as error:
-        _remove_files(shards, plan)  # nobody can go on with them
+        shards.remove()  # nobody can go on with them
         session.abandon(error)
         raise
     received = [move for move in shards.moves if move.target == new]
@@ -326,7 +359,7 @@ class _Held:
 
     def __init__(self, session: Session, shards: _Shards, old: int | None, new: int | None):
         """While the old core is open; ``old``, ``new``: this process's ranks, None: it is none."""
-        self._shards = shards
+        self._reached = shards.reached
         self._parts = shards.new[new] if new is not None else []
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._kept_at: dict[int, int] = {}
@@ -345,12 +378,13 @@ class _Held:
     def fill(self, session: Session, param: int, array: int) -> None:
         """Writes this rank's part of an array of a parameter, and lets go of it."""
         begin, end = self._parts[param]
-        values = torch.empty(max(end - begin, 1), dtype=torch.float32)  # an address also where there is no part
-        own = self._kept.pop((param, array), None)
-        if own is not None:
-            values[self._kept_at[param] - begin :][: own.numel()] = own
-        for move in self._moves.get(param, ()):
-            values[move.begin - begin :][: move.numel] = self._shards.files.read(move, array)
+        with _C.HostAllocations():
+            values = torch.empty(max(end - begin, 1), dtype=torch.float32)  # an address also where there is no part
+            own = self._kept.pop((param, array), None)
+            if own is not None:
+                values[self._kept_at[param] - begin :][: own.numel()] = own
+            for move in self._moves.get(param, ()):
+                values[move.begin - begin :][: move.numel] = self._reached.read(move, array)
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - begin * torch.float32.itemsize
         session.runtime.write_values(param, _ARRAYS[array], address, _C.Tier.HOST)
@@ -359,9 +393,10 @@ class _Held:
 def _own_values(session: Session, parts: Sequence[Part], param: int, array: int, begin: int, end: int) -> torch.Tensor:
     """Elements [begin, end) of this rank's part, float32, in memory of their own."""
     first, last = parts[param]
-    values = torch.empty(last - first, dtype=torch.float32)
-    session.runtime.read_own_values(param, _ARRAYS[array], values.data_ptr())
-    return values[begin - first : end - first].clone()
+    with _C.HostAllocations():
+        values = torch.empty(last - first, dtype=torch.float32)
+        session.runtime.read_own_values(param, _ARRAYS[array], values.data_ptr())
+        return values[begin - first : end - first].clone()
 
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
@@ -382,89 +417,34 @@ def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:
         meeting.invite(number, {_REFUSAL: why})
 
 
-# Agreement among old ranks, and with those that join.
+def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:
+    said = together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
+    return ResizePlan(**json.loads(said[0]))
 
 
-@contextlib.contextmanager
-def _all_or_none(session: Session, what: str) -> Iterator[None]:
-    """Where what is inside fails on a rank with an error, all ranks raise ResizeError and can go on."""
-    failure: Exception | None = None
-    try:
-        yield
-    except _C.RankFailure:
-        raise
-    except Exception as error:
-        failure = error
-    with session.guard("resize"):
-        failed = failed_ranks(session.ranks, failure)
-    if failed:
-        raise ResizeError(f"{what}, and the ranks are as they were: {failed}") from failure
+def _shared_facts(session: Session) -> list[MemoryFacts]:
+    """By old rank."""
+    told = together(session, json.dumps(dataclasses.asdict(MemoryFacts.of(session))))
+    with reading("memory before a resize"):
+        return [MemoryFacts(**json.loads(message)) for message in told]
 
 
-def _together(session: Session, said: str) -> list[bytes]:
-    if len(session.ranks.members) == 1:
-        return [said.encode()]
-    with session.guard("resize"):
-        return session.ranks.control.exchange(said.encode(), "the resize")
-
-
-def _shared_plan(session: Session, plan: _Plan | None) -> _Plan:
-    said = _together(session, "" if plan is None else json.dumps(dataclasses.asdict(plan)))
-    return _Plan(**json.loads(said[0]))
-
-
-def _make_plan(
-    session: Session, former: list[int | None], guests: Mapping[int, Mapping[str, Any]], folder: str
-) -> _Plan:
-    here = socket.gethostname()
-    joining = iter([said["host"] for said in guests.values()])
-    hosts = [here if rank is not None else next(joining) for rank in former]
-    host = "127.0.0.1" if set(hosts) == {here} else here
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    trained = [spec.trained for spec in session.params_now().chunked]
-    return _Plan(
-        token=uuid.uuid4().hex,
-        num_old=len(session.ranks.members),
-        former=former,
-        guests=list(guests),
-        hosts=hosts,
-        host=host,
-        port=port,
-        chunk_numel=session.chunk_numel,
-        step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
-        folder=folder,
-    )
-
-
-def _description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
-    shared = session.config.model_copy(update={"profile": None, "plan": None, "plan_cache": None})
-    params = session.params_now()
-    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
-    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
-    return {
-        "host": socket.gethostname(),
-        "the configuration": repr(shared),
-        "the model's parameters, in order,": "; ".join(chunked + managed),
-        "what is carried": repr(sorted(carried)),
-    }
-
-
-def _check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carried: Mapping[str, Carried]) -> None:
-    own = _description(session, carried)
-    for number, said in guests.items():
-        for what in own.keys() - {"host"}:
-            if said[what] != own[what]:
-                raise ResizeError(
-                    f"process {number} that joins differs in {what} {said[what][:100]!r} instead of "
-                    f"{own[what][:100]!r}; start it with the same script and configuration"
-                )
+def _check_memory(
+    session: Session,
+    former: Sequence[int | None],
+    facts: Sequence[MemoryFacts],
+    guests: Mapping[int, Mapping[str, Any]],
+) -> None:
+    joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
+    staying = [next(joining) if old is None else facts[old] for old in former]
+    check_expected_room(session, staying, [facts[old] for old in range(len(facts)) if old not in former])
 
 
 def _check_supported(session: Session, call: str) -> None:
     session.check_whole()
     config = session.config
+    if session.keeps_ranks is not None:
+        raise _C.StateError(f"{call}: {session.keeps_ranks}")
     if len(session.chunk_ranks.members) != len(session.ranks.members) or config.sequence_parallel.size > 1:
         raise _C.StateError(f"{call} with tensor_parallel or sequence_parallel is not supported yet; save a checkpoint")
     if session.matrices.names is not None:
@@ -481,70 +461,3 @@ def _check_carried(carried: Mapping[str, Carried], num_ranks: int) -> None:
     for item in carried.values():
         if isinstance(item, OfRanks):
             item.check_ranks(num_ranks)
-
-
-def _check_room(session: Session, num_ranks: int) -> None:
-    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
-    gives both: others are measured when ranks are opened. That is needed, and not always enough.
-    """
-    config = session.config
-    if config.device_memory is None or config.host_memory is None:
-        return
-    scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, num_ranks)
-    layout = make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
-    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
-    there = config.device_memory + config.host_memory
-    if needed > there:
-        raise _C.MemoryBudgetError(
-            f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
-            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
-            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
-        )
-
-
-# The state beside shards: of a process that joins.
-
-
-def _state_path(plan: _Plan) -> Path:
-    return Path(plan.folder) / f"patrickstar-{plan.token}-state"
-
-
-def _remove_files(shards: _Shards, plan: _Plan) -> None:
-    shards.files.remove()
-    _state_path(plan).unlink(missing_ok=True)
-
-
-def _managed_states(session: Session) -> list[dict[str, Any]]:
-    return [dict(session.states.optimizer_state(managed.param) or {}) for managed in session.managed.params]
-
-
-def _write_state(session: Session, plan: _Plan, carried: Mapping[str, Carried]) -> None:
-    state = {
-        "num_steps": session.num_steps,
-        "outcome": dataclasses.asdict(session.outcome),
-        "scaler": dict(session.scaler.state()) if session.scaler is not None else None,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.param_groups],
-        "managed": _managed_states(session),
-        "rng": rng_states(session.device),
-        "carried": {name: item.state_dict() for name, item in carried.items()},
-    }
-    with _state_path(plan).open("xb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_state(plan: _Plan) -> dict[str, Any]:
-    return torch.load(_state_path(plan), map_location="cpu", weights_only=True)
-
-
-def _take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
-    session.num_steps = state["num_steps"]
-    session.outcome = type(session.outcome)(**state["outcome"])
-    if session.scaler is not None:
-        session.scaler.set_state(**state["scaler"])
-    for group, saved in zip(session.param_groups, state["groups"], strict=True):
-        group.update(saved)
-    for name, item in carried.items():
-        item.load_state_dict(state["carried"][name])
-    set_rng_states(state["rng"], session.device)

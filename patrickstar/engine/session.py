@@ -175,6 +175,8 @@ class Session:
         """How ranks share calls of the module."""
         self.made_by = running_statement()
         """The statement of a notebook's cell."""
+        self.keeps_ranks: str | None = None
+        """Why its ranks cannot change, and what to do instead, where the host that made it says so."""
         self.face: Callable[[], Any] | None = None
         """Gives the engine that was made of this session, as long as somebody has it; None before it is made."""
         self.run_log: NoRunLog = NoRunLog()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
 from patrickstar.module.materialize import DeferredInit
-from patrickstar.module.preprocess import build_module
+from patrickstar.module.preprocess import ModelSource, build_module
 from patrickstar.optimizer.groups import ModelParameters, make_groups
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, join_ranks
@@ -38,10 +38,10 @@ from patrickstar.ranks.mesh import Axis, MeshRanks
 
 
 def start_session(
-    model_func: Callable[[], nn.Module], local_rank: int, config: Config, model_parameters: ModelParameters
+    model_func: ModelSource, local_rank: int, config: Config, model_parameters: ModelParameters
 ) -> tuple[Session, list[dict[str, Any]]]:
-    """A session for the model that ``model_func`` returns, and the optimizer's groups; the arguments and errors are
-    those of ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
+    """A session for the model, and the optimizer's groups; the arguments and errors are those of
+    ``initialize_engine``. What else makes an engine of it is done within :func:`opening`.
     """
     close_engine_of_cell()
     drop_unreachable_sessions()

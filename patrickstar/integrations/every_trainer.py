@@ -16,12 +16,14 @@ from typing import Any
 
 from transformers import Trainer
 
+from patrickstar.integrations.elastic_trainer import ElasticTrainerMixin, ElasticTraining
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 
 
 @contextlib.contextmanager
 def every_trainer_in_engine(
     patrickstar_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    elastic: ElasticTraining | None = None,
 ) -> Iterator[None]:
     """Within the block a ``Trainer``, also one of a subclass (TRL's, a script's own), is made with
     ``PatrickStarTrainerMixin`` before its class. It goes on to be one after the block.
@@ -29,15 +31,18 @@ def every_trainer_in_engine(
     Args:
         patrickstar_config: the configuration of each that is made without one of its own (docs/config.md), a dict or
             the path of a JSON file.
+        elastic: that of each that is made without one of its own, which then has ``ElasticTrainerMixin``: it changes
+            its number of ranks while it trains. None: those that are elastic by themselves are.
     """
+    mixin = PatrickStarTrainerMixin if elastic is None else ElasticTrainerMixin
+    given = {"patrickstar_config": patrickstar_config} | ({} if elastic is None else {"elastic": elastic})
 
     @functools.cache
     def in_engine(trainer_class: type[Trainer]) -> type[Trainer]:
-        has_mixin = issubclass(trainer_class, PatrickStarTrainerMixin)
-        bases = (trainer_class,) if has_mixin else (PatrickStarTrainerMixin, trainer_class)
+        bases = (trainer_class,) if issubclass(trainer_class, mixin) else (mixin, trainer_class)
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            super(made, self).__init__(*args, **{"patrickstar_config": patrickstar_config, **kwargs})
+            super(made, self).__init__(*args, **given | kwargs)
 
         # Its name stays the trainer's: model cards and logs say it.
         made = type(trainer_class.__name__, bases, {"__init__": __init__, "__module__": trainer_class.__module__})

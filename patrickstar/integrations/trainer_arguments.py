@@ -105,9 +105,19 @@ def check_optimizer_name(args: TrainingArguments) -> None:
         )
 
 
-def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+def global_batch(config: Mapping[str, Any], args: TrainingArguments) -> Decision:
+    """What ``args`` say of ``train_batch_size``."""
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return Decision(
+        key="train_batch_size",
+        value=samples // ranks_per_sample(config),
+        source="the product of per_device_train_batch_size, gradient_accumulation_steps and ranks",
+    )
+
+
+def settled_config(config: Mapping[str, Any], args: TrainingArguments, total: Decision) -> dict[str, Any]:
     """``config`` with the precision and the clipping that ``args`` say, without DeepSpeed's keys about batches, which
-    ``args`` say too, and about reporting, which is the Trainer's.
+    ``args`` and ``total`` say too, and about reporting, which is the Trainer's.
 
     Raises:
         ValueError: ``config`` says something else.
@@ -123,11 +133,7 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[s
         _decision("gradient_clipping", args.max_grad_norm, "max_grad_norm"),
         _decision("train_micro_batch_size_per_gpu", batch, "per_device_train_batch_size"),
         _decision("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
-        Decision(
-            key="train_batch_size",
-            value=batch * accumulation * args.world_size // ranks_per_sample(config),
-            source="the product of per_device_train_batch_size, gradient_accumulation_steps and ranks",
-        ),
+        total,
     ]
     settled = with_precision(without_decided(config, decisions), precision)
     return {**settled, "gradient_clipping": float(args.max_grad_norm), "steps_per_print": 0}

@@ -28,10 +28,11 @@ from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
-from patrickstar.integrations.decided_config import own_config
+from patrickstar.integrations.decided_config import Decision, own_config
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
     check_optimizer_name,
+    global_batch,
     load_off_devices,
     precision_of,
     schedule_params,
@@ -57,6 +58,20 @@ _METRICS = {
 
 class TrainerAccelerator(PatrickStarAccelerator):
     """The one inside a trainer, which frees it before each training of the same model."""
+
+    keeps_ranks: str | None = (
+        "PatrickStarTrainer's loop and data loaders keep the ranks that they began with; use ElasticTrainer "
+        "(docs/guides/elastic.md)"
+    )
+    """Why its engine's ranks cannot change; None: they can."""
+
+    def _open(self, *args: Any) -> Any:
+        optimizer = super()._open(*args)
+        self.engine._session.keeps_ranks = self.keeps_ranks
+        return optimizer
+
+    def _check_loaders(self, call: str) -> None:
+        """The trainer's own loader follows the ranks, and those of an evaluation are made for it."""
 
     def free_memory(self, *objects: Any) -> Any:
         """As ``Accelerator.free_memory``; the engine stays."""
@@ -139,15 +154,19 @@ class PatrickStarTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with an accelerator that knows the engine."""
         check_arguments(self.args, self.model)
-        self._engine_config = settled_config(self._engine_config, self.args)
+        self._engine_config = settled_config(self._engine_config, self.args, self._global_batch())
         self._schedule = self._engine_config.pop("scheduler", None)
         parse_config(self._engine_config)  # what is wrong in it is said now, not when training begins
         super().create_accelerator_and_postprocess()
         args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
         self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
+        self.accelerator.accumulated_batches = self.args.gradient_accumulation_steps
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _global_batch(self) -> Decision:
+        return global_batch(self._engine_config, self.args)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine decides where parameters are."""

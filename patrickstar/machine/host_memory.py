@@ -93,8 +93,17 @@ def default_budget_bytes() -> int:
     """What an engine takes of the host when nobody says: what is available, less a reserve of 5 % of what may be used,
     at least 1 GiB, for the data loader, libraries and the kernel's file cache; at least a tenth of what is available.
     """
-    available = available_bytes()
-    return max(available - max(usable_bytes() // 20, 2**30), available // 10)
+    return budget_within(available_bytes(), reserve_bytes())
+
+
+def reserve_bytes() -> int:
+    """What :func:`default_budget_bytes` leaves of the host."""
+    return max(usable_bytes() // 20, 2**30)
+
+
+def budget_within(available: int, reserve: int) -> int:
+    """The default budget where so much is available, of which so much is left."""
+    return max(available - reserve, available // 10)
 
 
 def usable_bytes() -> int:

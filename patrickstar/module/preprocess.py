@@ -96,25 +96,28 @@ class SortedParams:
     managed: list[ManagedParam]
 
 
+ModelSource = nn.Module | Callable[[], nn.Module]
+"""A module, or a function without arguments that returns one."""
+
+
 class BuiltModule(NamedTuple):
-    """What a ``model_func`` has returned."""
+    """A model's module, and where it comes from."""
 
     module: nn.Module
     is_new: bool
-    """Whether the function made it; else somebody had it before."""
+    """Whether a function made it; else somebody had it before."""
 
 
-def build_module(model_func: Callable[[], nn.Module], release: Callable[[nn.Module], None]) -> BuiltModule:
-    """Calls ``model_func`` and checks what it returns; ``release`` may take the module from whoever has it until now.
+def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) -> BuiltModule:
+    """The module, or what ``model_func`` returns, checked; ``release`` may take it from whoever has it until now.
 
     Raises:
-        ValueError: it is not callable, or returns something else than an ``nn.Module``, or one that an engine owns.
+        ValueError: it is no module and not callable, or returns something else, or an engine owns the module.
     """
-    if isinstance(model_func, nn.Module):
-        raise ValueError("model_func is a module; give a function that returns one: model_func=lambda: model")
-    if not callable(model_func):
+    if not callable(model_func):  # a module is
         raise ValueError(
-            f"model_func is a {type(model_func).__name__}; give a function without arguments that returns an nn.Module"
+            f"model_func is a {type(model_func).__name__}; give an nn.Module, or a function without arguments that "
+            "returns one"
         )
     registered: set[nn.Module] = set()
 
@@ -123,7 +126,7 @@ def build_module(model_func: Callable[[], nn.Module], release: Callable[[nn.Modu
 
     handle = register_module_parameter_registration_hook(note)
     try:
-        module = model_func()
+        module = model_func if isinstance(model_func, nn.Module) else model_func()
     finally:
         handle.remove()
     if not isinstance(module, nn.Module):

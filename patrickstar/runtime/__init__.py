@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import nn
 
 from patrickstar.config import Config, log_accepted_options, parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.optim import HybridAdam
 from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
+from patrickstar.module.preprocess import ModelSource
 from patrickstar.monitor import LossOf, MonitorOptions, show_log
 from patrickstar.optimizer.groups import ModelParameters
 
@@ -20,7 +19,7 @@ __all__ = ["initialize_engine"]
 
 
 def initialize_engine(
-    model_func: Callable[[], nn.Module],
+    model_func: ModelSource,
     local_rank: int = 0,
     config: Mapping[str, Any] | Config | str | os.PathLike[str] | None = None,
     model_parameters: ModelParameters = None,
@@ -28,10 +27,11 @@ def initialize_engine(
     """Builds the model inside chunks and returns the engine and its optimizer.
 
     Args:
-        model_func: a function without arguments that returns the model (any ``nn.Module``, also from
-            ``from_pretrained``). What it builds on the meta device (``with torch.device("meta")``) is initialised on
-            the training device by its modules' ``reset_parameters`` or Hugging Face's ``_init_weights``: fast, and
-            never whole outside of chunks.
+        model_func: the model (any ``nn.Module``, also from ``from_pretrained``), whose parameters' own memory is freed
+            as they go into chunks, or a function without arguments that returns it, which the ranks of a machine call
+            one after the other. What is on the meta device (``with torch.device("meta")``) is initialised on the
+            training device by its modules' ``reset_parameters`` or Hugging Face's ``_init_weights``: fast, and never
+            whole outside of chunks.
         local_rank: which GPU of this machine; without a GPU the device is simulated in host memory.
         config: the configuration (docs/config.md): a dict, the path of a JSON file, or None for the defaults.
         model_parameters: parameter groups: a callable that takes the module and returns parameters or groups, or a list

@@ -84,7 +84,8 @@ class ShardedTokens:
             mine["token_type_ids"] = nn.functional.pad(given["token_type_ids"], (0, missing))
         mine = {name: part.chunk(size, dim=1)[self._line.rank] for name, part in mine.items()}
         others = {name: value for name, value in given.items() if name not in _WHOLE}
-        if missing or is_packed or (mask is not None and not mask.all()):
+        makes_masks = _attention_of(module) == "eager"  # of the tokens that it gets; sdpa leaves all to is_causal
+        if missing or is_packed or makes_masks or (mask is not None and not mask.all()):
             others["attention_mask"] = self._mask(torch.ones_like(tokens) if mask is None else mask, missing)
         return (), {**others, **mine, "use_cache": False}
 
@@ -100,6 +101,10 @@ class ShardedTokens:
     ) -> tuple[tuple, dict[str, Any]]:
         """Those of all tokens of the call."""
         return args[:1], {**kwargs, "position_ids": self._positions}
+
+
+def _attention_of(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def padding_mask(given: torch.Tensor, missing: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ def parameter_of(placement, names, shapes, rows=None, turned=False):
     )
 
 
-@pytest.mark.parametrize("grid", itertools.product((1, 2), (1, 2, 3)), ids=str)
+@pytest.mark.parametrize("grid", list(itertools.product((1, 2), (1, 2, 3))), ids=str)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("parts", [(), (6, 6)])
 def test_blocks_make_what_placements_divided(grid, split, parts):

@@ -5,14 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from patrickstar import RankFailure
-from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Membership, Next, Phase, ResizeError
+import patrickstar
+from patrickstar import _C, RankFailure
+from patrickstar.elastic import (
+    ElasticLoader,
+    ElasticRun,
+    ElasticSampler,
+    Membership,
+    MicroBatches,
+    Next,
+    Orders,
+    Phase,
+    Rendezvous,
+    ResizeError,
+    serve_rendezvous,
+)
+from patrickstar.engine import resize_room
 from patrickstar.runtime import initialize_engine
 from tests.training import make_config
 
@@ -66,9 +82,10 @@ def train(
     precision: str = "fp32",
 ) -> dict[str, Any]:
     """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
-    ``folder``.
+    ``folder``, in which {} stands for the process's number.
     """
     number = int(os.environ["RANK"])
+    folder = folder.format(number)
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
     engine, optimizer = initialize_engine(build, 0, config)
@@ -79,7 +96,7 @@ def train(
 
     step = joins_before
     if joins_before > 0:
-        result["resized"].append(engine.join(carried=carried, rendezvous=address))
+        result["resized"].append(engine.join(carried=carried, rendezvous=address, folder=folder))
         step = engine._session.num_steps  # processes are taken as they come
         result["after"][step] = (state_of(engine, optimizer), torch.get_rng_state())
     loader = iter(ElasticLoader(samples(), sampler))
@@ -107,11 +124,22 @@ def train(
     return result
 
 
-def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str) -> dict[str, Any]:
+def train_across_nodes(address: str, port: int, plan: list[int], folder: str) -> dict[str, Any]:
+    """:func:`train` on nodes of their own, the first of which serves the rendezvous."""
+    store = serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
+    try:
+        return train(f"{address}:{port}", plan, folder)
+    finally:
+        del store
+
+
+def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folder: str, shards: str) -> dict[str, Any]:
     """One process of a run of three steps with a resize before the second and one before the third, in which a process
-    is killed as a phase begins. What has become of the others is the result's ``end``.
+    is killed as a phase begins. What has become of the others is the result's ``end``. Shards go through ``shards``, in
+    which {} stands for the process's number.
     """
     number = int(os.environ["RANK"])
+    shards = shards.format(number)
     joins_before = joining_steps(plan)[number]
     engine, optimizer = initialize_engine(
         build, 0, make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=25)
@@ -136,7 +164,7 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
         if joins_before > 0:
             if joins_before == 2:
                 wait_for(Path(folder, "second"))  # the first resize is not its
-            engine.join(**options, timeout_seconds=40, note_phase=note)
+            engine.join(**options, folder=shards, timeout_seconds=40, note_phase=note)
             step = joins_before
             one_step()
             step += 1
@@ -149,7 +177,7 @@ def kill_and_go_on(address: str, plan: list[int], kill: tuple[int, Phase], folde
             elif step == 1:
                 armed = False
             if step > 0:
-                resized = engine.resize(plan[step], **options, folder=folder, timeout_seconds=12, note_phase=note)
+                resized = engine.resize(plan[step], **options, folder=shards, timeout_seconds=12, note_phase=note)
                 result["end"] = "resized"
                 if resized.membership is Membership.LEFT:
                     return {**result, "end": "left"}
@@ -228,10 +256,109 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     return result
 
 
-def shrink_into_too_little(host_memory: int, folder: str) -> dict[str, Any]:
-    """One of two ranks, which are to become one whose share its budgets do not hold."""
+def give(orders: Orders, num_ranks: int | None) -> None:
+    """The order is there when this returns: what is written is not answered, what is asked is."""
+    number = orders.stop() if num_ranks is None else orders.resize(num_ranks)
+    assert orders.outcome(number) is None
+
+
+def follow_with_initialize(address: str | None, plan: dict[int, int], folder: str) -> dict[str, Any]:
+    """A DeepSpeed script with the elastic line; ``plan`` says after which step there are how many ranks."""
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
+        "zero_optimization": {"stage": 3},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "gradient_clipping": 0.5,
+        "default_chunk_size": 16384,
+        "rank_timeout_seconds": 60,
+    }
+    engine, optimizer, _, schedule = patrickstar.initialize(model=build(), config=config)
+    sampler = ElasticSampler(NUM_SAMPLES, engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), seed=1)
+    options = {"look_seconds": 1e-9, "rendezvous": address, "resize_options": {"folder": folder}}
+    run = ElasticRun(engine, {"sampler": sampler}, **options)
+    result: dict[str, Any] = {"losses": {}, "lr": {}, "counts": {}, "refused": ""}
+    for micro_batches in ElasticLoader(samples(), sampler):
+        step = run.num_steps
+        for _, inputs, targets in micro_batches:
+            assert len(inputs) == 2
+            loss = nn.functional.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            if step == 0 and not result["refused"]:
+                with pytest.raises(patrickstar.StateError) as refused:
+                    engine.resize(1)
+                result["refused"] = str(refused.value)
+            engine.step()
+            result["losses"].setdefault(step, []).append(loss.item())
+        result["lr"][step] = schedule.get_last_lr()
+        found = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.gradient_accumulation_steps())
+        result["counts"][step] = (*found, engine.train_batch_size(), engine.module[0].weight.ds_tensor.numel())
+        if engine.global_rank == 0 and step + 1 in plan:
+            give(Orders(Rendezvous.at(address).store), plan[step + 1])
+        if run.step_done() is not Next.TRAIN:
+            return result
+    run.end()
+    result["state"] = state_of(engine, optimizer)
+    engine.close()
+    return result
+
+
+def tidal_engine(device_memory: int) -> Any:
+    """An engine whose step is more tide than chunks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
+    config = make_config(default_chunk_size=2048, device_memory=device_memory)
+    return initialize_engine(lambda: nn.Sequential(*layers), 0, config | {"rank_timeout_seconds": 60})
+
+
+def tidal() -> torch.utils.data.TensorDataset:
+    """Samples that take nothing of the simulated device."""
+    with _C.HostAllocations():
+        inputs = torch.randn(96, 16, 32, generator=torch.Generator().manual_seed(7))
+        return torch.utils.data.TensorDataset(inputs, inputs.sin())
+
+
+def tidal_steps(sampler: ElasticSampler) -> Iterator[list[Any]]:
+    """Of an ``ElasticLoader``, whose batches do not count as tide either."""
+    steps = iter(ElasticLoader(tidal(), sampler))
+    while True:
+        with _C.HostAllocations():
+            batches = next(steps, None)
+        if batches is None:
+            return
+        yield batches
+
+
+def train_with_the_tide(address: str, folder: str) -> list[int]:
+    """The first process trains two steps alone and two with the second one; the sizes of its micro-batches."""
+    joins = os.environ["RANK"] == "1"
+    engine, optimizer = tidal_engine(600_000)
+    sizes: list[int] = []
+    sampler = ElasticSampler(96, 24, 3 if joins else 2, micro_batches=MicroBatches.BY_TIDE)
+    carried = {"sampler": sampler}
+    if joins:
+        engine.join(carried=carried, rendezvous=address)
+    for batches in tidal_steps(sampler):
+        for inputs, targets in batches:
+            engine.backward(nn.functional.mse_loss(engine(inputs), targets) / len(batches))
+        optimizer.step()
+        sizes.append(len(batches[0][0]))
+        if len(sizes) == 2 and not joins:
+            engine.resize(2, carried=carried, rendezvous=address, folder=folder)
+    engine.close()
+    return sizes
+
+
+def shrink_into_too_little(host_memory: int | None, folder: str, available: int | None = None) -> dict[str, Any]:
+    """One of two ranks, which are to become one whose share its budgets do not hold: those that are given, or where so
+    much of the host is available.
+    """
     config = make_config(default_chunk_size=16384, device_memory=DEVICE_MEMORY, host_memory=host_memory)
     config["rank_timeout_seconds"] = 60
+    if available is not None:
+        resize_room.available_bytes = lambda: available
     layers = [nn.Linear(128, 128, bias=False) for _ in range(8)]
     engine, optimizer = initialize_engine(lambda: nn.Sequential(*layers), 0, config)
     with engine:

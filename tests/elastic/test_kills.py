@@ -28,7 +28,7 @@ CASES = [
 FEW = [(GROW, JOINING, Phase.CHECK), (SHRINK, MEMBER, Phase.PUBLISH)]
 
 
-def run(plan, victim, phase, folder):
+def run(plan, victim, phase, folder, shards):
     store = serve_rendezvous("127.0.0.1", 0)
     return rank_outcomes(
         len(joining_steps(plan)),
@@ -37,20 +37,22 @@ def run(plan, victim, phase, folder):
         plan,
         (victim, phase),
         str(folder),
+        str(shards),
         environment=lambda number: ALONE,
         timeout_seconds=100,
     )
 
 
-def check(plan, victim, phase, folder):
-    outcomes = run(plan, victim, phase, folder)
+def check(plan, victim, phase, folder, own_folders="."):
+    outcomes = run(plan, victim, phase, folder, folder / own_folders)
     killed, others = outcomes[victim], [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     leaves_before = plan is SHRINK and victim == MEMBER and phase in (Phase.OPEN, Phase.BUILD, Phase.CONFIRM)
     assert killed.returncode == (0 if leaves_before else -signal.SIGKILL), killed.output
     for outcome in others:
         assert outcome.returncode == 0, outcome.output  # nobody hangs, nobody has an error but those expected
     nobody_is_left = plan is SHRINK and victim == LEADER and phase in (Phase.OPEN, Phase.BUILD, Phase.CONFIRM)
-    assert nobody_is_left or not list(folder.glob("patrickstar-*"))  # shared memory is not left behind
+    left = [path for path in folder.rglob("patrickstar-*") if path.parent != folder / str(victim)]
+    assert nobody_is_left or not left  # shared memory is not left behind, but for that of a host where nobody is
     ends = [outcome.value["end"] for outcome in others]
     if leaves_before:
         assert ends == ["resized"]
@@ -77,6 +79,13 @@ def check(plan, victim, phase, folder):
 @pytest.mark.parametrize(("plan", "victim", "phase"), FEW)
 def test_one_is_killed(plan, victim, phase, tmp_path):
     check(plan, victim, phase, tmp_path)
+
+
+def test_one_is_killed_that_others_fetch_from(tmp_path):
+    """Before it has told them where."""
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    check(GROW, MEMBER, Phase.CHECK, tmp_path, own_folders="{}")
 
 
 @pytest.mark.slow

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import patrickstar
+from patrickstar.config import parse_config
 from patrickstar.elastic import ElasticSampler, Phase, ResizeError, serve_rendezvous
+from patrickstar.engine.resize_room import MemoryFacts, check_copies, expected_budgets
+from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.elastic.runs import DEVICE_MEMORY, build, join_with_another_model, shrink_into_too_little, state_of
 from tests.elastic.test_resize import ALONE, assert_same
+from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.training import make_config
 
 
@@ -43,14 +51,30 @@ def test_an_engine_that_is_refused_a_resize_goes_on(tmp_path):
         assert not torch.equal(before["0.weight"], engine.state_dict()["0.weight"])
 
 
-def test_two_engines_and_that_of_initialize_are_refused():
+def test_two_engines_are_refused():
     first, _ = initialize_engine(lambda: nn.Linear(2, 2))
     second, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
-    with first, second:
-        with pytest.raises(patrickstar.StateError, match="2 engines are open"):
-            first.resize(1)
-        with pytest.raises(patrickstar.StateError, match="keeps its ranks"):
-            second.resize(1)
+    with first, second, pytest.raises(patrickstar.StateError, match="2 engines are open"):
+        first.resize(1)
+
+
+def test_hosts_that_divide_data_by_the_ranks_they_began_with_refuse(tmp_path):
+    data = TensorDataset(torch.randn(4, 2))
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config=config, training_data=data)
+    with engine, pytest.raises(patrickstar.StateError, match="given training_data"):
+        engine.resize(1)
+    engine, *_ = patrickstar.initialize(model=nn.Linear(2, 2), config=config)
+    with engine:
+        with pytest.raises(ResizeError, match="no multiple of micro-batch x ranks, 2 x 4"):
+            engine.resize(4)
+        assert engine.gradient_accumulation_steps() == 2
+    args = arguments(tmp_path, max_steps=1)
+    trainer = PatrickStarTrainer(gpt2(), args, train_dataset=Tokens(4, 1), patrickstar_config=engine_config())
+    trainer.train()
+    with pytest.raises(patrickstar.StateError, match="use ElasticTrainer"):
+        trainer.engine.resize(1)
+    trainer.close()
 
 
 def test_a_process_with_another_model_is_sent_away():
@@ -59,6 +83,44 @@ def test_a_process_with_another_model_is_sent_away():
     for result in results:
         assert "differs in the model's parameters" in result["error"]
         assert_same(result["before"], result["after"])
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "available", "why", "last_phase"),
+    [
+        (None, 100_000, "rank 0 is expected to have 393216 bytes of its device and", Phase.GATHER),
+        (4 * 2**20, 100_000, r"the resize copies \d+ bytes on .*, where 100000 are available", Phase.PUBLISH),
+    ],
+    ids=["budgets", "copies"],
+)
+def test_hosts_without_room_are_refused_before_anything_moves(host_memory, available, why, last_phase, tmp_path):
+    for result in run_ranks(2, shrink_into_too_little, host_memory, str(tmp_path), available):
+        assert re.search(why, result["error"]), result["error"]
+        assert result["phases"][-1] is last_phase
+        assert_same(result["before"], result["after"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_expected_budgets():
+    """Two new ranks on a host of which 10 GB are available and cores give 6 GB back, one on another."""
+    one = MemoryFacts(
+        host="a",
+        available_bytes=10 * 10**9,
+        usable_bytes=40 * 10**9,
+        reserve_bytes=2 * 10**9,
+        held_bytes=3 * 10**9,
+        device_bytes=7,
+    )
+    ending = [dataclasses.replace(one, available_bytes=11 * 10**9, held_bytes=0)]
+    staying = [one, dataclasses.replace(one, device_bytes=8), dataclasses.replace(one, host="b", held_bytes=0)]
+    budgets = expected_budgets(parse_config({}), staying, ending)
+    assert [each.host_bytes for each in budgets] == [7 * 10**9, 7 * 10**9, 8 * 10**9]
+    assert [each.device_bytes for each in budgets] == [7, 8, 7]
+    given = expected_budgets(parse_config({"device_memory": 5, "host_memory": 6}), staying, ending)
+    assert {(each.device_bytes, each.host_bytes) for each in given} == {(5, 6)}
+    check_copies([one, one], [4 * 10**9, 5 * 10**9])
+    with pytest.raises(patrickstar.MemoryBudgetError, match="copies 11000000000 bytes on a"):
+        check_copies([one, one], [5 * 10**9, 6 * 10**9])
 
 
 def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_path):

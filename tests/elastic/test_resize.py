@@ -32,9 +32,9 @@ def assert_same(one, other):
         assert torch.equal(value, other[name]), name
 
 
-def check(plan, folder, precision, loss_tolerance):
-    processes = run(plan, folder, precision)
-    straight = run([1] * len(plan), folder, precision)[0]
+def check(plan, folder, precision, loss_tolerance, own_folders="."):
+    processes = run(plan, folder / own_folders, precision)
+    straight = run([1] * len(plan), folder / own_folders, precision)[0]
     for step in range(len(plan)):
         seen = [sample for process in processes for sample in process["seen"].get(step, [])]
         assert sorted(seen) == sorted(straight["seen"][step])
@@ -56,7 +56,7 @@ def check(plan, folder, precision, loss_tolerance):
     last = [resized for process in processes for resized in process["resized"][-1:]]
     assert sum(resized.membership is Membership.LEFT for resized in last) == len(processes) - plan[-1]
     assert sum(resized.received_bytes for resized in last if resized.membership is Membership.RANK) > 0
-    assert not list(folder.iterdir())
+    assert not [path for path in folder.rglob("*") if path.is_file()]
     return processes
 
 
@@ -65,6 +65,13 @@ def test_one_two_four_three_and_one_rank(tmp_path):
     rank within rounding, and each sample of the epoch is seen once.
     """
     check([1, 2, 4, 3, 1], tmp_path, "fp32", 1e-4)
+
+
+def test_processes_without_a_common_folder_fetch_what_they_need(tmp_path):
+    """As on hosts of their own: old ranks, processes that join, and one that leaves and has what others need."""
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from patrickstar.command.main import main
+from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTrainerMixin, ElasticTraining
 from patrickstar.integrations.every_trainer import every_trainer_in_engine
 from patrickstar.integrations.trainer_arguments import load_off_devices
 from patrickstar.integrations.transformers import PatrickStarTrainer, PatrickStarTrainerMixin
@@ -51,6 +52,22 @@ def test_a_trainer_with_a_configuration_of_its_own_keeps_it(tmp_path):
             inner = bare(Trainer, tmp_path)
         assert train(inner).losses == train(trainer).losses  # 1000 bytes would be refused
     assert type(bare(Trainer, tmp_path)) is Trainer
+
+
+def test_trainers_within_the_block_are_elastic_where_that_is_asked_for(tmp_path):
+    options = {"gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    args = arguments(tmp_path, **options)
+    with every_trainer_in_engine(engine_config(), ElasticTraining(global_batch=4)):
+        made = [
+            cls(model=gpt2(), args=args, train_dataset=Tokens(10, seed=1))
+            for cls in (SftLikeTrainer, PatrickStarTrainer)
+        ]
+        own = ElasticTrainer(gpt2(), args, train_dataset=Tokens(10, seed=1), elastic=ElasticTraining(global_batch=5))
+    assert all(isinstance(trainer, ElasticTrainerMixin) for trainer in made)
+    assert [trainer.get_total_train_batch_size(args) for trainer in (*made, own)] == [4, 4, 5]
+    assert made[0].train().global_step == 2
+    assert len(made[0].state.log_history) == 3 and "accuracy" in made[0].state.log_history[0]
+    made[0].close()
 
 
 @dataclasses.dataclass
@@ -98,6 +115,18 @@ def test_a_script_runs_as_it_is(tmp_path, capsys, monkeypatch):
     assert main(["run", *flags, str(script), str(tmp_path / "out"), "--device-memory", "3"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == [["--device-memory", "3"], "PatrickStarTrainerMixin", 450 * 1024]
+
+
+def test_a_script_follows_orders_with_a_global_batch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("max_steps=2", "max_steps=2, gradient_accumulation_steps=1"))
+    assert main(["run", "--device-memory", "1MiB", "--global-batch", "4", str(script), str(tmp_path / "out")]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[1] == "ElasticTrainerMixin"
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--global-batch", "0", str(script)])
+    assert stop.value.code == 2 and "--global-batch is 0; give at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,22 @@ def assert_ordinary(module):
     module.zero_grad()
 
 
+class Resizes(pl.Callback):
+    refusals = 0
+
+    def on_train_batch_end(self, trainer, *_):
+        with pytest.raises(StateError, match="Lightning's loops and data loaders keep the ranks"):
+            trainer.strategy.engine.resize(1)
+        self.refusals += 1
+        trainer.should_stop = True
+
+
+def test_a_resize_is_refused():
+    callback = Resizes()
+    fit(PatrickStarStrategy(CONFIG), callbacks=[callback])
+    assert callback.refusals > 0
+
+
 def test_numbers_are_those_of_plain_lightning(tmp_path):
     plain = fit("auto", callbacks=[SaveAfter(0, tmp_path / "plain.ckpt")])
     ours = fit(PatrickStarStrategy(CONFIG), callbacks=[SaveAfter(0, tmp_path / "ours.ckpt")])

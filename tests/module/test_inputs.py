@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -32,8 +33,8 @@ def engine_and_optimizer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_func": nn.Linear(2, 2)}, "model_func is a module"),
-        ({"model_func": 3}, "model_func is a int"),
+        ({"model_func": 3}, "model_func is a int; give an nn.Module, or a function"),
+        ({"model_func": nn.LazyLinear(3)}, "not initialised"),
         ({"model_func": lambda: "model"}, "model_func returned a str"),
         ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
         ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
@@ -282,3 +283,15 @@ def test_wrong_state_dicts(engine_and_optimizer):
         engine.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match="the state dict of"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+
+
+def test_a_module_serves_as_well_as_a_function_that_returns_one():
+    case = MODELS["mlp"]
+    by_function = train(case, make_config(), steps=3)
+
+    def module():
+        torch.manual_seed(0)
+        return case.build()
+
+    by_module = train(dataclasses.replace(case, build=module()), make_config(), steps=3)
+    assert by_module.losses == by_function.losses

@@ -20,9 +20,10 @@ from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOp
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE
 from patrickstar.ones.cluster.submission import Submission
 from tests.distributed import ROOT
-from tests.ones import elastic_script
+from tests.ones import elastic_script, trainer_script
 
 SCRIPT = Path(elastic_script.__file__)
+TRAINER_SCRIPT = Path(trainer_script.__file__)
 SCHEDULER = "scheduler"
 
 
@@ -43,12 +44,12 @@ def cluster(tmp_path_factory):
             ray.shutdown()
 
 
-def submit(client, folder, num_steps, step_seconds=0.05, environment=(), gpus=(1, 4), epoch_samples=120):
+def submit(client, folder, num_steps, step_seconds=0.05, environment=(), gpus=(1, 4), epoch_samples=120, script=SCRIPT):
     folder.mkdir()
     arguments = (str(folder), str(num_steps), str(step_seconds))
     least, most = gpus
     limits = (least, most, least, elastic_script.GLOBAL_BATCH, epoch_samples)
-    client.submit(Submission(folder.name, str(SCRIPT), arguments, str(folder), environment, *limits))
+    client.submit(Submission(folder.name, str(script), arguments, str(folder), environment, *limits))
 
 
 def rows(client):
@@ -67,11 +68,11 @@ def pid_of(name):
     return ray.get(ray.get_actor(name, NAMESPACE).__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
 
 
-def values_alone(tmp_path, num_steps):
+def values_alone(tmp_path, num_steps, script=SCRIPT):
     """What the same job has in the end when nobody schedules it."""
     folder = tmp_path / f"alone-{num_steps}"
     folder.mkdir()
-    command = [sys.executable, str(SCRIPT), str(folder), str(num_steps), "0"]
+    command = [sys.executable, str(script), str(folder), str(num_steps), "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, capture_output=True, env=environment)
     return result_of(folder)
@@ -131,6 +132,21 @@ def until_alive(client):
             return
         time.sleep(0.2)
     raise AssertionError("the scheduler did not come back")
+
+
+@pytest.mark.slow
+def test_a_trainer_gets_the_gpus_of_a_job_that_has_ended(cluster, tmp_path):
+    client, _ = cluster
+    alone = values_alone(tmp_path, 80, TRAINER_SCRIPT)
+    submit(client, tmp_path / "before", 60, gpus=(3, 3))
+    submit(client, tmp_path / "trainer", 80, 0.3, script=TRAINER_SCRIPT, epoch_samples=96)
+    found = until(client, lambda found: found["trainer"].state in ("finished", "failed"))
+    assert (found["trainer"].state, found["trainer"].num_failures) == ("finished", 0)
+    assert found["trainer"].num_resizes > 0
+    check(tmp_path / "trainer", alone)
+    seen = samples_by_step(tmp_path / "trainer")
+    assert sorted(seen) == list(range(80))
+    assert all(len(samples) == len(set(samples)) == elastic_script.GLOBAL_BATCH for samples in seen.values())
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ def blocks_of(values, scale=1.0):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 def test_codes_are_those_of_the_nearest_entries(isa, kind):
+    """But for positive values that are stored unsigned: these are never zero."""
     signed = kind == "signed"
     entries = published_map(signed=signed).double()
     middles = ((entries[1:] + entries[:-1]) / 2).float()
@@ -130,9 +131,12 @@ def test_codes_are_those_of_the_nearest_entries(isa, kind):
         codes = State.of(EIGHT_BITS[kind], values, isa)
         scaled = values.double() / scale
         index = torch.searchsorted(middles.double(), scaled)
+        if not signed:
+            index[(scaled > 0) & (index == 0)] = 1
         places = torch.empty(256, dtype=torch.int64)
         places[code_order(signed=signed).long()] = torch.arange(256)
         actual = places[codes.data.long()]
+        assert signed or ((actual == 0) == (values == 0)).all()
         farther = (entries[actual] - scaled).abs() - (entries[index] - scaled).abs()
         assert (farther <= 3e-6 * scaled.abs()).all()
         assert (actual != index).double().mean() < 1e-2
@@ -467,8 +471,10 @@ def test_nothing_outside_the_range_is_written(isa, moments):
         assert_same_bits(memory.param[part], before.param[part], "param")
 
 
-def published_step(param, grad, codes, step, *, lr, betas, eps):
-    """8-bit Adam as bitsandbytes computes it (kernels.cu, kOptimizerStatic8bit2StateBlockwise), in plain torch."""
+def published_step(param, grad, codes, step, *, lr, betas, eps, least_variance=0):
+    """8-bit Adam as bitsandbytes computes it (kernels.cu, kOptimizerStatic8bit2StateBlockwise), in plain torch;
+    ``least_variance``: the least code of a positive one.
+    """
     moments = []
     for (indices, scales), table in zip(codes, (published_map(signed=True), published_map(signed=False)), strict=True):
         moments.append((table[indices] * scales[:, None]).flatten())
@@ -477,43 +483,45 @@ def published_step(param, grad, codes, step, *, lr, betas, eps):
     size = lr / (1 - betas[0] ** step)
     param = param - size * m / (v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps)
     new = []
-    for values, table in ((m, published_map(signed=True)), (v, published_map(signed=False))):
+    for values, signed in ((m, True), (v, False)):
         rows = values.view(-1, BLOCK)
         scales = rows.abs().amax(1)
-        middles = (table[1:] + table[:-1]) / 2
-        new.append((torch.searchsorted(middles, (rows / scales[:, None])), scales))
+        table = published_map(signed=signed)
+        indices = torch.searchsorted((table[1:] + table[:-1]) / 2, rows / scales[:, None])
+        new.append((indices if signed else torch.where(rows > 0, indices.clamp_min(least_variance), indices), scales))
     return param, new
 
 
 def test_a_hundred_steps_of_8_bit_adam():
-    """Ours stays near the published formula, and as near to float32 Adam as that."""
+    """Ours stays near the published formula but for variances near zero, and nearer to float32 Adam than that."""
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     numel = 16 * BLOCK
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(numel, generator=generator) * 0.1
-    size = 10 ** (torch.rand(numel, generator=generator) * 2 - 3)
+    size = 10 ** (torch.rand(numel, generator=generator) * 3 - 3)
     update = Update.random(numel, MOMENTS["8bit"], StateType.FLOAT32, torch.float32, torch.float32)
     zeros = torch.zeros(numel)
     update.master.data.copy_(start)
     update.momentum, update.variance = (State.of(kind, zeros) for kind in MOMENTS["8bit"])
     reference = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.Adam([reference], **options)
-    published = start.clone()
-    codes = [(torch.full((16, BLOCK), zero), torch.ones(16)) for zero in (127, 0)]
+    published, kept = start.clone(), start.clone()
+    codes = kept_codes = [(torch.full((16, BLOCK), zero), torch.ones(16)) for zero in (127, 0)]
     for step in range(1, 101):
         grad = (torch.randn(numel, generator=generator) + 0.3) * size
         reference.grad = grad
         optimizer.step()
         published, codes = published_step(published, grad, codes, step, **options)
+        kept, kept_codes = published_step(kept, grad, kept_codes, step, **options, least_variance=1)
         update.grad.copy_(grad)
         update.run(ISAS[-1], adam_scalars(step, **options))
     moved = (reference.detach() - start).norm()
     ours, theirs = ((x - reference.detach()).norm() / moved for x in (update.master.data, published))
-    apart = (update.master.data - published).norm() / moved
+    apart = (update.master.data - kept).norm() / moved
     print(f"relative error of 100 steps: ours {ours:.4f}, published {theirs:.4f}, apart {apart:.4f}")
-    assert ours < 0.1
-    assert ours < 1.05 * theirs
-    assert apart < 0.5 * theirs
+    assert ours < 0.2
+    assert ours < 0.5 * theirs
+    assert apart < 0.1 * ours
 
 
 def test_wrong_states_are_refused():

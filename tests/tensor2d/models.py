@@ -1,5 +1,6 @@
 """GPT-2 and Llama written with layers on a mesh, and the values of Hugging Face's by the names of these."""
 
+import copy
 import functools
 import types
 
@@ -113,11 +114,11 @@ class LlamaLike(nn.Module):
 MODELS = {"gpt2": (GPT2Like, GPT2), "llama": (LlamaLike, LLAMA)}
 
 
-def reference(name, dtype):
+def reference(name, dtype, attention="sdpa"):
     """Hugging Face's model, whose norms do not round to float32."""
     torch.manual_seed(0)
-    config = MODELS[name][1]
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    config = copy.deepcopy(MODELS[name][1])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)  # biases and norms that would be missed

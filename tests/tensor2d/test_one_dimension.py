@@ -1,5 +1,6 @@
 """Whole models divided in one dimension against Hugging Face's in one process: losses, gradients, bytes."""
 
+import itertools
 import os
 
 import pytest
@@ -55,9 +56,9 @@ def compare(name, line):
     return gaps, [part["panels"] + part["partial sums"] for part in received]
 
 
-def compare_in_place(name, line):
+def compare_in_place(name, line, attention):
     """Gaps of loss and gradients of Hugging Face's model, divided in place and called with whole sequences."""
-    theirs, ours = reference(name, torch.float64), reference(name, torch.float64)
+    theirs, ours = reference(name, torch.float64), reference(name, torch.float64, attention)
     parallelize_1d(ours, line)
     tokens = batch(LENGTH)[0]
     loss = ours(tokens, labels=tokens).loss
@@ -104,7 +105,8 @@ def in_16_bits(line):
 
 def check():
     line = open_line()
-    in_place = {name: compare_in_place(name, line) for name in MODELS}
+    pairs = itertools.product(MODELS, ("sdpa", "eager"))
+    in_place = {(name, attention): compare_in_place(name, line, attention) for name, attention in pairs}
     return {name: compare(name, line) for name in MODELS}, in_place, in_16_bits(line)
 
 

@@ -34,6 +34,10 @@ from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
 
 logger = logging.getLogger("patrickstar")
+_KEEPS_RANKS = (
+    "Lightning's loops and data loaders keep the ranks that they began with; train with initialize_engine or Hugging "
+    "Face's Trainer (docs/guides/elastic.md), or save a checkpoint and start as many ranks as you want"
+)
 _FITTING = pl.trainer.states.TrainerFn.FITTING
 
 
@@ -218,6 +222,7 @@ class PatrickStarStrategy(RankedStrategy):
             (lambda _: configured.taken.groups) if configured is not None else None,
         )
         self._engine = engine
+        engine._session.keeps_ranks = _KEEPS_RANKS
         if self._compiled_steps is not None:
             engine.compile_parts(self._compiled_steps.compiler)
         precision.attach(engine)

@@ -150,16 +150,16 @@ class JobProcesses:
         here: Counter[str] = Counter()
         for rank, (actor, node) in enumerate(zip(group.actors, nodes, strict=True)):
             gpus = [gpu for other, _, ids in places if other == node for gpu in ids]
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_RANK": str(here[node]),
-                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": places[0][0],
-                "MASTER_PORT": str(places[0][1]),
-                "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-                JOINS_VARIABLE: "0",
-            }
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "0"}
+            if num_ranks > 1:  # Accelerate would make a torch.distributed of a process alone that is told of ranks
+                environment |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "LOCAL_RANK": str(here[node]),
+                    "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                    "MASTER_ADDR": places[0][0],
+                    "MASTER_PORT": str(places[0][1]),
+                }
             here[node] += 1
             self._launch(actor, environment)
         self._num_ranks = num_ranks
@@ -175,8 +175,7 @@ class JobProcesses:
                 return
             for actor in self._joining.actors:
                 _, _, gpus = ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
-                alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-                self._launch(actor, {**alone, "CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
+                self._launch(actor, {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
         self._ordered_ranks = num_ranks
         self._number = self._orders.resize(num_ranks)
 

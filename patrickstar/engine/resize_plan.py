@@ -1,0 +1,170 @@
+"""What processes of a resize are told: by whoever calls it, and by the one that leads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from patrickstar.config import Config
+from patrickstar.elastic.phases import Phase
+from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
+from patrickstar.elastic.transfers import own_address
+from patrickstar.engine.resize_room import MemoryFacts
+from patrickstar.engine.session import Session
+from patrickstar.ranks.distributed import Place
+
+MEMORY = "memory"
+"""What a process that joins says of it: :class:`MemoryFacts`."""
+
+
+class Carried(Protocol):
+    """What goes along: a schedule of PyTorch's, a sampler, anything with a state of plain values and tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, the same on all ranks."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Takes the state on a process that joins."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResizeOptions:
+    """What old ranks and processes that join give alike."""
+
+    rendezvous: Rendezvous | str | None
+    carried: Mapping[str, Carried]
+    folder: str
+    timeout_seconds: float
+    note_phase: Callable[[Phase], None]
+
+    def meeting_place(self) -> Rendezvous:
+        """Where processes meet."""
+        return self.rendezvous if isinstance(self.rendezvous, Rendezvous) else Rendezvous.at(self.rendezvous)
+
+    def towards(self) -> str:
+        """A host that all processes reach: that of the rendezvous, else of the old ranks' store."""
+        if isinstance(self.rendezvous, Rendezvous):
+            return self.rendezvous.host
+        address = self.rendezvous or os.environ.get(ADDRESS_VARIABLE, "")
+        return address.rpartition(":")[0] or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResizePlan:
+    """What all processes of a resize know when they are gathered; JSON's types."""
+
+    token: str
+    num_old: int
+    former: list[int | None]
+    guests: list[int]
+    """Numbers at the rendezvous of the processes that join, in the order of their new ranks."""
+    hosts: list[str]
+    """By new rank."""
+    host: str
+    port: int
+    chunk_numel: int
+    micro_batches: dict[str, int]
+    """By name of what is carried: the most samples that a micro-batch may have, where it asks for that."""
+    accumulation: int | None
+    """``gradient_accumulation_steps`` from now on, with which the global batch is kept; None: nobody has said it."""
+    step_counts: list[int]
+    """Of each parameter in chunks."""
+    folder: str
+    """Of the leader; a process that joins uses its own, if it has one, or this if it is there."""
+
+    def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
+        """Of an old rank, or of a process that joins; None: it leaves."""
+        if guest is not None:
+            joining = [rank for rank, former in enumerate(self.former) if former is None]
+            return joining[self.guests.index(guest)]
+        return self.former.index(old) if old in self.former else None
+
+    def place(self, rank: int) -> Place:
+        """Of a new rank."""
+        here = [index for index, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        return Place(
+            rank=rank,
+            world_size=len(self.former),
+            local_rank=here.index(rank),
+            local_world_size=len(here),
+            host=self.host,
+            port=self.port,
+        )
+
+
+def make_plan(
+    session: Session,
+    former: list[int | None],
+    guests: Mapping[int, Mapping[str, Any]],
+    options: ResizeOptions,
+    micro_batches: dict[str, int],
+) -> ResizePlan:
+    """The leader's.
+
+    Args:
+        session: of it.
+        former: by new rank, the old one, or None for one that joins.
+        guests: what these said of themselves, by their numbers.
+        options: of the resize.
+        micro_batches: what all ranks allow.
+    """
+    here = socket.gethostname()
+    joining = iter([said["host"] for said in guests.values()])
+    hosts = [here if rank is not None else next(joining) for rank in former]
+    host = "127.0.0.1" if set(hosts) == {here} else own_address(options.towards())
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    trained = [spec.trained for spec in session.params_now().chunked]
+    return ResizePlan(
+        token=uuid.uuid4().hex,
+        num_old=len(session.ranks.members),
+        former=former,
+        guests=list(guests),
+        hosts=hosts,
+        host=host,
+        port=port,
+        micro_batches=micro_batches,
+        accumulation=_accumulation(session.config, len(session.ranks.members), len(former)),
+        chunk_numel=session.chunk_numel,
+        step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
+        folder=options.folder,
+    )
+
+
+def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:
+    """Of a step on the new ranks: what the core keeps room for."""
+    steps = config.gradient_accumulation_steps
+    return None if steps is None else max(steps * num_old // num_new, 1)
+
+
+def description(session: Session, carried: Mapping[str, Carried]) -> dict[str, Any]:
+    """What a process says of itself: its host, and what must be the same on all."""
+    of_each = ("profile", "plan", "plan_cache", "gradient_accumulation_steps")  # or of a number of ranks
+    shared = session.config.model_copy(update=dict.fromkeys(of_each))
+    params = session.params_now()
+    chunked = [f"{s.name} {tuple(s.param.shape)} {s.compute_dtype} {s.trained}" for s in params.chunked]
+    managed = [f"{m.name} {tuple(m.param.shape)} {m.param.dtype} stays with PyTorch" for m in params.managed]
+    return {
+        "host": socket.gethostname(),
+        MEMORY: dataclasses.asdict(MemoryFacts.of(session)),
+        "the configuration": repr(shared),
+        "the model's parameters, in order,": "; ".join(chunked + managed),
+        "what is carried": repr(sorted(carried)),
+    }
+
+
+def check_guests(session: Session, guests: Mapping[int, Mapping[str, Any]], carried: Mapping[str, Carried]) -> None:
+    """Raises ResizeError where one that joins says something else."""
+    own = description(session, carried)
+    for number, said in guests.items():
+        for what in own.keys() - {"host", MEMORY}:
+            if said[what] != own[what]:
+                raise ResizeError(
+                    f"process {number} that joins differs in {what} {said[what][:100]!r} instead of "
+                    f"{own[what][:100]!r}; start it with the same script and configuration"
+                )

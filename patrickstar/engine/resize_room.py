@@ -1,0 +1,168 @@
+"""What memory says about other ranks: whether their shares fit, and how large their micro-batches may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from patrickstar import _C
+from patrickstar.config import Config
+from patrickstar.elastic.sampler import OfTide
+from patrickstar.engine.session import Session
+from patrickstar.machine.budgets import Budgets
+from patrickstar.machine.engine_options import state_scheme
+from patrickstar.machine.host_memory import available_bytes, budget_within, reserve_bytes, usable_bytes
+from patrickstar.module.preprocess import make_layout
+from patrickstar.planning.micro_batches import most_samples
+from patrickstar.ranks.messages import reading
+
+
+def layout_for(session: Session, num_ranks: int) -> _C.Layout:
+    """Of the first of so many ranks; the others' shares are as large."""
+    optimizer = session.config.optimizer
+    scheme = state_scheme(optimizer.states, optimizer.speculation, num_ranks)
+    return make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
+
+
+def check_room(session: Session, num_ranks: int) -> None:
+    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
+    gives both: others are measured when ranks are opened. That is needed, and not always enough.
+    """
+    config = session.config
+    if config.device_memory is None or config.host_memory is None:
+        return
+    layout = layout_for(session, num_ranks)
+    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
+    there = config.device_memory + config.host_memory
+    if needed > there:
+        raise _C.MemoryBudgetError(
+            f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
+            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
+            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """What a process knows of memory before a resize; JSON's types."""
+
+    host: str
+    available_bytes: int
+    """Of the host, that nobody has taken."""
+    usable_bytes: int
+    """That the process may use."""
+    reserve_bytes: int
+    """That default budgets leave."""
+    held_bytes: int
+    """That its chunks have of the host, and give back when it closes its core."""
+    device_bytes: int
+    """Its budget on its device so far."""
+
+    @classmethod
+    def of(cls, session: Session) -> MemoryFacts:
+        """Of this process."""
+        report = session.report()
+        return cls(
+            host=socket.gethostname(),
+            available_bytes=available_bytes(),
+            usable_bytes=usable_bytes(),
+            reserve_bytes=reserve_bytes(),
+            held_bytes=report["host_bytes"],
+            device_bytes=report["device_budget_bytes"],
+        )
+
+
+def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> list[Budgets]:
+    """What the new ranks are expected to measure when they are opened, where the configuration does not say it: what is
+    available of their host and what the cores there give back, divided among them, and the devices that they have.
+
+    Args:
+        config: of all.
+        staying: by new rank.
+        ending: of processes that leave.
+    """
+    ratio = config.client.mem_tracer.overall_cpu_mem_ratio
+    found = []
+    for one in staying:
+        here = [other for other in (*staying, *ending) if other.host == one.host]
+        num_sharing = sum(other.host == one.host for other in staying)
+        there = min(other.available_bytes for other in here) + sum(other.held_bytes for other in here)
+        host_bytes = budget_within(there, one.reserve_bytes) if ratio is None else int(one.usable_bytes * ratio)
+        found.append(
+            Budgets(
+                device_bytes=one.device_bytes if config.device_memory is None else config.device_memory,
+                host_bytes=host_bytes // num_sharing if config.host_memory is None else config.host_memory,
+            )
+        )
+    return found
+
+
+def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> None:
+    """As :func:`check_room`, of the budgets that the new ranks are expected to measure. They may differ from those that
+    they do: others take memory too.
+
+    Raises:
+        MemoryBudgetError: a rank's share would be more than both.
+    """
+    layout = layout_for(session, len(staying))
+    needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
+    for rank, budgets in enumerate(expected_budgets(session.config, staying, ending)):
+        if needed > budgets.device_bytes + budgets.host_bytes:
+            raise _C.MemoryBudgetError(
+                f"each of {len(staying)} ranks has {needed} bytes of parameters and optimizer states, and rank {rank} "
+                f"is expected to have {budgets.device_bytes} bytes of its device and {budgets.host_bytes} of its host "
+                f"({staying[rank].host}); keep more ranks, or free memory there"
+            )
+
+
+def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> None:
+    """That hosts have room for the copies which a resize makes beside what is there.
+
+    Args:
+        facts: by old rank.
+        copied_bytes: by old rank, what it publishes and sets aside.
+
+    Raises:
+        MemoryBudgetError: one has not.
+    """
+    for host in sorted({one.host for one in facts}):
+        needed = sum(size for one, size in zip(facts, copied_bytes, strict=True) if one.host == host)
+        there = min(one.available_bytes for one in facts if one.host == host)
+        if needed > there:
+            raise _C.MemoryBudgetError(
+                f"the resize copies {needed} bytes on {host}, where {there} are available; free memory there, or save "
+                "a checkpoint and start as many ranks as you want"
+            )
+
+
+def allowed_micro_batches(session: Session, num_ranks: int, carried: Mapping[str, Any]) -> dict[str, int]:
+    """By name of what is carried and wants to know: the most samples that a micro-batch may have on so many ranks, by
+    the last step on this rank. Nothing before the first step.
+    """
+    moments = session.runtime.timeline()
+    asking = {name: item for name, item in carried.items() if isinstance(item, OfTide) and item.measured_micro_batch}
+    if not moments or not asking:
+        return {}
+    layout, host_bytes = layout_for(session, num_ranks), session.runtime.report()["host_budget_bytes"]
+    limit_bytes = session.runtime.plan_problem()["limit_bytes"]
+    return {
+        name: most_samples(
+            layout,
+            moments,
+            samples=item.measured_micro_batch,
+            upto=item.global_batch // num_ranks,
+            limit_bytes=limit_bytes,
+            host_bytes=host_bytes,
+        )
+        for name, item in asking.items()
+    }
+
+
+def least_of_all(messages: list[bytes]) -> dict[str, int]:
+    """Of what ranks say :func:`allowed_micro_batches` is on each, as JSON."""
+    with reading("micro-batches that fit"):
+        said = [json.loads(message) for message in messages]
+        return {name: min(one[name] for one in said) for name in said[0]}

@@ -1,0 +1,76 @@
+"""What a process that joins takes over beside shards: steps, options of groups, loss scale, random numbers, and what is
+carried. The leader writes it into a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.checkpoint.rng import rng_states, set_rng_states
+from patrickstar.elastic.transfers import fetch
+from patrickstar.engine.resize_plan import Carried
+from patrickstar.engine.session import Session
+
+STATE_NAME = "state"
+"""What the leader's ``FileServer`` calls the file."""
+
+
+def state_path(folder: str, token: str) -> Path:
+    """The file, in a process's folder."""
+    return Path(folder) / f"patrickstar-{token}-state"
+
+
+def managed_states(session: Session) -> list[dict[str, Any]]:
+    """The optimizer's of each parameter that stays with PyTorch, whole on each rank."""
+    return [dict(session.states.optimizer_state(managed.param) or {}) for managed in session.managed.params]
+
+
+def write_state(session: Session, path: Path, carried: Mapping[str, Carried]) -> None:
+    """Raises OSError where it cannot be written."""
+    state = {
+        "num_steps": session.num_steps,
+        "outcome": dataclasses.asdict(session.outcome),
+        "scaler": dict(session.scaler.state()) if session.scaler is not None else None,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in session.param_groups],
+        "managed": managed_states(session),
+        "rng": rng_states(session.device),
+        "carried": {name: item.state_dict() for name, item in carried.items()},
+    }
+    with path.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def reached_state(folder: str, token: str, new: int, address: str, timeout_seconds: float) -> dict[str, Any]:
+    """The leader's state, from its file where it is in ``folder``, else from its server at ``address``.
+
+    Raises:
+        OSError: it is neither there nor to be fetched.
+    """
+    path = state_path(folder, token)
+    if not path.exists():
+        path = state_path(folder, f"{token}-for{new}")
+        fetch(address, token, STATE_NAME, path, client=str(new), timeout_seconds=timeout_seconds)
+    with _C.HostAllocations():
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
+    """This session goes on from there, but for what stays with PyTorch (:func:`managed_states`)."""
+    session.num_steps = state["num_steps"]
+    session.outcome = type(session.outcome)(**state["outcome"])
+    if session.scaler is not None:
+        session.scaler.set_state(**state["scaler"])
+    for group, saved in zip(session.param_groups, state["groups"], strict=True):
+        group.update(saved)
+    for name, item in carried.items():
+        item.load_state_dict(state["carried"][name])
+    set_rng_states(state["rng"], session.device)

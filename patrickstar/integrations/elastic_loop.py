@@ -1,0 +1,267 @@
+"""What a Trainer's loop has to do with ranks that change: its sampler, its run, what goes along with a resize
+([Note: steps of an elastic Trainer], elastic_trainer.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
+
+from patrickstar._C import StateError
+from patrickstar.elastic import ElasticRun, ElasticSampler, Membership, MicroBatches, Next, Resized
+from patrickstar.elastic.run import joins_others
+from patrickstar.integrations.elastic_steps import StepLoader
+
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class LeftRun(SystemExit):  # noqa: N818 (it ends a script, and is no error)
+    """This process is none of the ranks any more, and its model has no values: its script ends here, with status 0,
+    unless it catches this.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticTraining:
+    """What an elastic trainer is told beside its ``TrainingArguments``."""
+
+    global_batch: int
+    """Samples of an optimizer step on all ranks, however many there are. ``per_device_train_batch_size`` is the most
+    that a rank computes at once; how many of these micro-batches make a step follows.
+    """
+    micro_batches: MicroBatches = MicroBatches.AT_MOST
+    """Whether ``per_device_train_batch_size`` holds throughout, or follows from what is measured."""
+    look_seconds: float = 1.0
+    """About how long an order waits."""
+    rendezvous: str | None = None
+    """"host:port" of who gives orders; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives any."""
+    resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
+
+
+class ElasticLoop:
+    """What an elastic trainer's loop has to do with ranks that change: its sampler, its run, and the place at which a
+    process that joins begins.
+    """
+
+    def __init__(self, trainer: Any, options: ElasticTraining):
+        self._trainer = trainer
+        self._options = options
+        self._has_begun = False
+        self._run: ElasticRun | None = None
+        self._progress = _Progress(trainer)
+        self.has_stopped = False
+        """The run was ordered to stop."""
+
+    def begin_training(self) -> None:
+        """Raises StateError where there was one."""
+        if self._has_begun:
+            raise StateError(
+                "an elastic trainer trains once: processes that join must know what they join; make another"
+            )
+        self._has_begun = True
+
+    def make_loader(self, plain: DataLoader[Any]) -> StepLoader:
+        """The loop's loader.
+
+        Raises:
+            ValueError: the data has no length, or fewer samples than a global batch, or that has no equal parts for the
+                ranks.
+        """
+        dataset, args = plain.dataset, self._trainer.args
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "train_dataset is an IterableDataset, of which nobody can say which samples a step takes; give one "
+                "with __len__ and __getitem__"
+            )
+        self._sampler = ElasticSampler(
+            len(dataset),
+            self._options.global_batch,
+            args.per_device_train_batch_size,
+            args.seed if args.data_seed is None else args.data_seed,
+            rank=args.process_index,
+            num_ranks=args.world_size,
+            micro_batches=self._options.micro_batches,
+        )
+        self._loader = StepLoader(dataset, self._sampler, **{name: getattr(plain, name) for name in _LOADER_OPTIONS})
+        return self._loader
+
+    def enter(self, max_steps: int, num_epochs: int) -> tuple[int, int] | None:
+        """The model is in an engine from here on, and the run follows orders. For a process that joins: the epoch and
+        the step in it that come next.
+        """
+        trainer, options = self._trainer, self._options
+        trainer._ensure_engine()
+        trainer.create_scheduler(num_training_steps=max_steps, optimizer=trainer.optimizer)
+        saves = trainer.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
+        self._run = ElasticRun(
+            _TrainerRanks(trainer),
+            {"schedule": trainer.lr_scheduler, "sampler": self._sampler, "trainer": self._progress},
+            checkpoint=trainer.args.output_dir if saves else None,
+            checkpoint_seconds=float("inf"),  # the Trainer says when
+            look_seconds=options.look_seconds,
+            rendezvous=options.rendezvous,
+            resize_options=options.resize_options,
+        )
+        if not joins_others():
+            self._run.go_on_from(trainer.state.global_step)
+            return None
+        self._progress.take_state(max_steps, num_epochs)
+        return self._sampler.epoch, self._sampler.cursor // self._sampler.global_batch
+
+    def begin_epoch(self, epoch: int, first_step: int) -> bool:
+        """Whether the epoch is to be gone on with as from a checkpoint: this process has joined within it."""
+        self._loader.begin_epoch(epoch, first_step)
+        return self._progress.take_sums()
+
+    def goes_on(self) -> bool:
+        """Between two steps: carries orders out. False: the run stops.
+
+        Raises:
+            LeftRun: it is no rank any more.
+        """
+        assert self._run is not None
+        if self._run.num_steps == self._trainer.state.global_step:  # no step since the last time
+            return True
+        following = self._run.step_done(self._progress.last_loss)
+        if following is Next.LEAVE:
+            raise LeftRun(0)
+        if following is Next.STOP:
+            self.has_stopped = self._trainer.control.should_training_stop = True
+        return not self.has_stopped
+
+    def note_checkpoint(self) -> None:
+        """One was saved, of the present step."""
+        if self._run is not None:
+            self._run.note_checkpoint(self._trainer.state.global_step)
+
+    def end(self) -> None:
+        """The loop is over."""
+        assert self._run is not None
+        self._run.num_steps = self._trainer.state.global_step
+        self._run.end()
+
+
+class _TrainerRanks:
+    """A trainer as the engine of an :class:`ElasticRun`."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def resize(self, num_ranks: int, **options: Any) -> Resized:
+        trainer = self._trainer
+        trainer.store_flos()
+        # What was not logged yet is each rank's own, and logged as the mean.
+        trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss.detach()).mean()
+        resized = trainer.accelerator.resize(num_ranks, **options)
+        if resized.membership is Membership.RANK:
+            self._changed()
+        return resized
+
+    def join(self, **options: Any) -> Resized:
+        resized = self._trainer.accelerator.join(**options)
+        self._changed()
+        return resized
+
+    def _changed(self) -> None:
+        trainer = self._trainer
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+        getattr(trainer, "_eval_dataloaders", {}).clear()  # which are kept with persistent workers
+
+    def save_checkpoint(self, directory: str, /, *, client_state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def load_checkpoint(self, directory: str, /) -> tuple[Any, dict[str, Any]]:
+        raise StateError("a trainer goes on from its own checkpoints: train(resume_from_checkpoint=...)")
+
+
+class _Progress:
+    """Where a trainer's loop is, as it goes along with a resize: the same on all ranks."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._taken: dict[str, Any] | None = None  # by a process that joins
+
+    @property
+    def last_loss(self) -> float | None:
+        """That was logged; None: none was."""
+        return next((entry["loss"] for entry in reversed(self._trainer.state.log_history) if "loss" in entry), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a rank whose sums are those of all."""
+        trainer = self._trainer
+        return {
+            "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "callbacks": json.dumps([(type(item).__name__, item.state()["attributes"]) for item in self._exported()]),
+            "sums": {
+                "_tr_loss": trainer._tr_loss.item(),
+                "_total_loss_scalar": trainer._total_loss_scalar,
+                "_globalstep_last_logged": trainer._globalstep_last_logged,
+                "_initial_global_step": trainer._initial_global_step,
+                "_initial_num_input_tokens_seen": trainer._initial_num_input_tokens_seen,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keeps it until the loop can take it."""
+        self._taken = state
+
+    def _exported(self) -> list[ExportableState]:
+        return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
+
+    def take_state(self, max_steps: int, num_epochs: int) -> None:
+        """What the Trainer makes before its loop begins.
+
+        Raises:
+            StateError: this script is to train another number of steps, or has other callbacks.
+        """
+        assert self._taken is not None
+        trainer, state = self._trainer, TrainerState(**json.loads(self._taken["state"]))
+        if state.max_steps != max_steps:
+            raise StateError(
+                f"the ranks that train make {state.max_steps} steps, and this process that joined would make "
+                f"{max_steps}; start it with the same arguments and data"
+            )
+        state.init_training_references(trainer, max_steps, num_epochs, None)
+        trainer.state = state
+        told, own = json.loads(self._taken["callbacks"]), self._exported()
+        if [name for name, _ in told] != [type(item).__name__ for item in own]:
+            raise StateError(
+                f"the ranks that train have the callbacks {[name for name, _ in told]}, and this process that joined "
+                f"{[type(item).__name__ for item in own]}; start it with the same script"
+            )
+        for item, (_, attributes) in zip(own, told, strict=True):
+            for name, value in attributes.items():
+                setattr(item, name, value)
+
+    def take_sums(self) -> bool:
+        """What the Trainer sets to zero as its loop begins; False where there is nothing to take."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return False
+        trainer = self._trainer
+        sums = dict(taken["sums"])
+        trainer._tr_loss = torch.tensor(sums.pop("_tr_loss"), device=trainer.args.device)
+        for name, value in sums.items():
+            setattr(trainer, name, value)
+        return True

@@ -1,0 +1,89 @@
+"""The optimizer steps of an epoch for a loop that takes each for one batch ([Note: steps of an elastic Trainer])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from patrickstar.elastic import ElasticLoader, ElasticSampler
+
+
+class StepBatches(list[Any]):
+    """This rank's micro-batches of one optimizer step, which the Trainer's loop takes for one batch."""
+
+
+class StepLoader(DataLoader[Any]):
+    """What the Trainer's loop takes for its data loader: the steps of an epoch, as :class:`StepBatches`. Steps are
+    loaded when they are asked for, so each is divided among the ranks that there are then.
+
+    Args:
+        dataset: with as many samples as the sampler has.
+        sampler: which of them a step takes.
+        **options: of the ``DataLoader`` that loads micro-batches.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: ElasticSampler, **options: Any):
+        self.num_samples = sampler.num_steps * sampler.global_batch
+        """Samples of an epoch."""
+        # Loaders draw seeds for their workers; the model's random numbers are not for that.
+        steps = _Steps(
+            ElasticLoader(dataset, sampler, generator=torch.Generator().manual_seed(sampler.seed), **options)
+        )
+        numbers: Any = [[step] for step in range(sampler.num_steps)]
+        super().__init__(steps, batch_sampler=numbers, collate_fn=_only, generator=torch.Generator())
+
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        """The next step to be loaded is that one."""
+        self.dataset.begin_epoch(epoch, first_step)
+
+
+class _Steps(Dataset[StepBatches]):
+    """The steps of the present epoch by their number, in their order."""
+
+    def __init__(self, loader: ElasticLoader):
+        self._loader = loader
+        self._steps = iter(loader)
+
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        sampler = self._loader.sampler
+        sampler.epoch, sampler.cursor = epoch, first_step * sampler.global_batch
+        self._steps = iter(self._loader)
+
+    def __len__(self) -> int:
+        return self._loader.sampler.num_steps
+
+    def __getitem__(self, step: int) -> StepBatches:
+        self._loader.sampler.cursor = step * self._loader.sampler.global_batch
+        return StepBatches(next(self._steps))
+
+
+def _only(items: list[StepBatches]) -> StepBatches:
+    (item,) = items
+    return item
+
+
+# Where the Trainer's loop hands a batch on.
+
+
+def step_of_micro_batches(
+    trainer: Any, training_step: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, *others: Any
+) -> torch.Tensor:
+    """``training_step`` of each micro-batch of ``inputs``; the sum of their losses."""
+    trainer.current_gradient_accumulation_steps = len(inputs)
+    losses = [training_step(model, one, *others) for one in inputs]
+    return torch.stack(losses).sum()
+
+
+def sum_of_micro_batches(call: Callable[[Any], float], inputs: StepBatches) -> float:
+    """The sum of what ``call`` says of each of them."""
+    return sum(map(call, inputs))
+
+
+def each_micro_batch(call: Callable[[Any], None], inputs: StepBatches) -> None:
+    """``call`` of each of them."""
+    for one in inputs:
+        call(one)

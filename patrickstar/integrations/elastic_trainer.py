@@ -1,0 +1,190 @@
+"""Hugging Face: a ``Trainer`` that follows orders to change its number of ranks while it trains.
+
+    trainer = ElasticTrainer(
+        model=model, args=args, train_dataset=data, elastic=ElasticTraining(global_batch=32),
+        patrickstar_config={"device_memory": "24GiB"},
+    )
+    trainer.train()
+
+The mixin comes first for other trainers: ``class MySFTTrainer(ElasticTrainerMixin, SFTTrainer)``. Who starts the ranks
+and gives orders: docs/guides/elastic.md.
+
+[Note: steps of an elastic Trainer] The Trainer's loop counts micro-batches, and expects a fixed number of them in a
+step; on other ranks there are others. So it is given one batch per optimizer step: a list of this rank's micro-batches
+(:class:`StepBatches`), which is taken apart where the loop hands it on. To the loop a step is a step, an epoch has as
+many of them on any number of ranks, and its counters, logs and schedules are right after a resize without knowing of
+it. A resize comes between two steps, when the next one is about to be loaded: what the Trainer logs, saves and
+evaluates after a step is done by the ranks that made it.
+
+What else the loop knows of the ranks goes along as :class:`_Progress`. A process that joins begins the loop as one that
+resumes from a checkpoint does, at the step that the others are about to make.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+
+from patrickstar.elastic import divide_batch
+from patrickstar.elastic.run import joins_others
+from patrickstar.integrations.decided_config import Decision
+from patrickstar.integrations.elastic_loop import ElasticLoop, ElasticTraining, LeftRun
+from patrickstar.integrations.elastic_steps import (
+    StepBatches,
+    StepLoader,
+    each_micro_batch,
+    step_of_micro_batches,
+    sum_of_micro_batches,
+)
+from patrickstar.integrations.transformers import PatrickStarTrainerMixin
+
+__all__ = ["ElasticSeq2SeqTrainer", "ElasticTrainer", "ElasticTrainerMixin", "ElasticTraining", "LeftRun"]
+
+_JOINED = "patrickstar: the state of the ranks that train"  # in the place of a checkpoint's path
+
+
+class ElasticTrainerMixin(PatrickStarTrainerMixin):
+    """What a ``Trainer`` does otherwise when its number of ranks may change while it trains
+    ([Note: steps of an elastic Trainer]). It comes before the trainer's class.
+
+    Which samples a step takes follows from the seed and the epoch, for any number of ranks; what is left over after
+    the last whole global batch of an epoch is left out, as by ``dataloader_drop_last``. A rank that has left ends its
+    script with :class:`LeftRun`. A run that is ordered to stop saves a checkpoint, where ``save_strategy`` is "steps"
+    or "epoch", and returns from ``train``; ``train(resume_from_checkpoint=...)`` goes on from it on any number of
+    ranks. A process that joins takes the state of the others, whatever checkpoint its script names.
+
+    Args:
+        elastic: the global batch, and who gives orders.
+        **kwargs: of :class:`PatrickStarTrainerMixin`.
+
+    Raises:
+        ValueError: an argument cannot be followed on any number of ranks.
+    """
+
+    def __init__(self, *args: Any, elastic: ElasticTraining, **kwargs: Any):
+        self._elastic = elastic
+        super().__init__(*args, **kwargs)
+        self._loop = ElasticLoop(self, elastic)
+        # On the object, so that what a subclass overrides gets micro-batches as well.
+        self.training_step = functools.partial(step_of_micro_batches, self, self.training_step)
+        self.floating_point_ops = functools.partial(sum_of_micro_batches, self.floating_point_ops)
+        self._track_num_input_tokens = functools.partial(each_micro_batch, self._track_num_input_tokens)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the mixin's; what does not fit to changing ranks is refused."""
+        _check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.keeps_ranks = None
+        most = self.args.per_device_train_batch_size
+        self.accelerator.accumulated_batches = divide_batch(self._elastic.global_batch, 1, most).accumulation
+
+    def _global_batch(self) -> Decision:
+        return Decision(key="train_batch_size", value=self._elastic.global_batch, source="ElasticTraining.global_batch")
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The global batch."""
+        return self._elastic.global_batch
+
+    # The loop.
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, once.
+
+        Raises:
+            StateError: it has trained before.
+            LeftRun: this process has left the run.
+            ResizeError: it was to join and could not.
+            RankFailure: a rank has failed: go on from a checkpoint.
+        """
+        self._loop.begin_training()
+        return super().train(None if joins_others() else resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The steps of an epoch, of the data set and with the collator and workers of the Trainer's loader."""
+        return self._loop.make_loader(super().get_train_dataloader())
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """As the Trainer's."""
+        return dataloader.num_samples if isinstance(dataloader, StepLoader) else super().num_examples(dataloader)
+
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any) -> Any:
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, *others)
+        joined = self._loop.enter(max_steps, num_epochs)
+        return place if joined is None else joined
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        made, self._created_lr_scheduler = self._created_lr_scheduler, False  # it stays: the ranks have its state
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            self._created_lr_scheduler = made
+
+    def _run_epoch(self, **options: Any) -> None:
+        is_first = options["epoch"] == options["epochs_trained"]
+        resumes = self._loop.begin_epoch(options["epoch"], options["steps_trained_in_current_epoch"] if is_first else 0)
+        super()._run_epoch(**options | ({"resume_from_checkpoint": _JOINED} if resumes else {}))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint != _JOINED:  # which came with random numbers
+            super()._load_rng_state(checkpoint)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """As the Trainer's; orders are carried out before."""
+        return super().get_batch_samples(*args, **kwargs) if self._loop.goes_on() else ([], None)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # An evaluation's batches are no steps.
+        steps = (step if isinstance(step, StepBatches) else [step] for step in batch_samples)
+        return super()._get_num_items_in_batch([one for step in steps for one in step], device)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if not self._loop.has_stopped:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        self._loop.note_checkpoint()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._loop.end()
+        return super()._finalize_training(*args, **kwargs)
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    strategy = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
+    reasons = [
+        (
+            args.gradient_accumulation_steps != 1,
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but with ElasticTraining it follows "
+            "from global_batch, per_device_train_batch_size and the number of ranks; leave it out",
+        ),
+        (
+            strategy != "random",
+            f"train_sampling_strategy is {strategy!r}, and the samples of a step must be the same on any number of "
+            "ranks: ElasticTraining draws them at random; leave it out",
+        ),
+        (
+            args.ignore_data_skip,
+            "ignore_data_skip would begin an epoch anew, and processes that join begin within one; leave it out",
+        ),
+        (
+            not args.average_tokens_across_devices,
+            "average_tokens_across_devices is False, with which the loss depends on how samples are divided among "
+            "ranks; leave it out",
+        ),
+    ]
+    for holds, reason in reasons:
+        if holds:
+            raise ValueError(reason)
+
+
+class ElasticTrainer(ElasticTrainerMixin, Trainer):
+    """A ``transformers.Trainer`` whose number of ranks changes while it trains."""
+
+
+class ElasticSeq2SeqTrainer(ElasticTrainerMixin, Seq2SeqTrainer):
+    """A ``transformers.Seq2SeqTrainer`` whose number of ranks changes while it trains."""

@@ -1,0 +1,146 @@
+"""A Trainer that follows orders to change its ranks, against the Trainer of transformers that takes the same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patrickstar import StateError
+from patrickstar.elastic import serve_rendezvous
+from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
+from tests.distributed import run_ranks
+from tests.elastic.trainer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, follow_orders, loop_with_accelerate, train_plainly
+from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
+
+PLAN = {3: 2, STEPS_PER_EPOCH: 3, 11: 1}
+"""After a step in an epoch that is not logged, after the last of an epoch, and again within one."""
+
+
+def environment(number):
+    """The first process begins the run, the others are started to join it; none of them by torchrun."""
+    alone = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return {**alone, "PATRICKSTAR_ELASTIC_JOINS": "1" if number > 0 else "0"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train_plainly(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    """On one rank, two, three, and one."""
+    store, folder = serve_rendezvous("127.0.0.1", 0), tmp_path_factory.mktemp("elastic")
+    return run_ranks(
+        3, follow_orders, f"127.0.0.1:{store.port}", PLAN, str(folder), environment=environment, timeout_seconds=200
+    )
+
+
+def logged(result, key):
+    return {entry["step"]: float(entry[key]) for entry in result["history"] if key in entry}
+
+
+def check_against(plain, result, first_step=0):
+    """That ``result`` logs what the Trainer of transformers logs."""
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+        expected = {step: value for step, value in logged(plain, key).items() if step > first_step}
+        assert expected
+        assert logged(result, key).keys() == logged(plain, key).keys()
+        for step, value in expected.items():
+            assert logged(result, key)[step] == pytest.approx(value, rel=2e-4, abs=1e-8), (key, step)
+    assert result["epoch"] == plain["epoch"]
+    for name, value in plain["state"].items():
+        torch.testing.assert_close(result["state"][name].float(), value, rtol=1e-3, atol=1e-3)
+
+
+def check_samples(plain, results, steps):
+    for step in steps:
+        seen = [sample for result in results for sample in result["seen"].get(step, [])]
+        assert len(seen) == GLOBAL_BATCH
+        assert sorted(seen) == sorted(plain["seen"][step])
+
+
+def test_losses_rates_and_evaluations_are_those_of_the_trainer(plain, elastic):
+    (last,) = [result for result in elastic if result["left"] is None]
+    assert last["steps"] == plain["steps"] == 2 * STEPS_PER_EPOCH
+    check_against(plain, last)
+    assert last["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert last["flos"] == pytest.approx(plain["flos"])
+    assert last["counted"] == plain["steps"]
+
+
+def test_each_sample_of_an_epoch_is_seen_once(plain, elastic):
+    check_samples(plain, elastic, range(plain["steps"]))
+
+
+def test_ranks_that_join_begin_at_the_step_and_ranks_that_leave_end(elastic):
+    began = sorted(min(result["seen"]) for result in elastic)
+    assert began == [0, 3, STEPS_PER_EPOCH]
+    assert [result["left"] for result in elastic].count(0) == 2
+    assert all(max(result["seen"]) == 10 for result in elastic if result["left"] == 0)
+
+
+def test_a_run_that_is_stopped_goes_on_from_its_checkpoint_on_other_ranks(plain, tmp_path):
+    """Two ranks that were started together become one, which is stopped within an epoch; three go on."""
+    store = serve_rendezvous("127.0.0.1", 0)
+    address, options = f"127.0.0.1:{store.port}", {"save_strategy": "steps", "save_steps": 100}
+    results = run_ranks(2, follow_orders, address, {2: 1, 4: None}, str(tmp_path), None, options, timeout_seconds=200)
+    (stopped,) = [result for result in results if result["left"] is None]
+    assert stopped["steps"] == 4
+    check_samples(plain, results, range(4))
+    checkpoint = str(tmp_path / "checkpoint-4")
+    results = run_ranks(3, follow_orders, address, {}, str(tmp_path), checkpoint, options, timeout_seconds=200)
+    check_samples(plain, results, range(4, plain["steps"]))
+    for result in results:
+        check_against(plain, result, first_step=4)
+
+
+def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
+    def make(global_batch=4, **options):
+        args = arguments(tmp_path, **{"gradient_accumulation_steps": 1, "num_train_epochs": 1} | options)
+        return ElasticTrainer(
+            gpt2(),
+            args,
+            train_dataset=Tokens(10, 1),
+            elastic=ElasticTraining(global_batch=global_batch),
+            patrickstar_config=engine_config(),
+        )
+
+    for wrong, name in (
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices is False"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            make(**wrong)
+    with pytest.raises(ValueError, match="10 samples and a global batch 16"):
+        make(global_batch=16).train()
+    trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    assert trainer.train().global_step == 2  # by hand, where nobody gives orders
+    with pytest.raises(StateError, match="trains once"):
+        trainer.train()
+    trainer.close()
+
+
+def test_an_accelerator_follows_the_ranks(tmp_path):
+    store = serve_rendezvous("127.0.0.1", 0)
+    address, folder = f"127.0.0.1:{store.port}", str(tmp_path)
+    first, second = run_ranks(2, loop_with_accelerate, address, {3: 2, 6: 1}, folder, environment=environment)
+    straight = loop_with_accelerate(None, {}, folder)
+    assert first["losses"] == pytest.approx(straight["losses"], rel=1e-4)
+    assert second["losses"] == pytest.approx({step: straight["losses"][step] for step in (3, 4, 5)}, rel=1e-4)
+    assert second["left"]
+    assert first["main"] == [(1, True)] * 3 + [(2, True)] * 3 + [(1, True)] * 4
+    assert second["main"] == [(2, False)] * 3
+
+
+def test_prepared_data_loaders_keep_their_ranks():
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=engine_config())
+    model = gpt2()
+    loader = torch.utils.data.DataLoader(Tokens(4, 1))
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    with pytest.raises(StateError, match="resize with 1 prepared data loaders"):
+        accelerator.resize(1)
+    accelerator.free_memory()
