@@ -243,6 +243,12 @@ def test_a_quantised_weight_cannot_be_trained():
             engine(**batch)
 
 
+def test_a_resize_is_refused():
+    engine, _ = initialize_engine(frozen_llama, 0, make_config(quantization={}))
+    with engine, pytest.raises(_C.StateError, match="with quantised weights is not supported yet"):
+        engine.resize(1)
+
+
 def test_values_that_are_written():
     """The same ones stay as they are, others are quantised."""
     torch.manual_seed(0)
