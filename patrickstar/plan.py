@@ -50,7 +50,15 @@ from patrickstar.command.plan_report import (
     length_lines,
     refusal_lines,
 )
-from patrickstar.config import ActivationOffload, LossComputation, QuantizationType, Speculation, States
+from patrickstar.config import (
+    ActivationOffload,
+    LossComputation,
+    Master,
+    OptimizerType,
+    QuantizationType,
+    Speculation,
+    States,
+)
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -67,6 +75,7 @@ from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
+_OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
 _LORA_RANK = 16
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
@@ -163,8 +172,16 @@ def _parser(prog: str) -> CommandParser:
         help="optimizer.speculation",
     )  # fmt: skip
     engine.add_argument(
+        "--optimizer", type=str.lower, choices=sorted(_OPTIMIZERS), default=OptimizerType.ADAMW.value.lower(),
+        help="optimizer.type: Lion and SGD keep a momentum and no variance",
+    )  # fmt: skip
+    engine.add_argument(
         "--states", choices=[member.value for member in States], default=States.FP32.value,
         help="optimizer.states: what momentum and variance are stored in",
+    )  # fmt: skip
+    engine.add_argument(
+        "--master", choices=[member.value for member in Master], default=Master.EXACT.value,
+        help="optimizer.master: stochastic, which takes --speculation commit, leaves float32 masters out",
     )  # fmt: skip
     engine.add_argument(
         "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
@@ -195,6 +212,10 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(
             "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
         )
+    if args.master == Master.STOCHASTIC.value and (speculation is not Speculation.COMMIT or args.precision != "bf16"):
+        raise ValueError(
+            "--master stochastic needs --speculation commit and --precision bf16; give both, or leave it out"
+        )
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
@@ -219,7 +240,9 @@ def _question(args: argparse.Namespace) -> Question:
             host_bytes=args.host_memory or _in_words(host_memory.default_budget_bytes()),
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
+            optimizer=_OPTIMIZERS[args.optimizer],
             states=States(args.states),
+            master=Master(args.master),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),
         ),

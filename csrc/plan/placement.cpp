@@ -151,11 +151,11 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const int64_t shard_bytes = layout.num_bytes(shard);
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
-    const bool split = layout.chunk(chunk).splits_master();
-    const int64_t param_bytes = on_device && split ? 0 : bytes;  // those of placed_bytes() are fixed
+    const bool kept = layout.chunk(chunk).keeps_param();
+    const int64_t param_bytes = on_device && kept ? 0 : bytes;  // those of placed_bytes() are fixed
     const int64_t fetch_bytes = layout.num_bytes(quantized ? layout.value_home(chunk) : shard);
     stages = stages || (quantized && !on_device);
-    const bool retires = !on_device || (!layout.is_sharded() && !split);
+    const bool retires = !on_device || (!layout.is_sharded() && !kept);
     problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
     problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
     if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));

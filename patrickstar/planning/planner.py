@@ -13,6 +13,7 @@ from torch import nn
 from patrickstar.config import (
     ActivationOffload,
     LossComputation,
+    Master,
     QuantizationConfig,
     QuantizationType,
     Speculation,
@@ -163,11 +164,13 @@ class Answer:
     def config(self) -> dict[str, Any]:
         """What ``initialize_engine`` takes to train so; the learning rate and its like are the user's."""
         question, setting, case = self.question, self.question.setting, self.chosen
-        optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
+        optimizer: dict[str, Any] = {"type": setting.optimizer.value, "params": {"lr": 1e-4}}
         if setting.speculation is not Speculation.AUTO:
             optimizer["speculation"] = setting.speculation.value
         if setting.states is not States.FP32:
             optimizer["states"] = setting.states.value
+        if setting.master is not Master.EXACT:
+            optimizer["master"] = setting.master.value
         config: dict[str, Any] = {
             "optimizer": optimizer,
             "device_memory": _as_written(setting.device_bytes),
@@ -338,7 +341,7 @@ class Planner:
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
         num_ranks = cluster.chunk_ranks
-        scheme = state_scheme(question.setting.states, question.setting.speculation, num_ranks)
+        scheme = state_scheme(question.setting.optimizer_config(), num_ranks)
         key = (question.workload, question.machine, cluster, size, scheme)
         if key not in self._predictors:
             layout = make_layout(trace.params, size, num_ranks, scheme=scheme)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Speculation, States
+from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
@@ -93,12 +93,22 @@ class Setting:
     """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    optimizer: OptimizerType = OptimizerType.ADAMW
+    """Which rule updates (``optimizer.type``)."""
     states: States = States.FP32
     """What momentum and variance are stored in (``optimizer.states``)."""
+    master: Master = Master.EXACT
+    """What parameters are updated from (``optimizer.master``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO
     """Whose activations may leave the device between forward and backward (``activations.offload``)."""
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """What the configuration's section ``optimizer`` says of it."""
+        return OptimizerConfig(
+            type=self.optimizer, speculation=self.speculation, states=self.states, master=self.master
+        )
 
     @property
     def backwards(self) -> _C.Backwards:

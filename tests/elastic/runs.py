@@ -80,14 +80,17 @@ def train(
     plan: list[int],
     folder: str,
     precision: str = "fp32",
+    optimizer_section: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
-    ``folder``, in which {} stands for the process's number.
+    ``folder``, in which {} stands for the process's number. ``optimizer_section``: of the configuration, instead of
+    AdamW.
     """
     number = int(os.environ["RANK"])
     folder = folder.format(number)
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
+    config["optimizer"] = optimizer_section or config["optimizer"]
     engine, optimizer = initialize_engine(build, 0, config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)

@@ -97,14 +97,14 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint_on_other_ranks(plain,
 
 
 def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
-    def make(global_batch=4, **options):
+    def make(global_batch=4, config=None, **options):
         args = arguments(tmp_path, **{"gradient_accumulation_steps": 1, "num_train_epochs": 1} | options)
         return ElasticTrainer(
             gpt2(),
             args,
             train_dataset=Tokens(10, 1),
             elastic=ElasticTraining(global_batch=global_batch),
-            patrickstar_config=engine_config(),
+            patrickstar_config=engine_config(**(config or {})),
         )
 
     for wrong, name in (
@@ -115,6 +115,8 @@ def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=name):
             make(**wrong)
+    with pytest.raises(ValueError, match="sequence_parallel and tensor_parallel have ranks that share samples"):
+        make(config={"sequence_parallel": {"size": 2}})
     with pytest.raises(ValueError, match="10 samples and a global batch 16"):
         make(global_batch=16).train()
     trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
