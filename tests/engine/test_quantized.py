@@ -107,6 +107,23 @@ def test_budgets_change_no_bit(kind):
     assert_same(train(CASE, late, 5), reference)
 
 
+@pytest.mark.parametrize("options", [{"speculation": "commit"}, {"speculation": "always", "states": "8bit"}])
+def test_states_of_what_is_trained_beside(options):
+    """They do not concern what is quantised."""
+
+    def run(**more):
+        config = make_config("bf16", quantization={"type": "nf4"}, default_chunk_size=4096, **more)
+        config["optimizer"] |= options
+        return train(TOWER, config, steps=4)
+
+    reference = run()
+    for device_memory in (40_000, 110_000):
+        limited = run(device_memory=device_memory)
+        assert limited.report["num_evictions"] > 0
+        assert limited.report["device_peak_bytes"] <= device_memory
+        assert_same(limited, reference)
+
+
 class Tower(nn.Module):
     """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
 
