@@ -107,7 +107,14 @@ def test_budgets_change_no_bit(kind):
     assert_same(train(CASE, late, 5), reference)
 
 
-@pytest.mark.parametrize("options", [{"speculation": "commit"}, {"speculation": "always", "states": "8bit"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "commit"},
+        {"speculation": "always", "states": "8bit"},
+        {"speculation": "commit", "master": "stochastic"},
+    ],
+)
 def test_states_of_what_is_trained_beside(options):
     """They do not concern what is quantised."""
 
