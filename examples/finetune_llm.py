@@ -50,6 +50,8 @@ from ranks import Ranks, joined_ranks
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from patrickstar.integrations.weights import adapter_state
+
 SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 800, "lr": 2e-3}
 CPU_DEMO = SMALL | {"device_memory": "40MiB"}
 RANKS_DEMO = CPU_DEMO | {"device_memory": "24MiB", "batch_size": 1, "hidden": 128, "steps": 60}
@@ -248,7 +250,8 @@ def model_saver(args: argparse.Namespace, tokenizer: Any, ranks: Ranks) -> Calla
         return common.exporter(folder, tokenizer, ranks, dtype=compute_dtype(args.precision))
 
     def save(model: Any) -> Path:
-        model.save_pretrained(folder, is_main_process=ranks.is_first)
+        adapters = adapter_state(model)  # without a state dict of the base
+        model.save_pretrained(folder, is_main_process=ranks.is_first, state_dict=adapters)
         if ranks.is_first:
             tokenizer.save_pretrained(folder)
         return folder

@@ -70,10 +70,13 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
   layout.chunk_numel_ = chunk_numel;
   layout.sharding_ = sharding;
   layout.params_ = params;
+  for (ParamSpec& param : layout.params_) {
+    if (param.quantization != QuantType::kNone && !param.trainable) param.states = {};  // it never has any
+  }
   layout.placements_.resize(params.size());
   std::map<std::tuple<DType, bool, StateFormat, QuantType>, ChunkId> open;  // the chunk being filled, per class
   for (size_t id = 0; id < params.size(); ++id) {
-    const ParamSpec& param = params[id];
+    const ParamSpec& param = layout.params_[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
     const bool is_whole = param.states.master == StateType::kFloat32;
     PS_CHECK(is_whole || param.dtype == DType::kBFloat16, ArgumentError, "parameter ", id, " is ",

@@ -107,6 +107,30 @@ def test_budgets_change_no_bit(kind):
     assert_same(train(CASE, late, 5), reference)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "commit"},
+        {"speculation": "always", "states": "8bit"},
+        {"speculation": "commit", "master": "stochastic"},
+    ],
+)
+def test_states_of_what_is_trained_beside(options):
+    """They do not concern what is quantised."""
+
+    def run(**more):
+        config = make_config("bf16", quantization={"type": "nf4"}, default_chunk_size=4096, **more)
+        config["optimizer"] |= options
+        return train(TOWER, config, steps=4)
+
+    reference = run()
+    for device_memory in (40_000, 110_000):
+        limited = run(device_memory=device_memory)
+        assert limited.report["num_evictions"] > 0
+        assert limited.report["device_peak_bytes"] <= device_memory
+        assert_same(limited, reference)
+
+
 class Tower(nn.Module):
     """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
 
@@ -241,6 +265,12 @@ def test_a_quantised_weight_cannot_be_trained():
         optimizer.add_param_group({"params": [weight]})
         with pytest.raises(ValueError, match=rf"{name} requires grad by now, but is quantised \(nf4\)"):
             engine(**batch)
+
+
+def test_a_resize_is_refused():
+    engine, _ = initialize_engine(frozen_llama, 0, make_config(quantization={}))
+    with engine, pytest.raises(_C.StateError, match="with quantised weights is not supported yet"):
+        engine.resize(1)
 
 
 def test_values_that_are_written():
