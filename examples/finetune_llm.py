@@ -50,6 +50,8 @@ from ranks import Ranks, joined_ranks
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from patrickstar.integrations.weights import adapter_state
+
 SMALL = {"seq_len": 128, "batch_size": 2, "packing": True, "steps": 800, "lr": 2e-3}
 CPU_DEMO = SMALL | {"device_memory": "40MiB"}
 RANKS_DEMO = CPU_DEMO | {"device_memory": "24MiB", "batch_size": 1, "hidden": 128, "steps": 60}
@@ -68,6 +70,11 @@ def make_parser() -> flags.Parser:
     model.add_argument("--model", type=Path, metavar="FOLDER", help="a local folder (default: a small Llama)")
     model.add_argument("--lora", action="store_true", help="train adapters only (PEFT's LoRA on all linear layers)")
     model.add_argument("--lora-rank", type=int, default=16, metavar="N", help="of the adapters")
+    model.add_argument(
+        "--quantization",
+        choices=("nf4", "int8"),
+        help="with --lora: what the frozen model is stored in (default: 16 bits)",
+    )
     model.add_argument("--hidden", type=int, default=256, metavar="N", help="of the small Llama")
     model.add_argument("--layers", type=int, default=4, metavar="N", help="of the small Llama")
     model.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="of the small Llama's tokenizer")
@@ -117,6 +124,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"--eval-share is {args.eval_share}; give more than 0 and less than 1")
     if args.lora and args.model is None:
         raise UsageError("--lora adapts a model that has learned something; give one with --model")
+    if args.quantization and not args.lora:
+        raise UsageError(f"--quantization {args.quantization} stores a frozen model in fewer bits; give --lora too")
     if args.eval_data is not None and args.data is None:
         raise UsageError("--eval-data is held out of --data; give both")
     if args.model is not None:
@@ -227,7 +236,7 @@ def model_builder(args: argparse.Namespace, config: Any) -> Callable[[], nn.Modu
         if args.model is None:
             return common.with_checkpointing(LlamaForCausalLM(config), args)
         if args.lora:
-            base = load_frozen_model(args.model, args.precision)
+            base = load_frozen_model(args.model, args.precision, args.quantization)
             return with_lora(common.with_checkpointing(base, args), args.lora_rank)
         return common.with_checkpointing(load_model(args.model), args)
 
@@ -241,7 +250,8 @@ def model_saver(args: argparse.Namespace, tokenizer: Any, ranks: Ranks) -> Calla
         return common.exporter(folder, tokenizer, ranks, dtype=compute_dtype(args.precision))
 
     def save(model: Any) -> Path:
-        model.save_pretrained(folder, is_main_process=ranks.is_first)
+        adapters = adapter_state(model)  # without a state dict of the base
+        model.save_pretrained(folder, is_main_process=ranks.is_first, state_dict=adapters)
         if ranks.is_first:
             tokenizer.save_pretrained(folder)
         return folder

@@ -692,8 +692,14 @@ class EngineOptions:
     speculation: SpeculationMode
     def __init__(self) -> None: ...
 
-class GroupOptions:
-    """Adam's options for one parameter group."""
+class SgdMomentum(_Enum):
+    """How SGD's momentum makes an update (csrc/engine/group_options.h)."""
+
+    HEAVY_BALL: ClassVar[SgdMomentum]
+    NESTEROV: ClassVar[SgdMomentum]
+
+class AdamOptions:
+    """Of Adam and AdamW: a parameter group in one step."""
 
     def __init__(
         self,
@@ -705,6 +711,24 @@ class GroupOptions:
         weight_decay: float,
         mode: WeightDecay,
         bias_correction: BiasCorrection = BiasCorrection.APPLIED,
+    ) -> None: ...
+
+class LionOptions:
+    """Of Lion: a parameter group in one step."""
+
+    def __init__(self, *, lr: float, beta1: float, beta2: float, weight_decay: float) -> None: ...
+
+class SgdOptions:
+    """Of SGD with momentum: a parameter group in one step."""
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        mode: SgdMomentum = SgdMomentum.HEAVY_BALL,
     ) -> None: ...
 
 class UseListener:
@@ -844,7 +868,7 @@ class Runtime(UseListener):
     def begin_forward(self, tracking: Tracking, attempt: Attempt, /) -> None: ...
     def end_forward(self) -> None: ...
     def begin_backward(
-        self, expected_groups: Sequence[GroupOptions] = [], expected_grad_scale: float = 1.0
+        self, expected_groups: Sequence[AdamOptions | LionOptions | SgdOptions] = [], expected_grad_scale: float = 1.0
     ) -> None: ...
     def fold_gradient(self, param: int, data: int, /) -> None: ...
     def end_backward(self) -> None: ...
@@ -876,7 +900,9 @@ class Runtime(UseListener):
     def prepare_step(self, left_out: Sequence[int] = []) -> float:
         """Sum of squares of all gradients but those of parameters ``left_out``."""
 
-    def apply_step(self, groups: Sequence[GroupOptions], grad_scale: float, clip_ratio: float, /) -> None: ...
+    def apply_step(
+        self, groups: Sequence[AdamOptions | LionOptions | SgdOptions], grad_scale: float, clip_ratio: float, /
+    ) -> None: ...
     def skip_step(self) -> None: ...
     def clear_gradients(self) -> None: ...
     def clear_gradient(self, param: int, /) -> None: ...
@@ -1198,6 +1224,82 @@ class optim:
         ``kwargs``: the fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads, all of them.
         Raises ValueError as ``adam`` does.
         """
+
+    @staticmethod
+    def momentum_param(
+        isa: str,
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """As ``momentum_step``, but nothing is written but ``param``, which is apart from ``grad``; the master is of
+        float32.
+        """
+
+    @staticmethod
+    def momentum_apart(
+        isa: str,
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        new_states: Sequence[optim.StateArray],
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """As ``momentum_step``, but the new master and momentum go to ``new_states``, and the old ones stay."""
+
+    @staticmethod
+    def momentum_param_between(
+        isa: str,
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        most_grad_scale: float,
+        logs: int,
+        **kwargs: float,
+    ) -> None:
+        """The 16-bit values that ``momentum_param`` stores for every ``grad_scale`` up to ``most_grad_scale``, as
+        ``adam_param_between``.
+        """
+
+    @staticmethod
+    def momentum_param_open(
+        isa: str,
+        rule: MomentumRule,
+        master: optim.StateArray,
+        momentum: optim.StateArray,
+        grad: int,
+        grad_dtype: DType,
+        param: int,
+        param_dtype: DType,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        **kwargs: float,
+    ) -> None:
+        """As ``momentum_param``, of the values that ``momentum_param_between`` has left to ``logs``."""
 
     @staticmethod
     def cuda_momentum_step(

@@ -50,7 +50,15 @@ from patrickstar.command.plan_report import (
     length_lines,
     refusal_lines,
 )
-from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
+from patrickstar.config import (
+    ActivationOffload,
+    LossComputation,
+    Master,
+    OptimizerType,
+    QuantizationType,
+    Speculation,
+    States,
+)
 from patrickstar.machine import host_memory
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.advice import Advice, advise, rescue
@@ -67,6 +75,8 @@ from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
+_OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
+_LORA_RANK = 16
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
@@ -120,6 +130,11 @@ def _parser(prog: str) -> CommandParser:
     work.add_argument(
         "--lora-rank", type=int, default=0, metavar="R", help="train adapters of this rank alone, 0: everything"
     )
+    work.add_argument(
+        "--quantization", choices=[member.value for member in QuantizationType],
+        help="quantization.type: what frozen linear weights are stored in (default: as they are); without --lora-rank, "
+        f"adapters of rank {_LORA_RANK} are trained",
+    )  # fmt: skip
     work.add_argument("--precision", choices=DTYPES, default="bf16", help="of compute")
     work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
 
@@ -165,8 +180,16 @@ def _parser(prog: str) -> CommandParser:
         help="optimizer.speculation",
     )  # fmt: skip
     engine.add_argument(
+        "--optimizer", type=str.lower, choices=sorted(_OPTIMIZERS), default=OptimizerType.ADAMW.value.lower(),
+        help="optimizer.type: Lion and SGD keep a momentum and no variance",
+    )  # fmt: skip
+    engine.add_argument(
         "--states", choices=[member.value for member in States], default=States.FP32.value,
         help="optimizer.states: what momentum and variance are stored in",
+    )  # fmt: skip
+    engine.add_argument(
+        "--master", choices=[member.value for member in Master], default=Master.EXACT.value,
+        help="optimizer.master: stochastic, which takes --speculation commit, leaves float32 masters out",
     )  # fmt: skip
     engine.add_argument(
         "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
@@ -197,6 +220,10 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(
             "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
         )
+    if args.master == Master.STOCHASTIC.value and (speculation is not Speculation.COMMIT or args.precision != "bf16"):
+        raise ValueError(
+            "--master stochastic needs --speculation commit and --precision bf16; give both, or leave it out"
+        )
     machine = _machine(args)
     check_precision(args.precision, machine)
     cluster = Cluster(nodes=args.nodes, gpus_per_node=args.gpus_per_node, link=parse_link(args.link))
@@ -207,7 +234,8 @@ def _question(args: argparse.Namespace) -> Question:
             batch=batch,
             length=length,
             checkpointing=args.checkpointing,
-            lora_rank=args.lora_rank,
+            lora_rank=args.lora_rank or (0 if args.quantization is None else _LORA_RANK),
+            quantization=None if args.quantization is None else QuantizationType(args.quantization),
             precision=args.precision,
             loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,
             tile_tokens=args.tile_tokens,
@@ -221,7 +249,9 @@ def _question(args: argparse.Namespace) -> Question:
             disk_bytes=args.disk or 0,
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
+            optimizer=_OPTIMIZERS[args.optimizer],
             states=States(args.states),
+            master=Master(args.master),
             accumulation=args.gradient_accumulation,
             offload=ActivationOffload(args.offload),
         ),
@@ -240,6 +270,7 @@ def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -
     beside = {
         "--sequence-parallel": args.sequence_parallel > 1,
         "--lora-rank": args.lora_rank > 0,
+        "--quantization": args.quantization is not None,
         "--fused-loss": args.fused_loss,
         "--tile-tokens": args.tile_tokens > 0,
         "--longest": args.longest,

@@ -39,6 +39,7 @@ SINGLE_THREADED = [
     "tests/plan/test_planner.py",
     "tests/plan/test_simulator.py",
     "tests/checkpoint/test_crc32c.py",
+    "tests/quant",
 ]
 # The core's parts by themselves, then whole steps with its threads at work: updates on the host, transfers with delays,
 # memory that other threads ask for, ranks, engines that end in the middle of it.
@@ -54,6 +55,7 @@ TESTS = [
     "tests/engine/test_engine.py",
     "tests/engine/test_engine_lifetimes.py::test_engines_of_two_ranks",
     "tests/engine/test_memory_pressure.py",
+    "tests/engine/test_quantized.py",
     "tests/engine/test_speculation.py",
     "tests/ranks/test_training.py",
 ]

@@ -1,18 +1,14 @@
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/kernel_arguments.h"
 #include "common/check.h"
-#include "common/isa.h"
-#include "common/thread_pool.h"
-#include "optim/cpu_isa.h"
 #include "optim/loss_scaler.h"
 #ifdef PATRICKSTAR_WITH_CUDA
 #include "optim/cuda_kernels.h"
@@ -23,157 +19,6 @@ namespace py = pybind11;
 namespace patrickstar::bind {
 
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using Address = uintptr_t;
-
-template <class Element>
-Element* pointer(Address address) {
-  return reinterpret_cast<Element*>(address);
-}
-
-std::vector<std::string> supported_isas() {
-  std::vector<std::string> names;
-  for (const char* isa : kIsaNames) {
-    if (has_isa(isa)) names.emplace_back(isa);
-  }
-  return names;
-}
-
-const optim::CpuKernels& kernels_of(const std::string& isa) {
-  const optim::CpuKernels* kernels = optim::cpu_kernels_named(isa.c_str());
-  if (kernels == nullptr) {
-    std::string names;
-    for (const std::string& name : supported_isas()) names += (names.empty() ? "" : ", ") + name;
-    throw ArgumentError("isa is \"" + isa + "\", this processor has " + names + "; pass one of these");
-  }
-  return *kernels;
-}
-
-// fn(first element, number of elements), on ranges that start at whole blocks of statistics.
-template <class Function>
-void split(ThreadPool& pool, int64_t numel, const Function& fn) {
-  PS_CHECK(numel >= 0, ArgumentError, "numel is ", numel, ", it must be at least 0; pass a tensor's numel()");
-  pool.parallel_for(numel, optim::kSquaresBlock, [&](int64_t begin, int64_t end) { fn(begin, end - begin); });
-}
-
-template <class Function>
-void split(int num_threads, int64_t numel, const Function& fn) {
-  ThreadPool pool(num_threads);
-  split(pool, numel, fn);
-}
-
-// Open values of a piece, as callers keep them (optim/kernels.h, settled values).
-struct OpenLog {
-  static constexpr int64_t kCapacity = optim::kOpenPiece / 16;
-  int64_t count;
-  char data[kCapacity * optim::OpenValues::kBytes];
-
-  optim::OpenValues values() {
-    optim::OpenValues result = optim::OpenValues::in(data, kCapacity);
-    result.count = count;
-    return result;
-  }
-};
-
-// fn(index, first element, number of elements) of each piece.
-template <class Function>
-void split_into_pieces(int num_threads, int64_t numel, const Function& fn) {
-  ThreadPool pool(num_threads);
-  pool.parallel_for(optim::num_open_pieces(numel), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t first = piece * optim::kOpenPiece;
-      fn(piece, first, std::min(optim::kOpenPiece, numel - first));
-    }
-  });
-}
-
-// By default that of zeros.
-using OptionalKey = std::optional<optim::RandomKey>;
-
-// A pool that the caller keeps, or the number of threads of one for this call.
-using Threads = std::variant<ThreadPool*, int>;
-
-Address offset(Address address, DType dtype, int64_t elements) {
-  return address + static_cast<Address>(elements * element_size(dtype));
-}
-
-// An array of a state; from Python, an address alone is one of float32.
-struct StateArray {
-  StateType type = StateType::kFloat32;
-  Address data = 0;
-  Address scales = 0;
-
-  void* at(int64_t index) const { return data == 0 ? nullptr : pointer<char>(data) + state_offset(type, index); }
-  float* scales_at(int64_t index) const { return scales == 0 ? nullptr : pointer<float>(scales) + index / kStateBlock; }
-};
-
-struct AdamArrays {
-  StateArray master, momentum, variance;
-  Address grad, param;
-  DType grad_dtype, param_dtype;
-  optim::RandomKey key = {};
-
-  optim::AdamRange range(int64_t begin, int64_t numel) const {
-    optim::AdamRange result{};
-    result.master = master.at(begin);
-    result.momentum = momentum.at(begin);
-    result.variance = variance.at(begin);
-    result.grad = pointer<const void>(offset(grad, grad_dtype, begin));
-    result.param = param == 0 ? nullptr : pointer<void>(offset(param, param_dtype, begin));
-    result.grad_dtype = grad_dtype;
-    result.param_dtype = param_dtype;
-    result.numel = numel;
-    result.master_type = master.type;
-    result.momentum_type = momentum.type;
-    result.variance_type = variance.type;
-    result.momentum_scales = momentum.scales_at(begin);
-    result.variance_scales = variance.scales_at(begin);
-    result.key = {key.a, key.b, key.first + begin};
-    return result;
-  }
-};
-
-void check_state(const char* name, const StateArray& array, std::initializer_list<StateType> types) {
-  PS_CHECK(std::find(types.begin(), types.end(), array.type) != types.end(), ArgumentError, name,
-           " cannot be of this StateType (", static_cast<int>(array.type),
-           "); optim/kernels.h lists those it can be of");
-  PS_CHECK(array.data != 0 || array.type == StateType::kNone, ArgumentError, name,
-           " is null; only param may be 0 (no compute copy), and a master of StateType.NONE");
-  PS_CHECK((array.scales != 0) == is_8_bit(array.type), ArgumentError, name, " has ", array.scales == 0 ? "no " : "",
-           "scales, which states of 8 bits alone have; give their address with those, and 0 with others");
-}
-
-constexpr std::initializer_list<StateType> kVariances = {StateType::kFloat32, StateType::kBFloat16,
-                                                         StateType::kUnsigned8};
-
-void check_arrays(const AdamArrays& arrays, int64_t numel, std::initializer_list<StateType> variances = kVariances) {
-  if (numel == 0) return;
-  check_state("master", arrays.master, {StateType::kFloat32, StateType::kLowerHalf, StateType::kNone});
-  check_state("momentum", arrays.momentum, {StateType::kFloat32, StateType::kBFloat16, StateType::kSigned8});
-  check_state("variance", arrays.variance, variances);
-  PS_CHECK(arrays.grad != 0, ArgumentError, "grad is null; only param may be 0 (no compute copy)");
-  PS_CHECK(
-      arrays.master.type == StateType::kFloat32 ||
-          (arrays.param != 0 && arrays.param != arrays.grad && arrays.param_dtype == DType::kBFloat16),
-      ArgumentError,
-      "param must be bfloat16 and apart from grad where the master is not of float32: it is part of the state; give "
-      "it memory of its own, or a float32 master");
-  PS_CHECK(arrays.param != arrays.grad || element_size(arrays.param_dtype) == element_size(arrays.grad_dtype),
-           ArgumentError, "param has the address of grad, but elements of ", element_size(arrays.param_dtype),
-           " bytes where grad's have ", element_size(arrays.grad_dtype), "; give param memory of its own");
-}
-
-// Of passes that leave the old states as they are.
-void check_whole_master(const AdamArrays& arrays) {
-  PS_CHECK(arrays.master.type == StateType::kFloat32, ArgumentError,
-           "this pass leaves the old values as they are, which needs a float32 master; give one, or call adam");
-}
-
-void check_half(DType grad_dtype, DType param_dtype) {
-  PS_CHECK(element_size(param_dtype) == 2 && grad_dtype == param_dtype, ArgumentError,
-           "values are settled in 16 bits alone; give grad and param of bfloat16, or both of float16");
-}
 
 struct ScalarField {
   const char* name;
@@ -363,67 +208,6 @@ void register_states(py::module_& module) {
       py::arg("numel"), py::kw_only(), py::arg("key") = py::none(), ReleaseGil());
 }
 
-struct MomentumField {
-  const char* name;
-  float optim::MomentumScalars::* member;
-};
-constexpr MomentumField kMomentumFields[] = {
-    {"grad_scale", &optim::MomentumScalars::grad_scale},
-    {"weight_decay", &optim::MomentumScalars::weight_decay},
-    {"decay", &optim::MomentumScalars::decay},
-    {"step_size", &optim::MomentumScalars::step_size},
-};
-constexpr MomentumField kLionFields[] = {
-    {"one_minus_beta1", &optim::MomentumScalars::one_minus_beta1},
-    {"one_minus_beta2", &optim::MomentumScalars::one_minus_beta2},
-};
-constexpr MomentumField kSgdFields[] = {
-    {"momentum_factor", &optim::MomentumScalars::momentum_factor},
-    {"one_minus_dampening", &optim::MomentumScalars::one_minus_dampening},
-};
-
-optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const py::kwargs& kwargs) {
-  optim::MomentumScalars scalars{};
-  scalars.rule = rule;
-  size_t taken = 0;
-  const auto take = [&](const auto& fields) {
-    for (const MomentumField& field : fields) {
-      PS_CHECK(kwargs.contains(field.name), ArgumentError, "momentum_step got no ", field.name,
-               "; pass all fields of MomentumScalars that this rule reads");
-      scalars.*field.member = kwargs[field.name].cast<float>();
-    }
-    taken += std::size(fields);
-  };
-  take(kMomentumFields);
-  rule == optim::MomentumRule::kLion ? take(kLionFields) : take(kSgdFields);
-  PS_CHECK(kwargs.size() == taken, ArgumentError, "momentum_step got ", kwargs.size(),
-           " keyword arguments, this rule reads ", taken, " fields of MomentumScalars; remove the others");
-  return scalars;
-}
-
-// [Note: optimizers of one moment]
-void register_momentum_step(py::module_& module) {
-  module.def(
-      "momentum_step",
-      [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
-         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
-         const OptionalKey& key, const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
-                                param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
-        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
-        const optim::CpuKernels& kernels = kernels_of(isa);
-        check_arrays(arrays, numel, {StateType::kNone});
-        const py::gil_scoped_release release;
-        split(num_threads, numel,
-              [&](int64_t begin, int64_t size) { kernels.momentum_step(arrays.range(begin, size), scalars); });
-      },
-      "One step of an optimizer of one moment, with arrays as adam takes them. Keyword arguments: the fields of "
-      "MomentumScalars that the rule reads, all of them. Raises ValueError as adam does.",
-      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
-      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::kw_only(),
-      py::arg("key") = py::none());
-}
-
 void register_cpu_kernels(py::module_& module) {
   register_adam(module, "adam", &optim::CpuKernels::adam, kAdamDoc);
   register_adam(module, "adam_param", &optim::CpuKernels::adam_param,
@@ -542,21 +326,6 @@ void register_cuda_kernels(py::module_& module) {
       py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"), py::kw_only(),
       py::arg("key") = py::none());
   module.def(
-      "cuda_momentum_step",
-      [](optim::MomentumRule rule, const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
-         Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
-         const py::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
-                                param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
-        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
-        check_arrays(arrays, numel, {StateType::kNone});
-        const py::gil_scoped_release release;
-        optim::cuda::momentum_step(arrays.range(0, numel), scalars, stream_of(stream));
-      },
-      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
-      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
-      py::kw_only(), py::arg("key") = py::none());
-  module.def(
       "cuda_expand_state",
       [](StateType type, Address data, Address scales, Address out, int64_t numel, Address stream) {
         optim::cuda::expand_state(type, pointer<const void>(data), pointer<const float>(scales), pointer<float>(out),
@@ -666,10 +435,7 @@ void register_loss_scaler(py::module_& module) {
 }  // namespace
 
 void register_optim(py::module_& module) {
-  py::enum_<optim::MomentumRule>(module, "MomentumRule", "The optimizers of one moment (optim/kernels.h).")
-      .value("LION", optim::MomentumRule::kLion)
-      .value("SGD", optim::MomentumRule::kSgd)
-      .value("NESTEROV", optim::MomentumRule::kNesterov);
+  register_momentum_rule(module);
   py::module_ optim_module = module.def_submodule("optim", "Adam's leaf kernels and the loss scaler.");
   optim_module.attr("SQUARES_BLOCK") = optim::kSquaresBlock;
   optim_module.attr("OPEN_PIECE") = optim::kOpenPiece;
@@ -678,7 +444,7 @@ void register_optim(py::module_& module) {
   optim_module.def("supported_isas", &supported_isas, "The ISAs this processor has, narrowest first.");
   register_states(optim_module);
   register_cpu_kernels(optim_module);
-  register_momentum_step(optim_module);
+  register_momentum_kernels(optim_module);
   register_cpu_sums(optim_module);
   register_settled_values(optim_module);
   register_split_masters(optim_module);

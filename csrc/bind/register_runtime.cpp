@@ -54,6 +54,7 @@ void register_layout(py::module_& module) {
         result["trainable"] = chunk.trainable;
         result["states"] = chunk.states;
         result["quantization"] = chunk.quantization;
+        result["leading_state"] = chunk.leading_state();
         result["home_bytes"] = home_bytes(chunk);
         result["disk_bytes"] = disk_bytes(chunk);
         result["params"] = chunk.params;
@@ -111,13 +112,31 @@ void register_options(py::module_& module) {
       .def_readwrite("ample_limit_bytes", &EngineOptions::ample_limit_bytes)
       .def_readwrite("ample_extra_bytes", &EngineOptions::ample_extra_bytes)
       .def_readwrite("speculation", &EngineOptions::speculation);
-  py::class_<GroupOptions>(module, "GroupOptions")
+}
+
+// The alternatives of GroupOptions (engine/group_options.h).
+void register_group_options(py::module_& module) {
+  py::enum_<SgdMomentum>(module, "SgdMomentum", "How SGD's momentum makes an update (engine/group_options.h).")
+      .value("HEAVY_BALL", SgdMomentum::kHeavyBall)
+      .value("NESTEROV", SgdMomentum::kNesterov);
+  py::class_<AdamOptions>(module, "AdamOptions", "Of Adam and AdamW: a parameter group in one step.")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, WeightDecay mode,
                        BiasCorrection bias_correction) {
-             return GroupOptions{lr, beta1, beta2, eps, weight_decay, mode, bias_correction};
+             return AdamOptions{lr, beta1, beta2, eps, weight_decay, mode, bias_correction};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("mode"), py::arg("bias_correction") = BiasCorrection::kApplied);
+  py::class_<LionOptions>(module, "LionOptions", "Of Lion: a parameter group in one step.")
+      .def(py::init([](double lr, double beta1, double beta2, double weight_decay) {
+             return LionOptions{lr, beta1, beta2, weight_decay};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"));
+  py::class_<SgdOptions>(module, "SgdOptions", "Of SGD with momentum: a parameter group in one step.")
+      .def(py::init([](double lr, double momentum, double dampening, double weight_decay, SgdMomentum mode) {
+             return SgdOptions{lr, momentum, dampening, weight_decay, mode};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
+           py::arg("mode") = SgdMomentum::kHeavyBall);
 }
 
 py::dict describe_report(const RuntimeReport& report) {
@@ -157,6 +176,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["chunk_numel"] = report.chunk_numel;
   result["num_chunk_elements"] = report.num_chunk_elements;
   result["num_device_state_chunks"] = report.num_device_state_chunks;
+  result["num_device_quantized_chunks"] = report.num_device_quantized_chunks;
   result["num_disk_chunks"] = report.num_disk_chunks;
   result["disk_bytes"] = report.disk_bytes;
   result["disk_read_bytes"] = counters.disk_read_bytes;
@@ -222,6 +242,7 @@ using RuntimeHolder = std::unique_ptr<Runtime, DeleteWithoutGil>;
 void register_runtime(py::module_& module) {
   register_layout(module);
   register_options(module);
+  register_group_options(module);
   module.attr("UNLIMITED") = kUnlimited;
   py::enum_<Vacate>(module, "Vacate", "What leaves the device to make room (engine/shared_device.h).")
       .value("VALUES", Vacate::kValues)

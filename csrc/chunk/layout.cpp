@@ -70,16 +70,20 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
   layout.chunk_numel_ = chunk_numel;
   layout.sharding_ = sharding;
   layout.params_ = params;
+  for (ParamSpec& param : layout.params_) {
+    if (param.quantization != QuantType::kNone && !param.trainable) param.states = {};  // it never has any
+  }
   layout.placements_.resize(params.size());
   std::map<std::tuple<DType, bool, StateFormat, QuantType>, ChunkId> open;  // the chunk being filled, per class
   for (size_t id = 0; id < params.size(); ++id) {
-    const ParamSpec& param = params[id];
+    const ParamSpec& param = layout.params_[id];
     PS_CHECK(param.numel > 0, ArgumentError, "parameter ", id, " has ", param.numel, " elements; it needs at least 1");
-    const bool splits = param.states.master != StateType::kFloat32;
-    PS_CHECK(!splits || param.dtype == DType::kBFloat16, ArgumentError, "parameter ", id, " is ",
-             dtype_name(param.dtype), ", and only masters of bfloat16 values are split; give it a float32 master");
-    PS_CHECK(!splits || sharding.num_ranks == 1, ArgumentError, "masters are to be split, but ", sharding.num_ranks,
-             " ranks share a chunk; with several ranks masters are float32");
+    const bool is_whole = param.states.master == StateType::kFloat32;
+    PS_CHECK(is_whole || param.dtype == DType::kBFloat16, ArgumentError, "parameter ", id, " is ",
+             dtype_name(param.dtype), ", and only masters of bfloat16 values are split or left out; give it a float32 ",
+             "master");
+    PS_CHECK(is_whole || sharding.num_ranks == 1, ArgumentError, "masters are to be split or left out, but ",
+             sharding.num_ranks, " ranks share a chunk; with several ranks masters are float32");
     PS_CHECK(param.quantization == QuantType::kNone || !param.trainable, ArgumentError, "parameter ", id,
              " is trained and was to be quantised; only frozen parameters can be");
     const int64_t need = rounded_up(param.numel, alignment_of(param, sharding));

@@ -70,7 +70,8 @@ class StateKinds {
 // With whole masters the compute value is round(master): it may be dropped at any time, and its gradient takes its
 // place until the step. Lower halves are nothing without their compute value ([Note: split masters], optim/kernels.h):
 // it stays where the states are, and a gradient has memory of its own until its update, which should therefore be
-// early. So this is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14.
+// early. So this is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14. The
+// same holds without a master (kNone): the bfloat16 parameter is all there is, rounded stochastically by each update.
 //
 // Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
 // Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
@@ -164,9 +165,12 @@ struct ChunkSpec {
     return {bytes + state_offset(type, index), scales};
   }
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
+  // Whether the compute value is a part of the optimizer state, or all that there is of the parameter.
+  bool keeps_param() const { return states.master != StateType::kFloat32; }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
-    return states.momentum == StateType::kBFloat16 || states.variance == StateType::kBFloat16;
+    return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||
+           states.variance == StateType::kBFloat16;
   }
   // Whether the state, or a part of it, is one of the arrays that a split master consists of.
   bool is_in_split(ArrayKind kind) const {
@@ -174,13 +178,13 @@ struct ChunkSpec {
     return kind == ArrayKind::kMaster || (kind == ArrayKind::kVariance && states.variance == StateType::kFloat32);
   }
   // The compute value can be had of another array, so it may be dropped at any time.
-  bool derives_param() const { return is_quantized() || (trainable && !splits_master()); }
+  bool derives_param() const { return is_quantized() || (trainable && !keeps_param()); }
 };
 
 class Layout {
  public:
   // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that is trained is to be
-  // quantised, or masters are to be split between several ranks or are not those of bfloat16 values.
+  // quantised, or masters are to be split or left out on several ranks or of other values than bfloat16.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
   // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep

@@ -50,6 +50,7 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   values = part(values, shard);
   if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
   if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
+  if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, home);
   pager_.ensure_state({chunk, kind}, home);
   if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
   write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
@@ -80,15 +81,16 @@ void ChunkValues::write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from,
   }
 }
 
-// All of a split master is where its lower half is, and nowhere else.
-void ChunkValues::make_split(ChunkId chunk, Tier home) {
+// It is where the leading state is, and nowhere else.
+void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   const ArrayId param{chunk, store_.layout().param_home()};
-  if (memory_.array({chunk, ArrayKind::kMaster}).exists()) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  if (memory_.array({chunk, spec.leading_state()}).exists()) {
     home = store_.has_states_on_device(chunk) ? Tier::kDevice : Tier::kHost;
   }
-  for (ArrayKind kind : {ArrayKind::kMaster, ArrayKind::kVariance, param.kind}) {
-    if (kind == param.kind || store_.chunk(chunk).states.has(kind)) pager_.ensure_state({chunk, kind}, home);
-  }
+  pager_.ensure_state({chunk, spec.leading_state()}, home);
+  if (spec.is_in_split(ArrayKind::kVariance)) pager_.ensure_state({chunk, ArrayKind::kVariance}, home);
+  pager_.ensure_state(param, home);
   if (home == Tier::kDevice) {
     pager_.bring(param);
     memory_.drop_block(param);
@@ -102,7 +104,7 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
-  make_split(chunk, home);
+  make_kept_param(chunk, home);
   const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
   float* signs = lends_sign ? piece.variance.data() : nullptr;
@@ -144,6 +146,23 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
     read_bytes({chunk, layout.param_home()}, half_bytes(first), piece.param.data(), half_bytes(numel));
     read_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
     memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), signs, values + begin, numel);
+  }
+}
+
+// What the compute value holds of it is all that is kept: rounded to nearest even, as any cast.
+void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
+  const Layout& layout = store_.layout();
+  const ChunkId chunk = layout.placement(param).chunk;
+  const ParamShard shard = layout.shard_of(param);
+  const DType dtype = layout.chunk(chunk).dtype;
+  make_kept_param(chunk, home);
+  SplitPiece piece(shard.numel);
+  for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
+    copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
+    memory_.host_compute().cast_from_float(piece.values.data(), piece.param.data(), dtype, numel);
+    write_bytes({chunk, layout.param_home()}, half_bytes(shard.offset + begin), {piece.param.data(), Tier::kHost},
+                half_bytes(numel));
   }
 }
 
@@ -260,7 +279,9 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   const ArrayId id{layout.placement(param).chunk, kind};
   const ParamShard shard = layout.shard_of(param);
   if (shard.numel == 0) return;
-  if (!memory_.array(id).exists()) {  // a moment before the first step
+  if (kind == ArrayKind::kMaster && !layout.chunk(id.chunk).states.has(kind)) {
+    read_cast(param, {id.chunk, layout.param_home()}, values);
+  } else if (!memory_.array(id).exists()) {  // a moment before the first step
     std::memset(values, 0, static_cast<size_t>(float_bytes(shard.numel)));
   } else if (layout.chunk(id.chunk).is_in_split(kind)) {
     read_split(param, kind, values);

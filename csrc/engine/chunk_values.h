@@ -48,7 +48,10 @@ class ChunkValues {
   // [Note: split masters] A master, or a variance beside one, in pieces that pass through host memory.
   void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   void read_split(ParamId param, ArrayKind kind, float* values);
-  void make_split(ChunkId chunk, Tier home);
+  // Of a parameter without a master, likewise.
+  void write_bare(ParamId param, ParamValues values, Tier home);
+  // The compute value of a chunk whose optimizer state it is a part of, and what tells where it belongs.
+  void make_kept_param(ChunkId chunk, Tier home);
   // [Note: states of fewer bytes], likewise.
   void write_compressed(ParamId param, ArrayKind kind, ParamValues values);
   void read_compressed(ParamId param, ArrayKind kind, float* values);

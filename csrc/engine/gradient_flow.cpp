@@ -109,7 +109,7 @@ void GradientFlow::retire(ChunkId chunk) {
 // The gradient may take its place; where it is part of a master, that on the device alone.
 void GradientFlow::drop_dead_value(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
-  if (!store_.chunk(chunk).splits_master()) return memory_.discard(param);
+  if (!store_.chunk(chunk).keeps_param()) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
@@ -121,7 +121,7 @@ void GradientFlow::send_home(ChunkId chunk) {
   if (accumulates_) return;
   updates_.start_early(chunk);
   // Here it leaves as well, for the new parameter does not take its place.
-  const bool ended = store_.chunk(chunk).splits_master() && !memory_.array(home_of(chunk)).exists();
+  const bool ended = store_.chunk(chunk).keeps_param() && !memory_.array(home_of(chunk)).exists();
   if (ended && store_.has_states_on_device(chunk)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
 }
 

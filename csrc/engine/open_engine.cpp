@@ -73,9 +73,10 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
   PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
   const auto& chunks = this->layout().chunks();
-  const bool split = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& c) { return c.splits_master(); });
-  PS_CHECK(!split || options.speculation == SpeculationMode::kCommit, ArgumentError,
-           "masters are split, but updates are not committed in backward; give SpeculationMode.COMMIT");
+  const bool kept = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& c) { return c.keeps_param(); });
+  PS_CHECK(!kept || options.speculation == SpeculationMode::kCommit, ArgumentError,
+           "parameters are part of their optimizer states (masters are split, or there are none), so that gradients "
+           "have no place to wait in, but updates are not committed in backward; give SpeculationMode.COMMIT");
   const int64_t limit = options.device.device_limit_bytes;
   const int64_t working_set = working_set_bytes(this->layout(), module_params);
   PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", limit,

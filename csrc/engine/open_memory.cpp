@@ -31,13 +31,13 @@ void OpenMemory::take(int64_t free_bytes, int64_t numel) {
   updates_.submit_task([this, numel] { store_.begin(numel); });
 }
 
-void OpenMemory::keep(ChunkId chunk, std::vector<optim::AdamJob>& jobs) {
+void OpenMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
   int64_t pieces = 0;
-  for (const optim::AdamJob& job : jobs) pieces += optim::num_open_pieces(job.range.numel);
+  for (const optim::UpdateJob& job : jobs) pieces += optim::num_open_pieces(job.range.numel);
   std::vector<optim::OpenValues>& open = open_[static_cast<size_t>(chunk)];
   open.resize(static_cast<size_t>(pieces));
   optim::OpenValues* next = open.data();
-  for (optim::AdamJob& job : jobs) {
+  for (optim::UpdateJob& job : jobs) {
     job.store = &store_;
     job.open = next;
     next += optim::num_open_pieces(job.range.numel);

@@ -28,7 +28,7 @@ class OpenMemory {
   // is some already. `numel`: of all chunks to come.
   void take(int64_t free_bytes, int64_t numel);
   // The same places for the same jobs of a chunk, until the next take().
-  void keep(ChunkId chunk, std::vector<optim::AdamJob>& jobs);
+  void keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs);
   std::vector<HostBlock> give_back(Event& after);
   bool is_empty() const { return blocks_.empty(); }
 

@@ -372,7 +372,7 @@ void Pager::ensure_block(ArrayId id) {
 
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   // Gradients that have memory of their own until their update take that of those before them, or wait for it.
-  const bool waits = store().chunk(id.chunk).splits_master();
+  const bool waits = store().chunk(id.chunk).keeps_param();
   if (waits) speculation_.free_completed();
   HostBlock block = try_allocate_beside_promises(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
@@ -438,7 +438,7 @@ bool Pager::is_on_disk(ArrayId id) const { return is_optimizer_state(id.kind) &&
 
 bool Pager::is_placed_on_device(ArrayId id) const {
   if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
-  return id.kind == layout().param_home() && store().chunk(id.chunk).splits_master() &&
+  return id.kind == layout().param_home() && store().chunk(id.chunk).keeps_param() &&
          store().has_states_on_device(id.chunk);
 }
 

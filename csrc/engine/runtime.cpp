@@ -547,7 +547,9 @@ RuntimeReport Runtime::report() {
   report.chunk_numel = open->layout().chunk_numel();
   for (const ChunkSpec& chunk : open->layout().chunks()) report.num_chunk_elements += chunk.numel;
   for (ChunkId chunk = 0; chunk < open->layout().num_chunks(); ++chunk) {
-    report.num_device_state_chunks += open->memory.store().has_states_on_device(chunk) ? 1 : 0;
+    int& count = open->layout().chunk(chunk).is_quantized() ? report.num_device_quantized_chunks
+                                                            : report.num_device_state_chunks;
+    count += open->memory.store().has_states_on_device(chunk) ? 1 : 0;
     report.num_disk_chunks += open->disk.is_home_of(chunk) ? 1 : 0;
   }
   report.planned_uploaded_bytes = open->pager.plan().uploaded_bytes;

@@ -79,7 +79,7 @@ class Speculation {
   // Before a backward, when chunks were chosen: memory for values that are open, where the scale is not known exactly.
   void prepare_open();
   // Where open values of these jobs, a chunk's, are kept.
-  void keep_open(ChunkId chunk, std::vector<optim::AdamJob>& jobs) { open_.keep(chunk, jobs); }
+  void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);

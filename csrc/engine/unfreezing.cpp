@@ -98,7 +98,7 @@ void Unfreezing::make_states_of(ChunkId chunk) {
   const ArrayId param{chunk, layout().param_home()};
   const ArrayId master{chunk, ArrayKind::kMaster};
   const Tier home = residency_.home_of_new_states(chunk);
-  if (!spec.splits_master()) {
+  if (!spec.keeps_param()) {
     pager_.bring_to_host(param);
     pager_.ensure_state(master, Tier::kHost);
     memory_.host_compute().cast_to_float(memory_.array(param).block.data, spec.dtype,

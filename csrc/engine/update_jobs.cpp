@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <utility>
+
+#include "common/check.h"
 
 namespace patrickstar {
 
@@ -17,26 +18,6 @@ const char* at(const void* data, int64_t offset, DType dtype) {
 
 // Of random bits that states of fewer bytes are rounded with: the same in every run, as all else is.
 constexpr uint64_t kRandomSeed = 0;
-
-// The float32 constants of one step, from the options in binary64 (kernels.h).
-optim::AdamScalars make_scalars(const GroupOptions& options, int64_t step_count, float grad_scale) {
-  const auto step = static_cast<double>(step_count);
-  const bool corrects = options.bias_correction == BiasCorrection::kApplied;
-  const double bias_correction1 = corrects ? 1 - std::pow(options.beta1, step) : 1;
-  const double bias_correction2 = corrects ? 1 - std::pow(options.beta2, step) : 1;
-  const bool l2 = options.mode == WeightDecay::kL2;
-  optim::AdamScalars scalars{};
-  scalars.grad_scale = grad_scale;
-  scalars.weight_decay = l2 ? static_cast<float>(options.weight_decay) : 0.0f;
-  scalars.decay = l2 ? 1.0f : static_cast<float>(1 - options.lr * options.weight_decay);
-  scalars.beta2 = static_cast<float>(options.beta2);
-  scalars.one_minus_beta1 = static_cast<float>(1 - options.beta1);
-  scalars.one_minus_beta2 = static_cast<float>(1 - options.beta2);
-  scalars.inv_sqrt_bias_correction2 = static_cast<float>(1 / std::sqrt(bias_correction2));
-  scalars.eps = static_cast<float>(options.eps);
-  scalars.step_size = static_cast<float>(options.lr / bias_correction1);
-  return scalars;
-}
 
 // `whole`: of updates in one pass.
 Track track_of(Pass pass, Track whole) {
@@ -69,7 +50,7 @@ void UpdateJobs::count_step(ChunkId chunk) {
 
 std::vector<Restore> UpdateJobs::restores(ChunkId chunk, const UpdateTarget& target) const {
   const Layout& layout = store_.layout();
-  if (layout.chunk(chunk).splits_master()) return {};
+  if (layout.chunk(chunk).keeps_param()) return {};
   const DType dtype = layout.chunk(chunk).dtype;
   const ArrayRecord& master = store_.array({chunk, ArrayKind::kMaster});
   const auto* from = static_cast<const float*>(target.on_device ? master.slot.data : master.block.data);
@@ -103,7 +84,7 @@ std::vector<Carry> UpdateJobs::carries(ChunkId chunk, const NewValues& values) c
 }
 
 void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vector<GroupOptions>& groups,
-                     float grad_scale, std::vector<optim::AdamJob>& jobs) const {
+                     float grad_scale, std::vector<optim::UpdateJob>& jobs) const {
   const Layout& layout = store_.layout();
   const ChunkSpec& spec = layout.chunk(chunk);
   const auto array = [&](ArrayKind kind) {
@@ -154,16 +135,20 @@ void UpdateJobs::add(ChunkId chunk, const UpdateTarget& target, const std::vecto
       range.new_momentum_scales = new_momentum.scales;
       range.new_variance_scales = new_variance.scales;
       range.key = optim::random_key(kRandomSeed, key.second, param, shard.begin);
-      jobs.push_back({range, make_scalars(groups[static_cast<size_t>(group)], key.second, grad_scale)});
+      const GroupOptions& options = groups[static_cast<size_t>(group)];
+      PS_CHECK(keeps_variance(options) == spec.states.has(ArrayKind::kVariance), StateError, store_.param_name(param),
+               " is updated by a rule that keeps ", keeps_variance(options) ? "a" : "no",
+               " variance, and its chunk was made for another one; build the engine with the optimizer that steps");
+      jobs.push_back({range, scalars_of(options, key.second, grad_scale)});
     }
     end = offset + numel;
     last_key = key;
   }
 }
 
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs) {
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::UpdateJob>& jobs) {
   SpanLabel label{track, StallCause::kNone, {first_chunk, ArrayKind::kMaster}};
-  for (const optim::AdamJob& job : jobs) label.numel += job.range.numel;
+  for (const optim::UpdateJob& job : jobs) label.numel += job.range.numel;
   return label;
 }
 
@@ -189,13 +174,13 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   switch (update.pass) {
     case Pass::kWhole:
     case Pass::kStates:
-      return compute_.adam(update.jobs);
+      return compute_.update(update.jobs);
     case Pass::kParam:
-      return compute_.adam_param(update.jobs);
+      return compute_.update_param(update.jobs);
     case Pass::kBetween:
-      return compute_.adam_param_between(update.jobs);
+      return compute_.update_param_between(update.jobs);
     case Pass::kOpen:
-      return compute_.adam_param_open(update.jobs);
+      return compute_.update_param_open(update.jobs);
   }
 }
 

@@ -1,7 +1,6 @@
 // What one chunk's update consists of, and the queue on which the host does it.
 //
-//   GroupOptions   the hyperparameters of one parameter group in one step
-//   UpdateJobs     a chunk's update as jobs for the Adam kernels, one for each range of parameters that share a group
+//   UpdateJobs     a chunk's update as jobs for the kernels, one for each range of parameters that share a group
 //                  and a step count, and copies for parameters that have no gradient. Keeps each parameter's group and
 //                  step count.
 //   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on
@@ -26,34 +25,10 @@
 #include "common/tracing.h"
 #include "common/work_queue.h"
 #include "engine/gradients.h"
+#include "engine/group_options.h"
 #include "optim/compute.h"
 
 namespace patrickstar {
-
-enum class WeightDecay : uint8_t {
-  kL2,         // Adam: the decay is added to the gradient
-  kDecoupled,  // AdamW
-};
-
-enum class BiasCorrection : uint8_t {
-  kApplied,  // momentum and variance are divided by 1 - beta^step, as torch.optim does
-  kNone,     // they are taken as they are, so the first steps are smaller
-};
-
-struct GroupOptions {
-  double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0;
-  WeightDecay mode = WeightDecay::kDecoupled;
-  BiasCorrection bias_correction = BiasCorrection::kApplied;
-
-  friend bool operator==(const GroupOptions& a, const GroupOptions& b) {
-    return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps &&
-           a.weight_decay == b.weight_decay && a.mode == b.mode && a.bias_correction == b.bias_correction;
-  }
-};
 
 // New values of a chunk, in memory of their own: all of them, or those of its parameters alone.
 struct NewValues {
@@ -80,7 +55,7 @@ enum class Pass : uint8_t {
 // Where the new compute value goes.
 enum class ParamPlace : uint8_t {
   kGradient,  // into the gradient's memory, which becomes its own
-  kOwn,       // where the old one is: the gradient is another array (a sum of micro-batches'), or the master is split
+  kOwn,       // where the old one is: the gradient is another array (a sum of micro-batches'), or the value a state
   kNew,       // into memory of its own, apart from both
 };
 
@@ -112,7 +87,7 @@ struct Carry {
 struct HostUpdate {
   ChunkId chunk = -1;  // the first of those that it updates
   Pass pass = Pass::kWhole;
-  std::vector<optim::AdamJob> jobs;  // in host memory
+  std::vector<optim::UpdateJob> jobs;  // in host memory
   std::vector<Restore> restores;
   std::vector<Carry> carries;
   std::vector<Event> after;                            // downloads of the gradients, updates before it
@@ -123,7 +98,7 @@ struct HostUpdate {
 };
 
 // How a trace names an update.
-SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::AdamJob>& jobs);
+SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim::UpdateJob>& jobs);
 
 class UpdateJobs {
  public:
@@ -137,7 +112,7 @@ class UpdateJobs {
 
   // `groups` by index; gradients are multiplied by `grad_scale` first.
   void add(ChunkId chunk, const UpdateTarget& target, const std::vector<GroupOptions>& groups, float grad_scale,
-           std::vector<optim::AdamJob>& jobs) const;
+           std::vector<optim::UpdateJob>& jobs) const;
   std::vector<Restore> restores(ChunkId chunk, const UpdateTarget& target) const;
   std::vector<Carry> carries(ChunkId chunk, const NewValues& values) const;
 

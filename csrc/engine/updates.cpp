@@ -106,7 +106,7 @@ void Updates::commit(ChunkId chunk) {
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
   // Gradients that have no place to wait in are applied in the first step already.
-  if (store_.chunk(chunk).splits_master()) make_states(chunk);
+  if (store_.chunk(chunk).keeps_param()) make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
@@ -179,7 +179,7 @@ void Updates::speculate(ChunkId chunk) {
   update.restores = jobs_.restores(chunk, target);
   update.carries = jobs_.carries(chunk, values);
   jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
-  for (optim::AdamJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
+  for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
   if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
   speculation_.start(chunk, std::move(update), std::move(values));
   ++memory_.counters().num_speculated_updates;
@@ -323,7 +323,7 @@ void Updates::submit_states_passes() {
   for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
     pass->update.pass = Pass::kStates;
     pass->update.chunk = pass->chunks.front();
-    for (optim::AdamJob& job : pass->update.jobs) job.range.param = nullptr;
+    for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
     const Event done = host_updates_.submit(std::move(pass->update));
     for (ChunkId chunk : pass->chunks) {
       for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
@@ -339,20 +339,20 @@ void Updates::submit_states_passes() {
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
-  if (store_.chunk(chunk).splits_master()) used.push_back(param_of(chunk));
+  if (store_.chunk(chunk).keeps_param()) used.push_back(param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
   for (ArrayId id : used) pager_.bring(id);
   const UpdateTarget target = open_target(chunk, /*on_device=*/true);
-  std::vector<optim::AdamJob> jobs;
+  std::vector<optim::UpdateJob> jobs;
   jobs_.add(chunk, target, groups, grad_scale, jobs);
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kDeviceAdam, chunk, jobs));
     for (const Restore& restore : jobs_.restores(chunk, target)) {
       memory_.device_compute().cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
     }
-    memory_.device_compute().adam(jobs);
+    memory_.device_compute().update(jobs);
   }
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
   holds.clear();
@@ -382,7 +382,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     pager_.send_to_host(grad);
     bring_states_to_host(chunk, update);
     update.after.push_back(memory_.array(grad).host_ready);
-    if (store_.chunk(chunk).splits_master()) bring_value_to_host(chunk, update.after);
+    if (store_.chunk(chunk).keeps_param()) bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
     if (params && (*params)[i]) {
       target.param = (*params)[i].data;
@@ -458,7 +458,7 @@ UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
   const bool is_own = grad.kind == grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
-  target.place = is_own && !store_.chunk(chunk).splits_master() ? ParamPlace::kGradient : ParamPlace::kOwn;
+  target.place = is_own && !store_.chunk(chunk).keeps_param() ? ParamPlace::kGradient : ParamPlace::kOwn;
   target.grad_dtype = is_own ? store_.chunk(chunk).dtype : DType::kFloat32;
   target.grad = on_device ? record.slot.data : record.block.data;
   if (param.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});

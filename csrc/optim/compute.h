@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "common/thread_pool.h"
@@ -13,9 +14,12 @@
 
 namespace patrickstar::optim {
 
-struct AdamJob {
+// Of one step, by the rule that makes it.
+using StepScalars = std::variant<AdamScalars, MomentumScalars>;
+
+struct UpdateJob {
   AdamRange range;
-  AdamScalars scalars;
+  StepScalars scalars;
   // [Note: settled values]
   float most_grad_scale = 0;
   OpenValues* open = nullptr;  // of each piece
@@ -25,7 +29,7 @@ struct AdamJob {
 class Compute {
  public:
   virtual ~Compute() = default;
-  virtual void adam(const std::vector<AdamJob>& jobs) = 0;
+  virtual void update(const std::vector<UpdateJob>& jobs) = 0;
   virtual void cast_from_float(const float* in, void* out, DType out_dtype, int64_t numel) = 0;
   virtual void cast_to_float(const void* in, DType in_dtype, float* out, int64_t numel) = 0;
   virtual void add(void* sum, const void* x, DType dtype, int64_t numel) = 0;
@@ -40,12 +44,12 @@ class Compute {
 // What only host memory needs.
 class HostCompute : public Compute {
  public:
-  // The new parameters of `jobs` and nothing else, as adam() would write them.
-  virtual void adam_param(const std::vector<AdamJob>& jobs) = 0;
+  // The new parameters of `jobs` and nothing else, as update() would write them.
+  virtual void update_param(const std::vector<UpdateJob>& jobs) = 0;
   // [Note: settled values]: of those that are rounded alike for all scales up to `most_grad_scale`, and of the others,
   // which are in `store`.
-  virtual void adam_param_between(const std::vector<AdamJob>& jobs) = 0;
-  virtual void adam_param_open(const std::vector<AdamJob>& jobs) = 0;
+  virtual void update_param_between(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void update_param_open(const std::vector<UpdateJob>& jobs) = 0;
   // [Note: split masters]; `variance` is null where that is of fewer bytes.
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,

@@ -12,9 +12,15 @@ class CudaCompute final : public Compute {
  public:
   explicit CudaCompute(int device) : device_(static_cast<c10::DeviceIndex>(device)) {}
 
-  void adam(const std::vector<AdamJob>& jobs) override {
+  void update(const std::vector<UpdateJob>& jobs) override {
     const c10::cuda::CUDAGuard guard(device_);
-    for (const AdamJob& job : jobs) cuda::adam(job.range, job.scalars, stream());
+    for (const UpdateJob& job : jobs) {
+      if (const auto* adam = std::get_if<AdamScalars>(&job.scalars)) {
+        cuda::adam(job.range, *adam, stream());
+      } else {
+        cuda::momentum_step(job.range, std::get<MomentumScalars>(job.scalars), stream());
+      }
+    }
   }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {
     const c10::cuda::CUDAGuard guard(device_);

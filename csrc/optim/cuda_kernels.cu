@@ -42,7 +42,7 @@ __device__ inline void momentum_step(const MomentumScalars& s, float g, float& p
     update = sign_of(__fmaf_rn(s.one_minus_beta1, distance, m));
     m = quiet(__fmaf_rn(s.one_minus_beta2, distance, m));
   } else {
-    m = quiet(__fmaf_rn(s.momentum_factor, m, __fmul_rn(s.one_minus_dampening, g)));
+    m = quiet(__fmaf_rn(s.one_minus_dampening, g, __fmul_rn(s.momentum_factor, m)));
     update = s.rule == MomentumRule::kNesterov ? __fmaf_rn(s.momentum_factor, m, g) : m;
   }
   p = quiet(__fmaf_rn(-s.step_size, update, __fmul_rn(p, s.decay)));

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <memory>
+#include <variant>
 
 #include "optim/compute.h"
 
@@ -54,36 +55,53 @@ class OpenScratch {
   const std::unique_ptr<char[]> memory_{new char[static_cast<size_t>(kCapacity * OpenValues::kBytes)]};
 };
 
+// The passes of one rule.
+template <typename Scalars>
+struct RuleKernels {
+  void (*step)(const AdamRange& range, const Scalars& scalars);
+  void (*param)(const AdamRange& range, const Scalars& scalars);
+  void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale, OpenValues* open);
+  void (*param_open)(const AdamRange& range, const Scalars& scalars, const OpenValues& open);
+};
+
 class PoolCompute final : public HostCompute {
  public:
   explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
 
-  void adam(const std::vector<AdamJob>& jobs) override {
-    run(jobs, kStateBlock,
-        [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam(range, job.scalars); });
+  void update(const std::vector<UpdateJob>& jobs) override {
+    run(jobs, kStateBlock, [this](const AdamRange& range, const UpdateJob& job, int64_t) {
+      with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.step(range, scalars); });
+    });
   }
-  void adam_param(const std::vector<AdamJob>& jobs) override {
-    run(jobs, kStateBlock,
-        [this](const AdamRange& range, const AdamJob& job, int64_t) { kernels_.adam_param(range, job.scalars); });
+  void update_param(const std::vector<UpdateJob>& jobs) override {
+    run(jobs, kStateBlock, [this](const AdamRange& range, const UpdateJob& job, int64_t) {
+      with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.param(range, scalars); });
+    });
   }
-  void adam_param_between(const std::vector<AdamJob>& jobs) override {
+  void update_param_between(const std::vector<UpdateJob>& jobs) override {
     int64_t numel = 0;
-    for (const AdamJob& job : jobs) numel += job.range.numel;
+    for (const UpdateJob& job : jobs) numel += job.range.numel;
     if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
-    run(jobs, kOpenPiece, [this](const AdamRange& range, const AdamJob& job, int64_t first) {
+    run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       static thread_local OpenScratch scratch;
       OpenValues* kept = job.open + first / kOpenPiece;
       for_pieces(range, [&](const AdamRange& piece) {
         OpenValues open = scratch.values();
-        kernels_.adam_param_between(piece, job.scalars, job.most_grad_scale, &open);
+        with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
+          kernels.param_between(piece, scalars, job.most_grad_scale, &open);
+        });
         *kept++ = job.store->keep(open);
       });
     });
   }
-  void adam_param_open(const std::vector<AdamJob>& jobs) override {
-    run(jobs, kOpenPiece, [this](const AdamRange& range, const AdamJob& job, int64_t first) {
+  void update_param_open(const std::vector<UpdateJob>& jobs) override {
+    run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       const OpenValues* kept = job.open + first / kOpenPiece;
-      for_pieces(range, [&](const AdamRange& piece) { kernels_.adam_param_open(piece, job.scalars, *kept++); });
+      for_pieces(range, [&](const AdamRange& piece) {
+        with_kernels(job.scalars,
+                     [&](const auto& kernels, const auto& scalars) { kernels.param_open(piece, scalars, *kept); });
+        ++kept;
+      });
     });
   }
   void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
@@ -134,13 +152,26 @@ class PoolCompute final : public HostCompute {
   }
 
  private:
+  // function(the kernels of the rule that these are of, the scalars).
+  template <typename Function>
+  void with_kernels(const StepScalars& scalars, const Function& function) const {
+    std::visit([&](const auto& of_rule) { function(kernels_of(of_rule), of_rule); }, scalars);
+  }
+  RuleKernels<AdamScalars> kernels_of(const AdamScalars& /*scalars*/) const {
+    return {kernels_.adam, kernels_.adam_param, kernels_.adam_param_between, kernels_.adam_param_open};
+  }
+  RuleKernels<MomentumScalars> kernels_of(const MomentumScalars& /*scalars*/) const {
+    return {kernels_.momentum_step, kernels_.momentum_param, kernels_.momentum_param_between,
+            kernels_.momentum_param_open};
+  }
+
   // kernel(a part, of this job, from this element on), which is a multiple of `unit`. Jobs are laid end to end and
   // split evenly, so that many small ones still keep all threads busy.
   template <typename Kernel>
-  void run(const std::vector<AdamJob>& jobs, int64_t unit, const Kernel& kernel) {
+  void run(const std::vector<UpdateJob>& jobs, int64_t unit, const Kernel& kernel) {
     std::vector<int64_t> starts;
     int64_t total = 0;
-    for (const AdamJob& job : jobs) {
+    for (const UpdateJob& job : jobs) {
       starts.push_back(total);
       total += (job.range.numel + unit - 1) / unit * unit;
     }

@@ -1132,7 +1132,7 @@ PS_STEP momentum_tile_at(const Tile& t, const MomentumConstants<V>& c, const Ran
     m = V::quiet(V::fma(c.one_minus_beta2, distance, old_m));
     update = sign_of<V>(V::fma(c.one_minus_beta1, distance, old_m));
   } else {
-    m = V::quiet(V::fma(c.momentum_factor, old_m, V::mul(c.one_minus_dampening, g)));
+    m = V::quiet(V::fma(c.one_minus_dampening, g, V::mul(c.momentum_factor, old_m)));
     update = kRule == MomentumRule::kNesterov ? V::fma(c.momentum_factor, m, g) : m;
   }
   V::store(t.next_momentum + i, m);
@@ -1173,20 +1173,97 @@ inline UpdateTile<MomentumScalars> choose_momentum_tile(const AdamRange& range) 
   return update;
 }
 
-void momentum_step(const AdamRange& range, const MomentumScalars& scalars) {
-  UpdateTile<MomentumScalars> update = nullptr;
-  switch (scalars.rule) {
+inline UpdateTile<MomentumScalars> choose_momentum_tile(MomentumRule rule, const AdamRange& range) {
+  switch (rule) {
     case MomentumRule::kLion:
-      update = choose_momentum_tile<MomentumRule::kLion>(range);
-      break;
+      return choose_momentum_tile<MomentumRule::kLion>(range);
     case MomentumRule::kSgd:
-      update = choose_momentum_tile<MomentumRule::kSgd>(range);
-      break;
+      return choose_momentum_tile<MomentumRule::kSgd>(range);
     case MomentumRule::kNesterov:
-      update = choose_momentum_tile<MomentumRule::kNesterov>(range);
-      break;
+      return choose_momentum_tile<MomentumRule::kNesterov>(range);
   }
-  run_tiles(range, update, scalars, Writes::kAll);
+  return nullptr;
+}
+
+void momentum_step(const AdamRange& range, const MomentumScalars& scalars) {
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kAll);
+}
+
+void momentum_param(const AdamRange& range, const MomentumScalars& scalars) {
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kParam);
+}
+
+// [Note: settled values] A NaN is open, whatever both ends are.
+inline bool is_settled(uint16_t least, uint16_t most, uint16_t infinity) {
+  return least == most && (least & 0x7fff) <= infinity;
+}
+
+// A block of values at one of the ends.
+inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRange& r, int64_t i, int64_t numel,
+                              const float* momentum, float* unused, void* param, const MomentumScalars& scalars) {
+  const auto* master = static_cast<const float*>(r.master) + i;
+  const auto* grad = static_cast<const uint16_t*>(r.grad) + i;
+  update(Tile{momentum, nullptr, unused, nullptr, master, nullptr, grad, param, numel, {}, ParamStore::kCached},
+         scalars);
+}
+
+void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, float most_grad_scale,
+                            OpenValues* open) {
+  const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
+  const uint16_t infinity = r.param_dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00;
+  MomentumScalars at_most = scalars;
+  at_most.grad_scale = most_grad_scale;
+  TileMoment momentum;
+  momentum.type = r.momentum_type;
+  momentum.from = r.momentum;
+  momentum.from_scales = r.momentum_scales;
+  momentum.to = nullptr;
+  alignas(64) float unused[kStateBlock];
+  alignas(64) uint16_t most[kStateBlock];
+  const auto* grad = static_cast<const uint16_t*>(r.grad);
+  auto* const param = static_cast<uint16_t*>(r.param);
+  int64_t count = 0;
+  bool is_full = false;
+  with_ieee_arithmetic([&] {
+    for (int64_t i = 0; i < r.numel; i += kStateBlock) {
+      const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
+      const float* const old = momentum.expand_at(i, numel);
+      run_momentum_tile(update, r, i, numel, old, unused, param + i, scalars);
+      run_momentum_tile(update, r, i, numel, old, unused, most, at_most);
+      for (int64_t k = 0; k < numel; ++k) {
+        if (is_settled(param[i + k], most[k], infinity)) continue;
+        if (count == open->capacity) {
+          is_full = true;
+          break;
+        }
+        open->master[count] = static_cast<const float*>(r.master)[i + k];
+        open->momentum[count] = old[k];
+        open->variance[count] = 0;
+        open->grad[count] = grad[i + k];
+        open->index[count] = static_cast<uint16_t>(i + k);
+        ++count;
+      }
+    }
+  });
+  open->count = is_full ? OpenValues::kAll : count;
+}
+
+void momentum_param_open(const AdamRange& r, const MomentumScalars& scalars, const OpenValues& open) {
+  if (open.count == OpenValues::kAll) return momentum_param(r, scalars);
+  AdamRange side_by_side = r;
+  side_by_side.master = open.master;
+  side_by_side.grad = open.grad;
+  const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
+  alignas(64) float unused[kStateBlock];
+  alignas(64) uint16_t made[kStateBlock];
+  auto* const param = static_cast<uint16_t*>(r.param);
+  with_ieee_arithmetic([&] {
+    for (int64_t i = 0; i < open.count; i += kStateBlock) {
+      const int64_t numel = open.count - i < kStateBlock ? open.count - i : kStateBlock;
+      run_momentum_tile(update, side_by_side, i, numel, open.momentum + i, unused, made, scalars);
+      for (int64_t k = 0; k < numel; ++k) param[open.index[i + k]] = made[k];
+    }
+  });
 }
 
 // ---- Casts and sums --------------------------------------------------------------------------------
@@ -1302,9 +1379,24 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 }
 
 constexpr CpuKernels table(const char* isa) {
-  return CpuKernels{isa,          adam,        adam_param,      adam_param_between, adam_param_open,
-                    split_master, join_master, cast_from_float, cast_to_float,      add,
-                    add_to_float, sum_squares, expand_state,    compress_state,     momentum_step};
+  return CpuKernels{isa,
+                    adam,
+                    adam_param,
+                    adam_param_between,
+                    adam_param_open,
+                    split_master,
+                    join_master,
+                    cast_from_float,
+                    cast_to_float,
+                    add,
+                    add_to_float,
+                    sum_squares,
+                    expand_state,
+                    compress_state,
+                    momentum_step,
+                    momentum_param,
+                    momentum_param_between,
+                    momentum_param_open};
 }
 
 #undef PS_FLOATS

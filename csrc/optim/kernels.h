@@ -80,16 +80,17 @@
 //   Lion       c = fma(one_minus_beta1, g - m, m)             beta1 * m + (1 - beta1) * g
 //              m = fma(one_minus_beta2, g - m, m)
 //              u = sign(c)                                    0 of zeros, NaN where c is not finite
-//   SGD        m = fma(momentum_factor, m, one_minus_dampening * g)
+//   SGD        m = fma(one_minus_dampening, g, momentum_factor * m)
 //              u = m
-//   Nesterov   m = fma(momentum_factor, m, one_minus_dampening * g)
+//   Nesterov   m = fma(one_minus_dampening, g, momentum_factor * m)
 //              u = fma(momentum_factor, m, g)
 //
 //   p = fma(-step_size, u, p * decay)                         step_size = lr
 //
-// torch.optim.SGD makes the first momentum of the whole gradient, whatever the dampening: callers give 1 for
-// one_minus_dampening in the first step. States are stored in fewer bytes as Adam's are; a split master has no variance
-// to lend it a sign, so its parameter is rounded as beside a variance of fewer bytes.
+// In float32 these are the bits of torch.optim.SGD on a processor with fma. It makes the first momentum of the whole
+// gradient, whatever the dampening: callers give 1 for one_minus_dampening in the first step. States are stored in
+// fewer bytes as Adam's are; a split master has no variance to lend it a sign, so its parameter is rounded as beside a
+// variance of fewer bytes.
 //
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are.
 // A 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of
@@ -101,7 +102,8 @@
 // bits, so does all between: the value is settled. Where they do not, or one of them is no number, the value is open,
 // and made when the scale is known, from its inputs, which are copied to lie side by side: where they are they lie far
 // apart, and to read them there takes nearly as long as to read all. (Bounds hold without L2 term, which may turn g's
-// sign; all is open where weight_decay is not 0.)
+// sign; all is open where Adam's weight_decay is not 0. An optimizer of one moment squares nothing, so there g may turn
+// its sign; its values are computed exactly at both ends.)
 //
 // Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
 // a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
@@ -132,7 +134,7 @@ struct OpenValues {
   int64_t capacity = 0;
   float* master = nullptr;
   float* momentum = nullptr;
-  float* variance = nullptr;
+  float* variance = nullptr;  // of Adam
   uint16_t* grad = nullptr;
   uint16_t* index = nullptr;  // in the piece
 
@@ -202,10 +204,10 @@ constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64
 
 // One contiguous range of elements. `param` may be the same address as `grad` when their element sizes
 // are equal (the new parameter then takes the gradient's place), or null when no compute copy is wanted. With `new_*`
-// the old states stay as they are and the new ones go there (all three or none, apart from everything else).
+// the old states stay as they are and the new ones go there (of all states or none, apart from everything else).
 //
 // With lower halves as its master, or none, `param` is bfloat16, apart from `grad` and never null; it is read as well,
-// the new states take the old ones' place, and adam alone takes such a range.
+// the new states take the old ones' place, and adam and momentum_step alone take such a range.
 //
 // States of 8 bits have scales, those of the blocks from the range's first one on. The range begins with a block; its
 // last one may be shorter than a block: elements behind it are neither read nor written, and have no part in the scale.
@@ -265,8 +267,13 @@ struct CpuKernels {
   void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
   void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
                          const RandomKey& key);
-  // One step of `scalars.rule` over a range whose variance is null and of kNone, and which has no `new_*`.
+  // [Note: optimizers of one moment]: adam and the passes beside it of `scalars.rule`, over ranges whose variances are
+  // null and of kNone.
   void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
+  void (*momentum_param)(const AdamRange& range, const MomentumScalars& scalars);
+  void (*momentum_param_between)(const AdamRange& range, const MomentumScalars& scalars, float most_grad_scale,
+                                 OpenValues* open);
+  void (*momentum_param_open)(const AdamRange& range, const MomentumScalars& scalars, const OpenValues& open);
 };
 
 // Those of chosen_isa() (common/isa.h), which says what is thrown.

@@ -191,11 +191,11 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     const int64_t shard_bytes = layout.num_bytes(shard);
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
-    const bool split = layout.chunk(chunk).splits_master();
-    const int64_t param_bytes = on_device && split ? 0 : bytes;  // those of placed_bytes() are fixed
+    const bool kept = layout.chunk(chunk).keeps_param();
+    const int64_t param_bytes = on_device && kept ? 0 : bytes;  // those of placed_bytes() are fixed
     const int64_t fetch_bytes = layout.num_bytes(quantized ? layout.value_home(chunk) : shard);
     stages = stages || (quantized && !on_device);
-    const bool retires = !on_device || (!layout.is_sharded() && !split);
+    const bool retires = !on_device || (!layout.is_sharded() && !kept);
     problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
     problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
     if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
@@ -342,16 +342,22 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   const int64_t margin = budget.limit_bytes - tide_peak_bytes - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
+  int64_t largest_trained = 0;
   int64_t dequantized = 0;
+  int64_t largest_dequantized = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    (chunk.is_quantized() ? dequantized : values) += chunk.num_bytes(ArrayKind::kParam);
-    largest = std::max(largest, chunk.num_bytes(ArrayKind::kGrad));
+    const int64_t bytes = chunk.num_bytes(ArrayKind::kParam);
+    (chunk.is_quantized() ? dequantized : values) += bytes;
+    largest = std::max(largest, bytes);
+    if (chunk.trainable) largest_trained = std::max(largest_trained, bytes);
+    if (chunk.is_quantized()) largest_dequantized = std::max(largest_dequantized, bytes);
   }
-  values += std::min(dequantized, kDequantizedChunks * largest) + kStagings * largest_quantized_bytes(layout);
+  values += std::min(dequantized, kDequantizedChunks * largest_dequantized);
+  values += kStagings * largest_quantized_bytes(layout);
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
-  const int64_t gradients = 2 * largest;  // on their way; the others take their parameters' place
+  const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
   const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Gradients::kInPlaceOfValues);
   const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
   const int beside = num_state_chunks_within(layout, budget, without_values, Gradients::kBesideValues);

@@ -19,8 +19,8 @@
 //
 //   x = nf4[code] * (map[code8] * scale + offset)
 //
-// That is 0.5159 bytes per element. (bitsandbytes takes the mean in binary32 by PyTorch, whose last bit depends on the
-// number of threads and on the device; with the same offset all values here are its values, to the last bit.)
+// That is 0.5159 bytes per element. (bitsandbytes takes the mean in binary32, whose last bit depends on threads and
+// device, and its CPU kernel misses the nearest code8 in one of 700; else all bits are its, tests/quant/formulas.py.)
 //
 // [Note: int8] The formulas of LLM.int8's weights (Dettmers et al. 2022, arXiv 2208.07339; int8_vectorwise_quant and
 // int8_vectorwise_dequant of bitsandbytes), with blocks of kInt8Block elements in the place of rows: a block's scale

@@ -85,9 +85,13 @@ def load_model(folder: Path) -> nn.Module:
     return model
 
 
-def load_frozen_model(folder: Path, precision: str) -> nn.Module:
-    """The folder's model as LoRA needs it: 2 bytes per parameter in 16-bit training."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[precision])
+def load_frozen_model(folder: Path, precision: str, quantization: str | None) -> nn.Module:
+    """The folder's model as LoRA needs it: 2 bytes per parameter in 16-bit training, or what ``quantization`` takes."""
+    dtype = _DTYPES[precision]
+    if quantization is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    else:
+        model = patrickstar.from_pretrained(folder, AutoModelForCausalLM, dtype=dtype, quantization=quantization)
     model.loss_type = "ForCausalLM"
     return model
 

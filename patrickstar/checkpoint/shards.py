@@ -1,7 +1,7 @@
 """The seam between checkpoints and whoever holds tensors: what a rank has, and what it wants back.
 
 Vocabulary:
-  tensor    a parameter, one of its Adam states, a buffer, or the state of a random number generator; named by its
+  tensor    a parameter, one of its optimizer states, a buffer, or the state of a random number generator; named by its
             parameter's name and its kind.
   shard     the elements [begin, end) of a tensor, flattened in its order.
   order     the tensor's dimensions from the slowest to the fastest in memory. None is (0, 1, 2, ...): row-major.
@@ -15,15 +15,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-Kind = Literal["master", "exp_avg", "exp_avg_sq", "frozen", "managed", "buffer", "rng"]
-KINDS: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq", "frozen", "managed", "buffer", "rng")
+Kind = Literal["master", "exp_avg", "exp_avg_sq", "momentum_buffer", "frozen", "managed", "buffer", "rng"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
-ADAM_STATES: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
-"""What ``torch.optim.Adam`` calls momentum and variance."""
+STATE_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""States of optimizers by PyTorch's names: Adam's momentum and variance, of which Lion has the former; SGD's momentum.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class TensorRange:
     name: str
     """The parameter's or buffer's name in the user's module."""
     kind: Kind
-    """``master``: the float32 value of a trainable parameter in a chunk; ``exp_avg``, ``exp_avg_sq``: its states;
+    """``master``: the float32 value of a trainable parameter in a chunk; one of :data:`STATE_KINDS`: a state of it;
     ``frozen``: the compute value of a frozen one; ``managed``: a parameter that stays with PyTorch; ``buffer``;
     ``rng``: a random number generator's state.
     """
@@ -103,7 +104,7 @@ class ShardSink(Protocol):
 
 def role(kind: str) -> str:
     """Kinds of one role hold the same tensor: a parameter's value may be stored trainable and wanted frozen."""
-    return kind if kind in ADAM_STATES or kind == "rng" else "value"
+    return kind if kind in STATE_KINDS or kind == "rng" else "value"
 
 
 def is_row_major(shape: tuple[int, ...], order: tuple[int, ...] | None) -> bool:

@@ -13,7 +13,7 @@ from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES, ExportOptions, export
 from patrickstar.checkpoint.manifest import StoredTensor
 from patrickstar.checkpoint.reader import Checkpoint
-from patrickstar.checkpoint.shards import ADAM_STATES, TensorRange, TensorShard
+from patrickstar.checkpoint.shards import STATE_KINDS, TensorRange, TensorShard
 from patrickstar.checkpoint.writer import Latest, SaveOptions, save
 
 
@@ -31,7 +31,7 @@ class StoredSource:
 
     def values(self) -> Iterator[TensorShard]:
         """Of them, parameters and buffers."""
-        yield from (shard for shard in self.shards() if shard.kind != "rng" and shard.kind not in ADAM_STATES)
+        yield from (shard for shard in self.shards() if shard.kind != "rng" and shard.kind not in STATE_KINDS)
 
     def _whole(self, stored: StoredTensor) -> TensorShard:
         fields = {"name": stored.name, "kind": stored.kind, "shape": stored.shape, "dtype": stored.dtype}

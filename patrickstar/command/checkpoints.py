@@ -18,13 +18,13 @@ from patrickstar.checkpoint import Checkpoint, CheckpointError
 from patrickstar.checkpoint.export import DEFAULT_MAX_FILE_BYTES
 from patrickstar.checkpoint.folder import find_checkpoint, latest_tag, tags
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, StoredTensor
-from patrickstar.checkpoint.shards import ADAM_STATES
+from patrickstar.checkpoint.shards import STATE_KINDS
 from patrickstar.checkpoint.stored_source import export_checkpoint, merge
 from patrickstar.command.flags import CommandParser, at_least_1, memory_size, run_reporting
 from patrickstar.sizes import show_size
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "stored": None}
-_STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
+_STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "momentum_buffer": "momentum"}
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.checkpoint") -> int:
@@ -142,9 +142,9 @@ def _description(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest, state = checkpoint.manifest, checkpoint.manifest.state
     held: dict[str, list[str]] = collections.defaultdict(list)
     for stored in manifest.tensors.values():
-        if stored.kind in ADAM_STATES:
+        if stored.kind in STATE_KINDS:
             held[stored.name].append(_STATES[stored.kind])
-    values = [stored for stored in manifest.tensors.values() if stored.kind not in (*ADAM_STATES, "rng")]
+    values = [stored for stored in manifest.tensors.values() if stored.kind not in (*STATE_KINDS, "rng")]
     counts = state.get("step_counts") or {}
     return {
         "path": str(checkpoint.path),

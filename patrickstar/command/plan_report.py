@@ -39,6 +39,7 @@ def answer_lines(answer: Answer) -> list[str]:
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
         f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
         f"{early}",
+        *_quantized_lines(case),
     ]
     if case.setting.host_bytes < setting.host_bytes:
         lines.append(
@@ -118,6 +119,12 @@ def _mesh_lines(answer: Answer) -> list[str]:
     return lines + ([f"so divided since {mesh.reason}"] if mesh.reason else [])
 
 
+def _quantized_lines(case: Case) -> list[str]:
+    num_chunks = sum(chunk.quantization != "NONE" for chunk in case.plan.chunks)
+    kept = f"{case.num_device_quantized_chunks} of {num_chunks} quantised chunks stay on the GPU, in few bits"
+    return [kept] if num_chunks else []
+
+
 def _stash_lines(case: Case) -> list[str]:
     lines = []
     if case.stashed_bytes:
@@ -154,6 +161,7 @@ def _work(question: Question) -> str:
     parts = [f"batch {work.batch} x {work.length} tokens in {work.precision}"]
     parts += [f"{accumulation} backwards for each step"] if accumulation > 1 else []
     parts += [f"LoRA of rank {work.lora_rank}"] if work.lora_rank else []
+    parts += [f"frozen weights in {work.quantization.value}"] if work.quantization is not None else []
     parts += ["the loss without logits"] if work.loss is LossComputation.FUSED else []
     parts += [f"MLPs and norms in tiles of {work.tile_tokens} tokens"] if work.tile_tokens else []
     parts.append("activations are computed again" if work.checkpointing else "activations are kept")
@@ -285,6 +293,7 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "chunk_numel": case.chunk_numel,
         "num_chunks": len(case.plan.chunks),
         "num_device_state_chunks": case.num_device_state_chunks,
+        "num_device_quantized_chunks": case.num_device_quantized_chunks,
         "num_disk_chunks": case.num_disk_chunks,
         "disk_bytes": case.disk_bytes,
         "disk_read_bytes": step.disk_read_bytes,

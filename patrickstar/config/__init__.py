@@ -7,7 +7,7 @@ other_keys.md, which the models are completed from.
 """
 
 from patrickstar.config.batch_sizes import BatchSizes, resolve_batch_sizes
-from patrickstar.config.checks import adam_options, check_loss_scaler_state, make_loss_scaler
+from patrickstar.config.checks import check_loss_scaler_state, make_loss_scaler
 from patrickstar.config.dialects import Dialect
 from patrickstar.config.parsing import log_accepted_options, parse_config
 from patrickstar.config.quantization import QuantizationConfig, QuantizationType
@@ -16,7 +16,6 @@ from patrickstar.config.schema import (
     PROFILE_VARIABLE,
     ActivationOffload,
     ActivationsConfig,
-    AdamConfig,
     Bf16Config,
     ClientConfig,
     DelaysConfig,
@@ -27,8 +26,10 @@ from patrickstar.config.schema import (
     HostThreadsConfig,
     KeepAttention,
     LossComputation,
+    Master,
     MemTracerConfig,
     OptimizerConfig,
+    OptimizerParams,
     OptimizerType,
     OptsConfig,
     ProfileConfig,
@@ -41,13 +42,14 @@ from patrickstar.config.schema import (
 )
 from patrickstar.config.spellings import auto_keys, fill_auto
 from patrickstar.config.tensor_parallel import MatrixMode
+from patrickstar.config.update_rules import ALL_OPTIONS, UpdateRule, group_options, rule_of
 from patrickstar.config.values import parse_bytes
 
 __all__ = [
+    "ALL_OPTIONS",
     "PROFILE_VARIABLE",
     "ActivationOffload",
     "ActivationsConfig",
-    "AdamConfig",
     "BatchSizes",
     "Bf16Config",
     "ClientConfig",
@@ -61,9 +63,11 @@ __all__ = [
     "HostThreadsConfig",
     "KeepAttention",
     "LossComputation",
+    "Master",
     "MatrixMode",
     "MemTracerConfig",
     "OptimizerConfig",
+    "OptimizerParams",
     "OptimizerType",
     "OptsConfig",
     "ProfileConfig",
@@ -74,14 +78,16 @@ __all__ = [
     "SequenceParallelConfig",
     "Speculation",
     "States",
-    "adam_options",
+    "UpdateRule",
     "auto_keys",
     "check_loss_scaler_state",
     "fill_auto",
+    "group_options",
     "log_accepted_options",
     "make_loss_scaler",
     "parse_bytes",
     "parse_config",
     "profile_of_environment",
     "resolve_batch_sizes",
+    "rule_of",
 ]

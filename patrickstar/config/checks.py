@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.root import Config
-from patrickstar.config.schema import SequenceMode, Speculation
+from patrickstar.config.schema import Master, SequenceMode, Speculation
 from patrickstar.config.shown import shown
 from patrickstar.config.tensor_parallel import MatrixMode
+from patrickstar.config.update_rules import conflicts_of_params
 from patrickstar.config.values import DataType
 
 if TYPE_CHECKING:
@@ -18,42 +18,24 @@ if TYPE_CHECKING:
 _NAMES = {"torch.float32": DataType.FP32, "torch.float16": DataType.FP16, "torch.bfloat16": DataType.BF16}
 
 
-def adam_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """lr, betas, eps and weight_decay of a parameter group, as plain numbers; PyTorch takes tensors of one element too.
-
-    Raises:
-        ValueError: one is missing, no number, or out of the range of ``torch.optim.Adam``; ``name`` says whose it is.
-    """
-    found: dict[str, Any] = {
-        key: _number(options.get(key), f"{name}.{key}", math.inf) for key in ("lr", "eps", "weight_decay")
-    }
-    betas = options.get("betas")
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{name}.betas is {shown(betas)}; give two numbers, such as (0.9, 0.999)")
-    found["betas"] = tuple(_number(beta, f"{name}.betas[{index}]", 1.0) for index, beta in enumerate(betas))
-    return found
-
-
-def _number(value: Any, name: str, below: float) -> float:
-    limit = "finite" if below == math.inf else f"less than {below:g}"
-    try:
-        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if not 0 <= number < below:
-        raise ValueError(f"{name} is {shown(value)}; it must be a number of at least 0 and {limit}")
-    return number
-
-
 def find_conflicts(config: Config) -> list[str]:
     """A line for each combination of values that makes no sense."""
-    problems = []
+    problems = conflicts_of_params(config.optimizer.type, config.optimizer.params)
     if config.optimizer.speculation is Speculation.COMMIT and (config.fp16 is not None or config.gradient_clipping > 0):
         problems.append(
             'optimizer.speculation is "commit", which updates before the norm of all gradients is known; set '
             'gradient_clipping to 0 and leave fp16 out, or set optimizer.speculation to "auto"'
         )
     problems += _conflicts_of_disk(config)
+    if config.optimizer.master is Master.STOCHASTIC and config.bf16 is None:
+        problems.append(
+            'optimizer.master is "stochastic", which is for bfloat16 parameters; enable bf16, or leave it out'
+        )
+    elif config.optimizer.master is Master.STOCHASTIC and config.optimizer.speculation is not Speculation.COMMIT:
+        problems.append(
+            f'optimizer.master is "stochastic" and optimizer.speculation is "{config.optimizer.speculation.value}": '
+            'gradients would have no place to wait in for the step; set speculation to "commit", or leave master out'
+        )
     if config.fp16 is not None and config.bf16 is not None:
         problems.append("fp16.enabled and bf16.enabled are both True; enable one")
     elif config.fp16 is not None:

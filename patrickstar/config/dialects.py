@@ -10,6 +10,7 @@ from typing import Any
 
 from patrickstar.config.root import Config
 from patrickstar.config.schema import OptimizerType
+from patrickstar.config.update_rules import with_own_defaults
 
 
 class Dialect(enum.Enum):
@@ -95,9 +96,13 @@ def _resolve_columns(config: Config) -> Any:
 
 
 def _resolve_optimizer(config: Config) -> Any:
-    """Adam or AdamW, as DeepSpeed's engine chooses: AdamW by name, or because the mode says so."""
-    params = config.optimizer.params
-    decoupled = config.optimizer.type is OptimizerType.ADAMW or params.adam_w_mode is True
+    """Adam or AdamW, as DeepSpeed's engine chooses: AdamW by name, or because the mode says so. Others are what their
+    names say.
+    """
+    kind, params = config.optimizer.type, config.optimizer.params
+    if kind not in (OptimizerType.ADAM, OptimizerType.ADAMW):
+        return config.optimizer.model_copy(update={"params": with_own_defaults(kind, params)})
+    decoupled = kind is OptimizerType.ADAMW or params.adam_w_mode is True
     if params.torch_adam and decoupled and "weight_decay" not in params.model_fields_set:
         params = params.model_copy(update={"weight_decay": _TORCH_ADAMW_DECAY})
     kind = OptimizerType.ADAMW if decoupled else OptimizerType.ADAM

@@ -15,6 +15,7 @@ from patrickstar.config.values import (
     AtLeast1,
     Betas,
     FilePath,
+    Fraction,
     Memory,
     NonNegative,
     Positive,
@@ -34,10 +35,12 @@ _MOST_THREADS = 4096
 
 
 class OptimizerType(enum.Enum):
-    """Which Adam: they differ in where weight decay goes."""
+    """The rule that updates parameters; Adam and AdamW differ in where weight decay goes."""
 
     ADAM = "Adam"
     ADAMW = "AdamW"
+    LION = "Lion"
+    SGD = "SGD"
 
 
 class RankReduction(enum.Enum):
@@ -62,6 +65,13 @@ class States(enum.Enum):
     FP32 = "fp32"
     BF16 = "bf16"
     EIGHT_BIT = "8bit"
+
+
+class Master(enum.Enum):
+    """What a 16-bit parameter is updated from."""
+
+    EXACT = "exact"
+    STOCHASTIC = "stochastic"
 
 
 class SequenceMode(enum.Enum):
@@ -120,6 +130,8 @@ _INSTEAD_OF_OPTIMIZERS = {
     "onebitlamb": "compressed gradients change the numbers: use AdamW",
     "fusedadam": "all updates are fused: use Adam",
     "deepspeedcpuadam": "states live where there is room: use Adam",
+    "fusedlion": "all updates are fused: use Lion",
+    "deepspeedcpulion": "states live where there is room: use Lion",
     "muadam": "mup's learning rates are those of its parameter groups: pass these, with Adam",
     "muadamw": "mup's learning rates are those of its parameter groups: pass these, with AdamW",
 }
@@ -133,20 +145,29 @@ def _optimizer_type(value: object) -> object:
     near = slip_of(str(value).lower(), names, 0.7)
     instead = "use AdamW" if near is None else f"did you mean {names[near]!r}?"
     instead = _INSTEAD_OF_OPTIMIZERS.get(str(value).lower(), instead)
-    raise unexpected(f"PatrickStar has {' and '.join(names.values())}: {instead}")
+    *others, last = names.values()
+    raise unexpected(f"PatrickStar has {', '.join(others)} and {last}: {instead}")
 
 
-class AdamConfig(Section):
-    """``optimizer.params``: the defaults of every parameter group."""
+class OptimizerParams(Section):
+    """``optimizer.params``: the defaults of every parameter group. What ``type`` does not have is refused beside it."""
 
     lr: Annotated[NonNegative, HONOURED] = 1e-3
     """The learning rate, at least 0."""
     betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
-    """Decay rates of momentum and variance, each in [0, 1)."""
+    """Decay rates of momentum and variance, each in [0, 1), of Adam and AdamW. Lion has two rates for its one momentum,
+    of what it steps by and of what it keeps, by default (0.9, 0.99).
+    """
     eps: Annotated[NonNegative, HONOURED] = 1e-8
-    """Number that is added to the denominator of the update, at least 0."""
+    """Number that is added to the denominator of the update of Adam and AdamW, at least 0."""
     weight_decay: Annotated[NonNegative, HONOURED] = 0.0
-    """Factor of weight decay, at least 0: an L2 term with Adam, decoupled with AdamW."""
+    """Factor of weight decay, at least 0: an L2 term with Adam and SGD, decoupled with AdamW and Lion."""
+    momentum: Annotated[NonNegative, HONOURED] = 0.0
+    """What SGD's momentum is multiplied by in each step, at least 0, as ``torch.optim.SGD`` has it."""
+    dampening: Annotated[Fraction, HONOURED] = 0.0
+    """The share of a gradient that does not go into SGD's momentum, from 0 to 1; all of the first one does."""
+    nesterov: Annotated[Switch, HONOURED] = False
+    """Whether SGD's momentum is Nesterov's, which needs a ``momentum`` and no ``dampening``."""
     use_hybrid_adam: Annotated[Switch, HONOURED] = True
     """Whether optimizer states may live on the device where its memory has a margin; else all are on the host."""
     adam_w_mode: Annotated[
@@ -180,13 +201,15 @@ _IN_PARAMS = no_effect("as in DeepSpeed, it counts in ``optimizer.params`` alone
 
 
 class OptimizerConfig(Section):
-    """The section ``optimizer``: which Adam, its options, and when it updates."""
+    """The section ``optimizer``: which rule, its options, when it updates, and what its states are stored in."""
 
     type: Annotated[OptimizerType, BeforeValidator(_optimizer_type), HONOURED] = OptimizerType.ADAM
-    """``"Adam"`` or ``"AdamW"``, in any case. With ``patrickstar.initialize``, Adam is AdamW too unless
-    ``params.adam_w_mode`` is ``False``, as with DeepSpeed.
+    """``"Adam"``, ``"AdamW"``, ``"Lion"`` (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms") or
+    ``"SGD"`` (that of ``torch.optim``), in any case. The latter two keep a momentum and no variance, which takes 4
+    bytes per parameter less. With ``patrickstar.initialize``, Adam is AdamW too unless ``params.adam_w_mode`` is
+    ``False``, as with DeepSpeed.
     """
-    params: AdamConfig = Field(default_factory=AdamConfig)
+    params: OptimizerParams = Field(default_factory=OptimizerParams)
     """Options of the optimizer: the defaults of every parameter group."""
     speculation: Annotated[Speculation, HONOURED] = Speculation.AUTO
     """Whether updates on the host start during backward, expecting that neither clipping nor an overflow will act, into
@@ -208,6 +231,13 @@ class OptimizerConfig(Section):
     Optimizers via Block-wise Quantization"). With ``"8bit"`` embeddings, parameters of fewer than two dimensions and
     those of fewer than 4,096 elements keep float32, as there. A loss of precision that is yours to accept: the guide
     ``docs/guides/fewer_bytes.md`` says what it costs. For given states results are bitwise the same for any budget.
+    """
+    master: Annotated[Master, HONOURED] = Master.EXACT
+    """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
+    parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
+    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16`` and ``speculation`` ``"commit"`` (a
+    gradient waits nowhere), and one rank per copy of the model. A loss of precision that is yours to accept, as with
+    ``states``.
     """
     streaming: Annotated[
         Text,

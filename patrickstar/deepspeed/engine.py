@@ -20,7 +20,7 @@ from patrickstar.deepspeed.saving import SavingEngine
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.elastic.sampler import OfTide
 from patrickstar.engine.interrupts import deferred_signals
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.resize_plan import Carried
 from patrickstar.engine.session import Session
 from patrickstar.module.compiled.dynamo import outside_of_graphs
@@ -39,7 +39,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     meaning of DeepSpeed's engine; attributes that are not the engine's are the module's.
     """
 
-    optimizer: HybridAdam
+    optimizer: HybridOptimizer
     """The optimizer; its ``step`` is called by :meth:`step`."""
     training_dataloader: DataLoader[Any] | None
     """The data loader made of ``training_data``, which gives this rank's micro-batches; None without such data."""
@@ -47,7 +47,7 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
     def __init__(
         self,
         session: Session,
-        optimizer: HybridAdam,
+        optimizer: HybridOptimizer,
         batch_sizes: BatchSizes,
         monitor_options: MonitorOptions,
         lr_scheduler: Any = None,
@@ -194,9 +194,9 @@ class TrainingEngine(ConfigAnswers, SavingEngine):
         """The present learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def get_mom(self) -> list[tuple[float, float]]:
-        """Adam's ``betas`` of each parameter group; DeepSpeed calls them momentum."""
-        return [group["betas"] for group in self.optimizer.param_groups]
+    def get_mom(self) -> list[tuple[float, float] | float]:
+        """``betas`` of each parameter group, SGD's ``momentum``; DeepSpeed calls both momentum."""
+        return [group["betas"] if "betas" in group else group["momentum"] for group in self.optimizer.param_groups]
 
     @property
     def micro_steps(self) -> int:

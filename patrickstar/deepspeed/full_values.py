@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.engine.open_session import session_of
-from patrickstar.module.param_states import STATE_KINDS
+from patrickstar.engine.session import Session
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -83,13 +83,14 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """``exp_avg`` or ``exp_avg_sq``; zeros before the first update.
+    """``exp_avg`` or ``exp_avg_sq`` (SGD's is ``momentum_buffer``); zeros before the first update.
 
     Raises:
         ValueError: there is no such state.
     """
-    check_state(optim_state_key)
-    states = session_of(param).states
+    session = session_of(param)
+    check_state(session, optim_state_key)
+    states = session.states
     return states.moment(param, optim_state_key) if states.is_trained(param) else None
 
 
@@ -99,9 +100,10 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Raises:
         ValueError: there is no such state, the optimizer does not have the parameter, or ``value`` has another shape.
     """
-    check_state(optim_state_key)
+    session = session_of(param)
+    check_state(session, optim_state_key)
     _check_shape(param, value)
-    states = session_of(param).states
+    states = session.states
     if not states.is_trained(param):
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is frozen or in no group: it has no {optim_state_key}"
@@ -109,10 +111,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     states.set_moment(param, optim_state_key, value)
 
 
-def check_state(key: str) -> None:
-    """Raises ValueError where Adam has no state of that name."""
-    if key not in STATE_KINDS:
-        raise ValueError(f"optim_state_key is {key!r}; Adam has {' and '.join(STATE_KINDS)}")
+def check_state(session: Session, key: str) -> None:
+    """Raises ValueError where the session's optimizer has no state of that name."""
+    if key not in session.states.arrays:
+        kind, names = session.config.optimizer.type.value, " and ".join(session.states.arrays)
+        raise ValueError(f"optim_state_key is {key!r}; {kind} has {names}")
 
 
 def _check_shape(param: nn.Parameter, value: torch.Tensor) -> None:

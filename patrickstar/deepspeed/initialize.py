@@ -25,7 +25,7 @@ from patrickstar.deepspeed.data import make_loader
 from patrickstar.deepspeed.engine import TrainingEngine
 from patrickstar.deepspeed.schedule import choose_scheduler
 from patrickstar.elastic.run import joins_others
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer, make_optimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
@@ -57,14 +57,14 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     model_func: ModelSource | None = None,
-) -> tuple[TrainingEngine, HybridAdam, DataLoader[Any] | None, Any]:
+) -> tuple[TrainingEngine, HybridOptimizer, DataLoader[Any] | None, Any]:
     """Builds an engine from what a DeepSpeed script gives; the model is converted in place.
 
     Args:
         args: of the command line, with ``deepspeed_config`` (:func:`add_config_arguments`) and ``local_rank``.
         model: the module, or a function without arguments that returns it (as ``model_func``): a model built on the
             meta device is then never whole in memory.
-        optimizer: the user's ``torch.optim.Adam`` or ``AdamW``, whose groups and state are taken over, or a class or
+        optimizer: the user's ``torch.optim.AdamW``, ``Adam`` or ``SGD``, taken over with its state, or a class or
             function that makes one of ``model_parameters``. None: the configuration's.
         model_parameters: parameters, groups (dicts with ``params``), or what ``initialize_engine`` takes. None: all.
             Others of the model are not trained.
@@ -106,7 +106,7 @@ def initialize(
     local_rank = getattr(args, "local_rank", None)
     session, made_groups = start_session(build, max(local_rank or 0, 0), parsed, groups)
     with opening(session):
-        own = HybridAdam(session, made_groups, parsed)
+        own = make_optimizer(session, made_groups, parsed)
         schedule = choose_scheduler(parsed, lr_scheduler, own)
         loader = None
         if training_data is not None:

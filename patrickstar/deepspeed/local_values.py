@@ -25,7 +25,6 @@ from patrickstar.deepspeed.full_values import (
 from patrickstar.engine.open_session import session_of
 from patrickstar.engine.session import Session
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.module.param_states import STATE_KINDS
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -76,15 +75,16 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """``exp_avg`` or ``exp_avg_sq``; zeros before the first update.
+    """``exp_avg`` or ``exp_avg_sq`` (SGD's is ``momentum_buffer``); zeros before the first update.
 
     Raises:
         ValueError: there is no such state.
     """
-    check_state(optim_state_key)
+    session = session_of(param)
+    check_state(session, optim_state_key)
     if not isinstance(param, ChunkedParameter):
         return _flat(safe_get_full_optimizer_state(param, optim_state_key))
-    return _read(session_of(param), param, STATE_KINDS[optim_state_key])
+    return _read(session, param, session.states.arrays[optim_state_key])
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -94,9 +94,10 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
         ValueError: there is no such state, the optimizer does not have the parameter, or ``value`` has another number
             of elements.
     """
-    check_state(optim_state_key)
+    session = session_of(param)
+    check_state(session, optim_state_key)
     if isinstance(param, ChunkedParameter):
-        _write(session_of(param), param, STATE_KINDS[optim_state_key], value)
+        _write(session, param, session.states.arrays[optim_state_key], value)
     else:
         safe_set_full_optimizer_state(param, value.view(param.shape), optim_state_key)
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from patrickstar.config import Config
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.lr_schedules import make_scheduler
 
 logger = logging.getLogger("patrickstar")
 
 
-def choose_scheduler(config: Config, given: Any, optimizer: HybridAdam) -> Any:
+def choose_scheduler(config: Config, given: Any, optimizer: HybridOptimizer) -> Any:
     """The schedule for ``optimizer``, or None.
 
     Args:
@@ -36,7 +36,7 @@ def choose_scheduler(config: Config, given: Any, optimizer: HybridAdam) -> Any:
     return _moved(given, optimizer)
 
 
-def _moved(scheduler: Any, optimizer: HybridAdam) -> Any:
+def _moved(scheduler: Any, optimizer: HybridOptimizer) -> Any:
     """``scheduler`` for another optimizer with the same groups: it keeps its place and its base rates."""
     old = getattr(scheduler, "optimizer", None)
     if old is None or old is optimizer:

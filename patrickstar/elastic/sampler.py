@@ -12,7 +12,7 @@ decide, rank r the r-th of equal parts of them. So which samples a step takes do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,6 +30,14 @@ class OfRanks(Protocol):
 
     def set_ranks(self, rank: int, num_ranks: int) -> None:
         """It is shared by so many from now on, of which this process is ``rank``."""
+
+
+@runtime_checkable
+class OfOneRun(Protocol):
+    """What is carried and can tell whether a state is one that it could take."""
+
+    def check_state(self, state: Mapping[str, Any], /) -> None:
+        """Raises ValueError where it is not: a process then does not join."""
 
 
 @runtime_checkable
@@ -157,13 +165,8 @@ class ElasticSampler(Sampler[list[int]]):
             "cursor": self.cursor,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from there, at this sampler's number of ranks.
-
-        Raises:
-            ValueError: it is of another data set or another global batch, or says no place in an epoch; nothing is
-                changed then.
-        """
+    def check_state(self, state: Mapping[str, int]) -> None:
+        """Raises ValueError where it is of another data set or another global batch, or says no place in an epoch."""
         own = self.state_dict()
         wrong = [key for key in ("num_samples", "global_batch") if state.get(key) != own[key]]
         if wrong:
@@ -173,6 +176,14 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError(f"the sampler's state {state!r} has no seed, epoch and cursor of at least 0")
         if state["cursor"] % self.global_batch or state["cursor"] > self.num_samples:
             raise ValueError(f"the cursor is {state['cursor']}; give a multiple of {self.global_batch} in the epoch")
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from there, at this sampler's number of ranks.
+
+        Raises:
+            ValueError: as :meth:`check_state`; nothing is changed then.
+        """
+        self.check_state(state)
         self.seed, self.epoch, self.cursor = state["seed"], state["epoch"], state["cursor"]
 
 

@@ -61,7 +61,7 @@ def build_core(
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
         size = dataclasses.replace(size, numel=chunk_numel)
-    scheme = state_scheme(config.optimizer.states, config.optimizer.speculation, chunk_ranks.size)
+    scheme = state_scheme(config.optimizer, chunk_ranks.size)
     layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, scheme)
     segments = ExpandableSegments(context.device, budgets.device_bytes)
     local = (context.local_rank, context.local_world_size)
@@ -117,8 +117,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
     if not timeline:
         raise _C.StateError("there is no plan before the first step, which observes what a step uses; step once")
     on_device = [
-        any(runtime.is_on_device(chunk, kind) for kind in (_C.ArrayKind.MASTER, _C.ArrayKind.QUANTIZED))
-        for chunk in range(layout.num_chunks)
+        runtime.is_on_device(chunk, layout.chunk(chunk)["leading_state"]) for chunk in range(layout.num_chunks)
     ]
     times, predicted = runtime.step_times(), runtime.predicted_step()
     return plan_of(

@@ -14,9 +14,9 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import BlockedParameter, Held, block_name, describe_blocks
-from patrickstar.checkpoint.shards import ADAM_STATES, Kind, TensorRange
+from patrickstar.checkpoint.shards import Kind, TensorRange
 from patrickstar.engine.divided_values import DividedNames, DividedPart
-from patrickstar.engine.engine_shards import EngineSink, has_states, kind_of, named_params
+from patrickstar.engine.engine_shards import EngineSink, has_states, kind_of, named_params, state_kinds
 from patrickstar.engine.session import Session
 from patrickstar.engine.state_parts import Part
 
@@ -83,7 +83,7 @@ class DividedSink(EngineSink):
             param = part.param
             kinds: list[tuple[Kind, torch.dtype]] = [(kind_of(param), param.dtype)]
             if self._with_states and has_states(param):
-                kinds += [(kind, torch.float32) for kind in ADAM_STATES]
+                kinds += [(kind, torch.float32) for kind in state_kinds(self._session)]
             for kind, dtype in kinds:
                 for name, shape in part.shapes.items():
                     size = torch.Size(shape).numel()

@@ -16,18 +16,11 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.memory import Scratch, tensor_of
 from patrickstar.checkpoint.rng import rng_states
-from patrickstar.checkpoint.shards import ADAM_STATES, Kind, TensorRange, TensorShard, is_row_major
+from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
 from patrickstar.engine.session import Session
 from patrickstar.engine.state_parts import Frozen, Part
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.module.compiled.dynamo import without_wrappers
-
-_ARRAYS: dict[str, _C.ArrayKind] = {
-    "master": _C.ArrayKind.MASTER,
-    "frozen": _C.ArrayKind.MASTER,
-    "exp_avg": _C.ArrayKind.MOMENTUM,
-    "exp_avg_sq": _C.ArrayKind.VARIANCE,
-}
 
 
 class EngineSource:
@@ -47,7 +40,7 @@ class EngineSource:
         yield from self.values()
         for name, param in self._params:
             if step_count(self._session, param) > 0:
-                for kind in ADAM_STATES:
+                for kind in state_kinds(self._session):
                     read = functools.partial(self._read_moment, param, kind)
                     yield from self._held(name, kind, param, torch.float32, read)
         for name, state in rng_states(self._session.device).items():
@@ -79,7 +72,7 @@ class EngineSource:
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         values = tensor_of(self._scratch.take(numel * torch.float32.itemsize), torch.float32)
-        self._session.runtime.read_own_values(handle.id, _ARRAYS[kind], values.data_ptr())
+        self._session.runtime.read_own_values(handle.id, _array_of(self._session, kind), values.data_ptr())
         return _flat(values, dtype)
 
     def _read_value(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +82,7 @@ class EngineSource:
 
     def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
         if isinstance(param, ChunkedParameter):
-            return self._read_array(param._patrickstar, _ARRAYS[kind], torch.float32)
+            return self._read_array(param._patrickstar, _array_of(self._session, kind), torch.float32)
         return _flat(self._session.managed.state_of(param)[kind], torch.float32)
 
     def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
@@ -125,7 +118,7 @@ class EngineSink:
         for name, param in self._params.items():
             yield self._range(name, kind_of(param), param, param.dtype)
             if self._with_states and has_states(param):
-                for kind in ADAM_STATES:
+                for kind in state_kinds(self._session):
                     yield self._range(name, kind, param, torch.float32)
         for name, buffer in self._buffers.items():
             yield _range(name, "buffer", buffer.shape, buffer.dtype)
@@ -150,8 +143,8 @@ class EngineSink:
     def write_param(self, param: nn.Parameter, kind: Kind, values: torch.Tensor) -> None:
         """Takes a tensor of a parameter's shape; of several ranks each keeps its shard."""
         if isinstance(param, ChunkedParameter):
-            self._session.observer.write_values(param._patrickstar, _ARRAYS[kind], values)
-        elif kind in ADAM_STATES:
+            self._session.observer.write_values(param._patrickstar, _array_of(self._session, kind), values)
+        elif kind in STATE_KINDS:
             self._managed_states.setdefault(param, {})[kind] = values.clone()
         else:
             with torch.no_grad():
@@ -165,7 +158,8 @@ class EngineSink:
         values = values.to(torch.float32).contiguous()
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - wanted.begin * torch.float32.itemsize
-        self._session.runtime.write_values(handle.id, _ARRAYS[wanted.kind], address, _C.Tier.HOST)
+        array = _array_of(self._session, wanted.kind)
+        self._session.runtime.write_values(handle.id, array, address, _C.Tier.HOST)
 
     def _check_own(self, handle: ParamHandle, wanted: TensorRange, values: torch.Tensor) -> None:
         """A part of a quantised parameter is what this rank has: other values are quantised from whole ones alone."""
@@ -203,6 +197,15 @@ def _own_range(session: Session, name: str, kind: Kind, param: nn.Parameter, dty
     return TensorRange(name=name, kind=kind, shape=shape, dtype=dtype, begin=begin, end=begin + numel, order=order)
 
 
+def state_kinds(session: Session) -> tuple[Kind, ...]:
+    """The states that the session's optimizer has."""
+    return tuple(kind for kind in STATE_KINDS if kind in session.states.arrays)
+
+
+def _array_of(session: Session, kind: Kind) -> _C.ArrayKind:
+    return session.states.arrays[kind] if kind in STATE_KINDS else _C.ArrayKind.MASTER
+
+
 def step_count(session: Session, param: nn.Parameter) -> int:
     """How often a parameter was updated."""
     if isinstance(param, ChunkedParameter):
@@ -232,7 +235,7 @@ def kind_of(param: nn.Parameter) -> Kind:
 
 
 def has_states(param: nn.Parameter) -> bool:
-    """Whether it has Adam states once it was updated."""
+    """Whether it has optimizer states once it was updated."""
     if isinstance(param, ChunkedParameter):
         return param._patrickstar.trainable
     return param.requires_grad

@@ -17,14 +17,15 @@ from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.peers import Peers, phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import set_rng_states
-from patrickstar.checkpoint.shards import ADAM_STATES
+from patrickstar.checkpoint.shards import STATE_KINDS
 from patrickstar.checkpoint.training_state import TrainingState
 from patrickstar.checkpoint.writer import SaveOptions, save
-from patrickstar.config import check_loss_scaler_state
+from patrickstar.config import check_loss_scaler_state, rule_of
 from patrickstar.engine.divided_checkpoints import block_sink, described_blocks, make_sink, stored_params, whole_names
 from patrickstar.engine.engine_shards import (
     EngineSource,
     has_states,
+    state_kinds,
     step_count,
 )
 from patrickstar.engine.session import Session, Stage
@@ -202,16 +203,25 @@ def _check_optimizer(session: Session, checkpoint: Checkpoint, state: TrainingSt
             f"{checkpoint.path} has parameter groups of {[len(group) for group in stored]} parameters, or others than "
             f"this engine's of {[len(group) for group in present]}; build the engine with the same model_parameters"
         )
+    own = state_kinds(session)
+    others = [
+        kind for kind in STATE_KINDS if kind not in own and any(r == kind for _, r in checkpoint.manifest.tensors)
+    ]
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {others[0]} of parameters, {rule_of(session.config.optimizer.type).lacks}; give "
+            "optimizer.type as the run that saved it had it, or load the module alone"
+        )
+    for kind in own:
+        if {name for name, role in checkpoint.manifest.tensors if role == kind} != set(state.step_counts):
+            raise CheckpointError(f"{checkpoint.path}: its step counts and {kind} are not of the same parameters")
     try:
         for index, group in enumerate(state.groups):
-            checked_group(group["options"], f"parameter group {index}")
+            checked_group(session.config.optimizer.type, group["options"], f"parameter group {index}")
         if session.scaler is not None and state.loss_scaler is not None:
             check_loss_scaler_state(session.config, state.loss_scaler)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}; load another checkpoint") from error
-    for kind in ADAM_STATES:
-        if {name for name, role in checkpoint.manifest.tensors if role == kind} != set(state.step_counts):
-            raise CheckpointError(f"{checkpoint.path}: its step counts and {kind} are not of the same parameters")
 
 
 def _warn_of_frozen(session: Session, checkpoint: Checkpoint, state: TrainingState) -> None:

@@ -1,20 +1,22 @@
 """The optimizer's face: a ``torch.optim.Optimizer`` whose step runs in the core.
 
-Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim.Adam``; the state dict has torch's format, so
-a run can move between the two.
+Schedulers, ``param_groups`` and ``state_dict`` work as with ``torch.optim``'s optimizer of that type; the state dict
+has torch's format, so a run can move between the two. What differs from type to type is in a subclass: what a group's
+options are to the core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patrickstar import _C
-from patrickstar.config import Config, OptimizerType, adam_options, check_loss_scaler_state
+from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.compiled.dynamo import outside_of_graphs
+from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.optimizer.groups import checked_added_group
 from patrickstar.optimizer.loss_scaling import LossScaling
 from patrickstar.optimizer.managed_optimizer import managed_optimizer
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from patrickstar.engine.session import Session
 
 
-class HybridAdam(torch.optim.Optimizer):
-    """Adam or AdamW over chunks, on the CPU or the GPU, wherever a chunk's states are.
+class HybridOptimizer(torch.optim.Optimizer):
+    """An optimizer over chunks, on the CPU or the GPU, wherever a chunk's states are.
 
     Made by ``initialize_engine``. A parameter that got no gradient since the last step is left alone (its step count
     too), as ``torch.optim`` leaves ``grad is None``.
@@ -34,19 +36,24 @@ class HybridAdam(torch.optim.Optimizer):
     def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
         self._session = session
         self._built = False
-        corrects = config.optimizer.params.bias_correction
-        self._bias_correction = _C.BiasCorrection.APPLIED if corrects else _C.BiasCorrection.NONE
-        self._mode = _C.WeightDecay.DECOUPLED if config.optimizer.type is OptimizerType.ADAMW else _C.WeightDecay.L2
-        options = config.optimizer.params
-        defaults = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+        self._type = config.optimizer.type
+        options = config.optimizer.params.model_dump()
+        defaults = {key: options[key] for key in rule_of(self._type).options}
         for index, group in enumerate(groups):
-            adam_options({**defaults, **group}, f"model_parameters[{index}]")
+            group_options(self._type, {**defaults, **group}, f"model_parameters[{index}]")
         super().__init__(groups, defaults)
         self._built = True
         session.expected_options = self._group_options
         session.read_groups = lambda: self.param_groups
         session.tell_groups = self._tell_groups
         self._tell_groups()
+
+    def _core_options(self, group: Mapping[str, Any]) -> CoreOptions:
+        """A group's present options, which are plain numbers here, as the core takes them."""
+        raise NotImplementedError
+
+    def _check_same_formula(self, group: Mapping[str, Any], what: str) -> None:
+        """Raises ValueError where ``group`` is that of an optimizer with another formula."""
 
     def _tell_groups(self) -> None:
         session = self._session
@@ -58,8 +65,8 @@ class HybridAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``: parameters of the module that are in no group so far, with
-        their ``lr``, ``betas``, ``eps`` and ``weight_decay``, or the optimizer's. They are trained from the next
-        forward on, if they require grad ([Note: unfreezing]). With several ranks all must add the same.
+        options of their own, or the optimizer's. They are trained from the next forward on, if they require grad
+        ([Note: unfreezing]). With several ranks all must add the same.
 
         Raises:
             TypeError: ``param_group`` is no dict, or its ``params`` have no order.
@@ -68,10 +75,11 @@ class HybridAdam(torch.optim.Optimizer):
         """
         if self._built:
             what = "the added parameter group"
-            param_group = checked_added_group(self._session.module, param_group, self.param_groups)
+            options = rule_of(self._type).options
+            param_group = checked_added_group(self._session.module, param_group, self.param_groups, options)
             check_no_refused_option(param_group, what)
             self._check_same_formula({**self.defaults, **param_group}, what)
-            adam_options({**self.defaults, **param_group}, what)
+            group_options(self._type, {**self.defaults, **param_group}, what)
         super().add_param_group(param_group)
 
     @outside_of_graphs
@@ -126,20 +134,9 @@ class HybridAdam(torch.optim.Optimizer):
         """The same, by DeepSpeed's name."""
         return self.step_was_skipped
 
-    def _group_options(self) -> list[_C.GroupOptions]:
+    def _group_options(self) -> list[CoreOptions]:
         """The groups' present options, as the core takes them."""
-        return [
-            _C.GroupOptions(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                mode=self._mode,
-                bias_correction=self._bias_correction,
-            )
-            for group in self.param_groups
-        ]
+        return [self._core_options(group) for group in self.param_groups]
 
     @outside_of_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -148,8 +145,8 @@ class HybridAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Adam.state_dict``: ``step``, ``exp_avg`` and ``exp_avg_sq`` (float32, CPU) by parameter
-        index, and the groups; with float16 also ``loss_scaler``. Parameters that were never updated have no state.
+        """As torch's ``state_dict``: ``step`` and the states (float32, CPU) by parameter index, and the groups; with
+        float16 also ``loss_scaler``. Parameters that were never updated have no state.
         """
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
@@ -169,7 +166,7 @@ class HybridAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` or ``torch.optim.Adam(W).state_dict`` gave for the same parameters.
+        """Takes what :meth:`state_dict` or that of torch's optimizer of this type gave for the same parameters.
 
         Raises:
             ValueError: the groups, states or options do not match, or are none that an engine can follow; nothing is
@@ -191,14 +188,35 @@ class HybridAdam(torch.optim.Optimizer):
         Raises:
             ValueError: it would refuse it.
         """
-        checked = checked_state(state_dict, self.param_groups)
+        checked = checked_state(self._type, state_dict, self.param_groups)
         for index, group in enumerate(checked.groups):
             self._check_same_formula(group, f"group {index} of the state dict")
         if self._session.scaler is not None and "loss_scaler" in state_dict:
             check_loss_scaler_state(self._session.config, state_dict["loss_scaler"])
         return checked
 
-    def _check_same_formula(self, group: dict[str, Any], what: str) -> None:
+
+class HybridAdam(HybridOptimizer):
+    """Adam or AdamW over chunks."""
+
+    def __init__(self, session: Session, groups: list[dict[str, Any]], config: Config):
+        corrects = config.optimizer.params.bias_correction
+        self._bias_correction = _C.BiasCorrection.APPLIED if corrects else _C.BiasCorrection.NONE
+        self._mode = _C.WeightDecay.DECOUPLED if config.optimizer.type is OptimizerType.ADAMW else _C.WeightDecay.L2
+        super().__init__(session, groups, config)
+
+    def _core_options(self, group: Mapping[str, Any]) -> _C.AdamOptions:
+        return _C.AdamOptions(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            mode=self._mode,
+            bias_correction=self._bias_correction,
+        )
+
+    def _check_same_formula(self, group: Mapping[str, Any], what: str) -> None:
         decoupled = self._mode == _C.WeightDecay.DECOUPLED
         if group.get("decoupled_weight_decay") and not decoupled and group["weight_decay"] > 0:
             raise ValueError(
@@ -211,3 +229,41 @@ class HybridAdam(torch.optim.Optimizer):
                 f"{what} has bias_correction={group['bias_correction']!r}, the engine's optimizer {corrects}; set "
                 "optimizer.params.bias_correction to the former"
             )
+
+
+class HybridLion(HybridOptimizer):
+    """Lion over chunks, as :class:`patrickstar.optimizer.lion.Lion`."""
+
+    def _core_options(self, group: Mapping[str, Any]) -> _C.LionOptions:
+        return _C.LionOptions(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(group["weight_decay"]),
+        )
+
+
+class HybridSGD(HybridOptimizer):
+    """SGD over chunks, as ``torch.optim.SGD``; a momentum is kept also where its factor is 0."""
+
+    def _core_options(self, group: Mapping[str, Any]) -> _C.SgdOptions:
+        return _C.SgdOptions(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            mode=_C.SgdMomentum.NESTEROV if group["nesterov"] else _C.SgdMomentum.HEAVY_BALL,
+        )
+
+
+_CLASSES: dict[OptimizerType, type[HybridOptimizer]] = {
+    OptimizerType.ADAM: HybridAdam,
+    OptimizerType.ADAMW: HybridAdam,
+    OptimizerType.LION: HybridLion,
+    OptimizerType.SGD: HybridSGD,
+}
+
+
+def make_optimizer(session: Session, groups: list[dict[str, Any]], config: Config) -> HybridOptimizer:
+    """The optimizer that ``config`` asks for, over what ``session`` trains."""
+    return _CLASSES[config.optimizer.type](session, groups, config)

@@ -1,4 +1,5 @@
-"""A user's own ``torch.optim.Adam`` or ``AdamW``: what it says, and what it knows already, for the engine's optimizer.
+"""A user's own ``torch.optim.AdamW``, ``Adam`` or ``SGD``, or ``patrickstar.optimizer.lion.Lion``: what it says, and
+what it knows already, for the engine's optimizer.
 
     taken = groups_of(optimizer)
     config = {"optimizer": {"type": taken.type.value, "params": taken.defaults}}
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.config import OptimizerType, adam_options
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.config import OptimizerType, group_options
+from patrickstar.engine.optim import HybridOptimizer
+from patrickstar.optimizer.lion import Lion
 from patrickstar.optimizer.state import REFUSED_OPTIONS, check_no_refused_option
 from patrickstar.optimizer.uncorrected_adam import UncorrectedAdam, UncorrectedAdamW
 
@@ -31,6 +33,8 @@ _TYPES = {
     torch.optim.AdamW: OptimizerType.ADAMW,
     UncorrectedAdam: OptimizerType.ADAM,
     UncorrectedAdamW: OptimizerType.ADAMW,
+    Lion: OptimizerType.LION,
+    torch.optim.SGD: OptimizerType.SGD,
 }
 
 
@@ -38,10 +42,9 @@ class TakenOver(NamedTuple):
     """What a user's optimizer says."""
 
     type: OptimizerType
-    """Adam or AdamW, by the class of the user's optimizer."""
+    """By the class of the user's optimizer."""
     groups: list[dict[str, Any]]
-    """``params`` (the user's ``Parameter`` objects), ``lr``, ``betas``, ``eps``, ``weight_decay`` of each group, as
-    they are now."""
+    """``params`` (the user's ``Parameter`` objects) and the type's options of each group, as they are now."""
     defaults: dict[str, Any]
     """The same options of a group that does not say them; and ``bias_correction``, where that is False."""
 
@@ -50,27 +53,27 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
     """Reads ``optimizer``, which stays as it is, and says in the log that it is taken over.
 
     Raises:
-        ValueError: it is neither ``torch.optim.Adam`` nor ``torch.optim.AdamW`` (subclasses may do anything, but for
-            those of ``patrickstar.optimizer.uncorrected_adam``), or has an option that chunks cannot follow.
+        ValueError: it is none of ``torch.optim.AdamW``, ``Adam`` and ``SGD`` and of those in ``patrickstar.optimizer``
+            (other subclasses may do anything), or has an option that chunks cannot follow.
     """
     kind = _type_of(optimizer)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         check_no_refused_option(group, f"group {index} of the optimizer")
-        options = adam_options(group, f"group {index} of the optimizer")
+        options = group_options(kind, group, f"group {index} of the optimizer")
         groups.append({"params": list(group["params"]), **options})
     logger.debug(
         "%s is taken over with %d parameter groups: its updates are made in chunks from here on",
         type(optimizer).__name__,
         len(groups),
     )
-    defaults = adam_options(optimizer.defaults, "the optimizer's default")
+    defaults = group_options(kind, optimizer.defaults, "the optimizer's default")
     if isinstance(optimizer, (UncorrectedAdam, UncorrectedAdamW)):
         defaults["bias_correction"] = False
     return TakenOver(kind, groups, defaults)
 
 
-def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
+def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> None:
     """Moves step counts, states and what schedulers keep in groups (``initial_lr``) into ``hybrid``, which was built
     from ``groups_of(optimizer)``; ``optimizer`` has no state and the groups of ``hybrid`` afterwards
     ([Note: the user's optimizer]).
@@ -78,16 +81,17 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     Raises:
         ValueError: the groups or the shapes of states are others; nothing is moved then.
     """
+    kind = _type_of(optimizer)
     indices = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     groups = [
         {
             **{key: value for key, value in group.items() if key not in (*REFUSED_OPTIONS, *_HOW_NOT_WHAT)},
-            **adam_options(group, "a group of the optimizer"),
+            **group_options(kind, group, "a group of the optimizer"),
             "params": [indices[id(param)] for param in group["params"]],
         }
         for group in optimizer.param_groups
     ]
-    state = {indices[id(param)]: entry for param, entry in optimizer.state.items() if entry}
+    state = {indices[id(param)]: _known(entry) for param, entry in optimizer.state.items() if _known(entry)}
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (optimizer, hybrid)]
     if state or sizes[0] != sizes[1]:
         hybrid.load_state_dict({"state": state, "param_groups": groups})
@@ -98,15 +102,20 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridAdam) -> None:
     optimizer.param_groups = hybrid.param_groups
 
 
+def _known(entry: dict[str, Any]) -> dict[str, Any]:
+    """What PyTorch has made of a parameter's state: SGD notes None for a momentum that it has not."""
+    return {key: value for key, value in entry.items() if value is not None}
+
+
 def _type_of(optimizer: torch.optim.Optimizer) -> OptimizerType:
     kind = _TYPES.get(type(optimizer))
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise ValueError(
-            f"the optimizer is a {name}; PatrickStar updates as torch.optim.Adam and torch.optim.AdamW do: give one of "
-            "these"
+            f"the optimizer is a {name}; PatrickStar updates as torch.optim.Adam, SGD and torch.optim.AdamW do, and as "
+            "patrickstar.optimizer.lion.Lion: give one of these"
         )
-    if kind is OptimizerType.ADAMW:
+    if kind is not OptimizerType.ADAM:
         return kind
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:

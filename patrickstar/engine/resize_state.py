@@ -14,6 +14,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.checkpoint.rng import rng_states, set_rng_states
+from patrickstar.elastic.sampler import OfOneRun
 from patrickstar.elastic.transfers import fetch
 from patrickstar.engine.resize_plan import Carried
 from patrickstar.engine.session import Session
@@ -61,6 +62,13 @@ def reached_state(folder: str, token: str, new: int, address: str, timeout_secon
         fetch(address, token, STATE_NAME, path, client=str(new), timeout_seconds=timeout_seconds)
     with _C.HostAllocations():
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_state(state: dict[str, Any], carried: Mapping[str, Carried]) -> None:
+    """Raises ValueError where something that is carried could not take what others have of it."""
+    for name, item in carried.items():
+        if isinstance(item, OfOneRun):
+            item.check_state(state["carried"][name])
 
 
 def take_state(session: Session, state: dict[str, Any], carried: Mapping[str, Carried]) -> None:

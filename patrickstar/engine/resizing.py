@@ -53,6 +53,7 @@ from patrickstar.engine.resize_room import (
 )
 from patrickstar.engine.resize_state import (
     STATE_NAME,
+    check_state,
     managed_states,
     reached_state,
     state_path,
@@ -69,8 +70,6 @@ from patrickstar.ranks.distributed import move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
-
-_ARRAYS = (_C.ArrayKind.MASTER, _C.ArrayKind.MOMENTUM, _C.ArrayKind.VARIANCE)
 
 _REFUSAL = "refusal"  # a key of an invitation
 
@@ -95,7 +94,8 @@ class _Shards:
         self.moves = find_moves(old, self.new, plan.former)
         trained = [spec.trained for spec in params.chunked]
         self.arrays = {
-            index: len(_ARRAYS) if trained[index] and count > 0 else 1 for index, count in enumerate(plan.step_counts)
+            index: len(_arrays(session)) if trained[index] and count > 0 else 1
+            for index, count in enumerate(plan.step_counts)
         }
         self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
         self.reached: ReachedShards | None = None
@@ -258,6 +258,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
             _check_carried(options.carried, len(plan.former))
             shards.reached.reach(invitation["addresses"], options.timeout_seconds)
             state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
+            check_state(state, options.carried)
         except Exception as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
         meeting.answer(number, problem)
@@ -387,7 +388,7 @@ class _Held:
                 values[move.begin - begin :][: move.numel] = self._reached.read(move, array)
         # The core takes the whole parameter's address and reads this rank's part of it.
         address = values.data_ptr() - begin * torch.float32.itemsize
-        session.runtime.write_values(param, _ARRAYS[array], address, _C.Tier.HOST)
+        session.runtime.write_values(param, _arrays(session)[array], address, _C.Tier.HOST)
 
 
 def _own_values(session: Session, parts: Sequence[Part], param: int, array: int, begin: int, end: int) -> torch.Tensor:
@@ -395,14 +396,18 @@ def _own_values(session: Session, parts: Sequence[Part], param: int, array: int,
     first, last = parts[param]
     with _C.HostAllocations():
         values = torch.empty(last - first, dtype=torch.float32)
-        session.runtime.read_own_values(param, _ARRAYS[array], values.data_ptr())
+        session.runtime.read_own_values(param, _arrays(session)[array], values.data_ptr())
         return values[begin - first : end - first].clone()
+
+
+def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
+    """What travels of a parameter that was updated; of others, the first of them."""
+    return (_C.ArrayKind.MASTER, *session.states.arrays.values())
 
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
     """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
-    optimizer = session.config.optimizer
-    scheme = state_scheme(optimizer.states, optimizer.speculation, num_ranks)
+    scheme = state_scheme(session.config.optimizer, num_ranks)
     found = []
     for rank in range(num_ranks):
         layout = make_layout(params, chunk_numel, num_ranks, rank, scheme)

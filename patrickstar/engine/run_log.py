@@ -140,7 +140,8 @@ def start_line(session: Session) -> str:
     report, num_trainable = session.report(), _num_trainable(session)
     num_ranks = len(session.ranks.members)
     some = 0 < num_trainable < session.num_parameters
-    trained = f" ({show_count(num_trainable)} train)" if some else "" if num_trainable else " (none trains)"
+    told = [f"{show_count(num_trainable)} train"] if some else [] if num_trainable else ["none trains"]
+    trained = f" ({', '.join([*told, *_quantized(session)])})" if told else ""
     where = _device_name(session) + (f", {num_ranks} ranks" if num_ranks > 1 else "")
     if session.calls.sequence_group is not None:
         where += f", {session.calls.sequence_group.size} to a sequence ({session.config.sequence_parallel.mode.value})"
@@ -166,7 +167,7 @@ def plan_line(session: Session, predicted: Prediction | None) -> str:
     if predicted is not None:
         bound = f"; {predicted.bound.replace('_', ' ')} bounds a step, predicted {show_seconds(predicted.seconds)}"
     return (
-        f"plan: optimizer states {_states(session, report)}; a step moves "
+        f"plan: optimizer states {_states(session, report)}{_codes(session, report)}; a step moves "
         f"{show_size(report['planned_uploaded_bytes'])} up and {show_size(report['planned_downloaded_bytes'])} down"
         f"{bound}"
     )
@@ -181,6 +182,21 @@ def _states(session: Session, report: dict[str, Any]) -> str:
     if on_device == 0:
         return "all on the host"
     return "all on the device" if on_device == num_chunks else f"of {on_device} of {num_chunks} chunks on the device"
+
+
+def _quantized(session: Session) -> list[str]:
+    """How many of the parameters, which are frozen, are stored in fewer bits."""
+    chunked = session.plan_of_params.chunked
+    types = dict.fromkeys(spec.quantization for spec in chunked if spec.quantization is not _C.QuantType.NONE)
+    counts = {type: sum(spec.param.numel() for spec in chunked if spec.quantization is type) for type in types}
+    return [f"{show_count(count)} are in {type.name.lower()}" for type, count in counts.items()]
+
+
+def _codes(session: Session, report: dict[str, int]) -> str:
+    chunks = [session.layout.chunk(index) for index in range(session.layout.num_chunks)]
+    num_chunks = sum(chunk["quantization"] != _C.QuantType.NONE for chunk in chunks)
+    on_device = report["num_device_quantized_chunks"]
+    return f", {on_device} of {num_chunks} quantised chunks on the device" if num_chunks else ""
 
 
 def _num_state_chunks(session: Session) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from patrickstar import _C
-from patrickstar.config import Config, Speculation, make_loss_scaler
+from patrickstar.config import Config, Speculation, make_loss_scaler, rule_of
 from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import ActivationRemedies, change_activations, check_activations
 from patrickstar.engine.axes import make_calls
@@ -47,6 +47,8 @@ from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
 from patrickstar.module.preprocess import SortedParams, plan_params
+from patrickstar.module.quantization import is_quantized
+from patrickstar.optimizer.core_options import CoreOptions
 from patrickstar.planning.step_plan import Plan
 from patrickstar.profiling import ChunkLayers, make_profiler
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -129,6 +131,11 @@ class Session:
         """
         check_compiled(module)
         check_activations(module, config.activations)
+        if matrices.names is not None and is_quantized(module, config.quantization):
+            raise ValueError(
+                "quantization is not supported with tensor_parallel: blocks of matrices keep the compute dtype; leave "
+                "out one of them"
+            )
         self.module = module
         self.config = config
         self.mesh = mesh
@@ -142,7 +149,7 @@ class Session:
         self.closed = False
         self.loaded_in_part: str | None = None
         """The checkpoint whose loading ended half way, until one is loaded to its end."""
-        self.expected_options: Callable[[], list[_C.GroupOptions]] = list
+        self.expected_options: Callable[[], list[CoreOptions]] = list
         """The options that the next step is expected to use (none: not known)."""
         self.read_groups: Callable[[], list[dict[str, Any]]] = list
         """Gives the optimizer's groups; a host may put another list in their place."""
@@ -271,7 +278,14 @@ class Session:
             left_out=self.matrices.left_out(plan),
             total=self.matrices.total,
         )
-        self.states = ParamStates(self.runtime, self.observer, self.managed, self.guard, self.gradients.chunk_factor)
+        self.states = ParamStates(
+            self.runtime,
+            self.observer,
+            self.managed,
+            self.guard,
+            self.gradients.chunk_factor,
+            rule_of(self.config.optimizer.type).states,
+        )
         self._hooks = ModuleHooks(module, self.observer)
         self._teardown.callback(self._hooks.remove)
         self.compiled = CompiledUnits(module, self._hooks, self.observer)
@@ -486,7 +500,7 @@ class Session:
                 "(float16: each engine has a loss scale of its own); step or zero_grad between them, or train in bf16"
             )
 
-    def _begin_backward(self, scale: float, expected_options: list[_C.GroupOptions]) -> None:
+    def _begin_backward(self, scale: float, expected_options: list[CoreOptions]) -> None:
         if self._profiler is not None:
             self._profiler.begin_backward()
         self.gradients.forget()
@@ -552,7 +566,7 @@ class Session:
         with deferred_signals(), self.guard("the norm of all gradients"):
             return self.gradients.norm(self.gradient_scale)
 
-    def step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+    def step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
         that comes meanwhile is delivered when the step is over.
         """
@@ -560,7 +574,7 @@ class Session:
         with deferred_signals(), self.guard("step"):
             self._step(param_groups, options)
 
-    def _step(self, param_groups: list[dict[str, Any]], options: list[_C.GroupOptions]) -> None:
+    def _step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
         if not self.runtime.gradients_pending():
             return
         scale = self.gradient_scale

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.config import Config
+from patrickstar.config import Config, rule_of
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.core_setup import load_plan
 from patrickstar.engine.divided_matrices import make_matrices
@@ -28,6 +28,7 @@ from patrickstar.engine.rank_sync import (
 )
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
+from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
@@ -54,6 +55,7 @@ def start_session(
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             _check_sharing(ranks, config)
             chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
+            state_scheme(config.optimizer, chunk_ranks.size)  # what ranks cannot have is refused before they build
             matrices = make_matrices(config, mesh)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
@@ -64,7 +66,8 @@ def start_session(
                 built = build_module(model_func, release=close_lost_engine)
             divided = matrices.divide(built.module)
             deferred = DeferredInit.of(built.module)
-            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred))
+            options = rule_of(config.optimizer.type).options
+            groups = make_groups(built.module, model_parameters, _replaced(divided, deferred), options=options)
             in_groups = {param for group in groups for param in group["params"]}
             session = Session(built.module, config, mesh, chunk_ranks, matrices, budgets, in_groups)
             session.check_plan(saved_plan)

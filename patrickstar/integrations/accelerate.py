@@ -3,7 +3,7 @@
     accelerator = PatrickStarAccelerator(patrickstar_config={"device_memory": "24GiB"}, mixed_precision="bf16")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The model is converted in place and the user's ``torch.optim.AdamW`` or ``Adam`` taken over; what ``prepare`` returns is
+The model is converted in place and the user's ``torch.optim`` optimizer taken over; what ``prepare`` returns is
 used as with any accelerator. The engine lives until ``accelerator.free_memory()``.
 """
 
@@ -28,7 +28,7 @@ from patrickstar._C import StateError
 from patrickstar.config import parse_config
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.engine.start import opening
 from patrickstar.integrations.decided_config import (
@@ -54,7 +54,7 @@ _DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, Distributed
 class PatrickStarOptimizer(AcceleratedOptimizer):
     """What ``prepare`` returns for the user's optimizer: it steps when gradients are complete, as Accelerate's does."""
 
-    def __init__(self, optimizer: HybridAdam):
+    def __init__(self, optimizer: HybridOptimizer):
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True
 
@@ -158,7 +158,7 @@ class PatrickStarAccelerator(Accelerator):
         trainable parameters are placed on the device as usual. Optimizer and model may come in separate calls.
 
         Raises:
-            ValueError: the optimizer is not ``torch.optim.AdamW`` or ``Adam``, or trains no model given so far; or the
+            ValueError: the optimizer is none that an engine can follow, or trains no model given so far; or the
                 configuration contradicts it.
             StateError: another model is in the engine.
         """

@@ -51,7 +51,7 @@ class ElasticTraining:
     look_seconds: float = 1.0
     """About how long an order waits."""
     rendezvous: str | None = None
-    """"host:port" of who gives orders; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives any."""
+    """ "host:port" of who gives orders; None: that of ``PATRICKSTAR_ELASTIC``, or nobody gives any."""
     resize_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of ``Engine.resize`` (``folder``, ``timeout_seconds``)."""
 
@@ -108,6 +108,7 @@ class ElasticLoop:
         the step in it that come next.
         """
         trainer, options = self._trainer, self._options
+        self._progress.max_steps = max_steps
         trainer._ensure_engine()
         trainer.create_scheduler(num_training_steps=max_steps, optimizer=trainer.optimizer)
         saves = trainer.args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
@@ -123,7 +124,7 @@ class ElasticLoop:
         if not joins_others():
             self._run.go_on_from(trainer.state.global_step)
             return None
-        self._progress.take_state(max_steps, num_epochs)
+        self._progress.take_state(num_epochs)
         return self._sampler.epoch, self._sampler.cursor // self._sampler.global_batch
 
     def begin_epoch(self, epoch: int, first_step: int) -> bool:
@@ -200,6 +201,8 @@ class _Progress:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.max_steps = 0
+        """Steps that the loop makes."""
         self._taken: dict[str, Any] | None = None  # by a process that joins
 
     @property
@@ -222,6 +225,26 @@ class _Progress:
             },
         }
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Before a process joins.
+
+        Raises:
+            ValueError: its script is to train another number of steps, or has other callbacks.
+        """
+        told, own = json.loads(state["state"])["max_steps"], self.max_steps
+        if told != own:
+            raise ValueError(
+                f"the ranks that train make {told} steps, and this process would make {own}; start it with the same "
+                "arguments and data"
+            )
+        theirs = [name for name, _ in json.loads(state["callbacks"])]
+        mine = [type(item).__name__ for item in self._exported()]
+        if theirs != mine:
+            raise ValueError(
+                f"the ranks that train have the callbacks {theirs}, and this process {mine}; start it with the same "
+                "script"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps it until the loop can take it."""
         self._taken = state
@@ -229,28 +252,13 @@ class _Progress:
     def _exported(self) -> list[ExportableState]:
         return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
 
-    def take_state(self, max_steps: int, num_epochs: int) -> None:
-        """What the Trainer makes before its loop begins.
-
-        Raises:
-            StateError: this script is to train another number of steps, or has other callbacks.
-        """
+    def take_state(self, num_epochs: int) -> None:
+        """What the Trainer makes before its loop begins."""
         assert self._taken is not None
         trainer, state = self._trainer, TrainerState(**json.loads(self._taken["state"]))
-        if state.max_steps != max_steps:
-            raise StateError(
-                f"the ranks that train make {state.max_steps} steps, and this process that joined would make "
-                f"{max_steps}; start it with the same arguments and data"
-            )
-        state.init_training_references(trainer, max_steps, num_epochs, None)
+        state.init_training_references(trainer, self.max_steps, num_epochs, None)
         trainer.state = state
-        told, own = json.loads(self._taken["callbacks"]), self._exported()
-        if [name for name, _ in told] != [type(item).__name__ for item in own]:
-            raise StateError(
-                f"the ranks that train have the callbacks {[name for name, _ in told]}, and this process that joined "
-                f"{[type(item).__name__ for item in own]}; start it with the same script"
-            )
-        for item, (_, attributes) in zip(own, told, strict=True):
+        for item, (_, attributes) in zip(self._exported(), json.loads(self._taken["callbacks"]), strict=True):
             for name, value in attributes.items():
                 setattr(item, name, value)
 

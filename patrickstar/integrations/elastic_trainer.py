@@ -78,6 +78,11 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
         """As the mixin's; what does not fit to changing ranks is refused."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+        if self.accelerator.ranks_per_sample > 1:
+            raise ValueError(
+                "sequence_parallel and tensor_parallel have ranks that share samples, whose number cannot change yet; "
+                "leave them out of patrickstar_config, or use PatrickStarTrainer"
+            )
         self.accelerator.keeps_ranks = None
         most = self.args.per_device_train_batch_size
         self.accelerator.accumulated_batches = divide_batch(self._elastic.global_batch, 1, most).accumulation

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from patrickstar.config import OptimizerType, rule_of
 from patrickstar.config.spellings import AUTO
 from patrickstar.integrations.decided_config import (
     Decision,
@@ -17,10 +19,17 @@ from patrickstar.integrations.decided_config import (
     with_precision,
     without_decided,
 )
+from patrickstar.optimizer.lion import Lion
 
 logger = logging.getLogger("patrickstar")
 
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_OPTIMIZERS = {
+    "adamw_torch": OptimizerType.ADAMW,
+    "adamw_torch_fused": OptimizerType.ADAMW,
+    "lion_32bit": OptimizerType.LION,
+    "sgd": OptimizerType.SGD,
+}
+"""By the names of ``TrainingArguments.optim``."""
 _REPORTING = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "flops_profiler")
 
 
@@ -95,14 +104,26 @@ def load_off_devices(given: Iterable[Any]) -> None:
             args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 
 
-def check_optimizer_name(args: TrainingArguments) -> None:
-    """Raises ValueError when ``args.optim`` is no AdamW that chunks can follow."""
+def optimizer_type(args: TrainingArguments) -> OptimizerType:
+    """What ``args.optim`` asks for.
+
+    Raises:
+        ValueError: it is none that chunks can follow.
+    """
     name = getattr(args.optim, "value", args.optim)
     if name not in _OPTIMIZERS:
         raise ValueError(
-            f"optim is {name!r}; PatrickStar updates as torch's AdamW and Adam do: set optim to 'adamw_torch', or give "
-            "optimizer_cls_and_kwargs=(torch.optim.Adam, {...})"
+            f"optim is {name!r}; PatrickStar updates as torch's AdamW, Adam and SGD do, and as Lion: set optim to "
+            "'adamw_torch', 'sgd' or 'lion_32bit', or give optimizer_cls_and_kwargs=(torch.optim.Adam, {...})"
         )
+    return _OPTIMIZERS[name]
+
+
+def own_optimizer(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Class and options where the Trainer would make an optimizer of another library: Lion, of bitsandbytes."""
+    if optimizer_type(args) is not OptimizerType.LION:
+        return None
+    return Lion, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def global_batch(config: Mapping[str, Any], args: TrainingArguments) -> Decision:
@@ -145,12 +166,16 @@ def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dic
     Raises:
         ValueError: ``config`` says something else.
     """
+    kind = optimizer_type(args)
+    of_options = {
+        "lr": (args.learning_rate, "learning_rate"),
+        "betas": ((args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2"),
+        "eps": (args.adam_epsilon, "adam_epsilon"),
+        "weight_decay": (args.weight_decay, "weight_decay"),
+    }
     decisions = [
-        Decision(key="optimizer.type", value="AdamW", source="TrainingArguments.optim"),
-        _decision("optimizer.params.lr", args.learning_rate, "learning_rate"),
-        _decision("optimizer.params.betas", (args.adam_beta1, args.adam_beta2), "adam_beta1, adam_beta2"),
-        _decision("optimizer.params.eps", args.adam_epsilon, "adam_epsilon"),
-        _decision("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
+        Decision(key="optimizer.type", value=kind.value, source="TrainingArguments.optim"),
+        *(_decision(f"optimizer.params.{key}", *of_options[key]) for key in rule_of(kind).options if key in of_options),
     ]
     return without_decided(config, decisions)
 

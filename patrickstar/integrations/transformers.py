@@ -31,9 +31,9 @@ from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAc
 from patrickstar.integrations.decided_config import Decision, own_config
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
-    check_optimizer_name,
     global_batch,
     load_off_devices,
+    own_optimizer,
     precision_of,
     schedule_params,
     settled_config,
@@ -123,7 +123,7 @@ class PatrickStarTrainerMixin:
         self._stall_callback = _StallCallback(self)
         self.add_callback(self._stall_callback)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            check_optimizer_name(self.args)
+            self.optimizer_cls_and_kwargs = own_optimizer(self.args)
             self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
         # On the host it would make the launching thread wait for each micro-batch; see training_step.
         self._filters_losses = self.args.logging_nan_inf_filter

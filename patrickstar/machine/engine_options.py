@@ -16,8 +16,11 @@ from patrickstar.config import (
     DiskMemoryConfig,
     HostAffinity,
     HostThreadsConfig,
+    Master,
+    OptimizerConfig,
     Speculation,
     States,
+    rule_of,
 )
 from patrickstar.machine.budgets import Budgets
 
@@ -134,31 +137,46 @@ class StateScheme:
 
     Args:
         states: momentum and variance.
-        splits_masters: whether the float32 master of a parameter that computes in bfloat16 is stored as its lower half
-            beside the parameter (csrc/optim/kernels.h, [Note: split masters]).
+        has_variance: whether the optimizer keeps one.
+        master: that of a parameter that computes in bfloat16: float32, its lower half beside the parameter
+            (csrc/optim/kernels.h, [Note: split masters]), or none.
     """
 
     states: States = States.FP32
-    splits_masters: bool = False
+    has_variance: bool = True
+    master: _C.StateType = _C.StateType.FLOAT32
 
     def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
         """Of one parameter; ``keeps_float32``: whether its moments are none that 8 bits are for."""
         types = _C.StateType
-        splits = self.splits_masters and compute_dtype is torch.bfloat16
+        master = self.master if compute_dtype is torch.bfloat16 else types.FLOAT32
         momentum, variance = {
             States.FP32: (types.FLOAT32, types.FLOAT32),
             States.BF16: (types.BFLOAT16, types.BFLOAT16),
             States.EIGHT_BIT: (types.FLOAT32, types.FLOAT32) if keeps_float32 else (types.SIGNED8, types.UNSIGNED8),
         }[self.states]
-        return _C.StateFormat(types.LOWER_HALF if splits else types.FLOAT32, momentum, variance)
+        return _C.StateFormat(master, momentum, variance if self.has_variance else types.NONE)
 
 
-def state_scheme(states: States, speculation: Speculation, num_ranks: int) -> StateScheme:
+def state_scheme(optimizer: OptimizerConfig, num_ranks: int) -> StateScheme:
     """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
-    per parameter less. Not yet with several ranks.
+    per parameter less, or left out, which takes 4 less. Not yet with several ranks.
+
+    Raises:
+        ValueError: several ranks are to have parameters without masters.
     """
-    splits = speculation is Speculation.COMMIT and num_ranks == 1
-    return StateScheme(states, splits)
+    master = _C.StateType.FLOAT32
+    if optimizer.master is Master.STOCHASTIC:
+        master = _C.StateType.NONE
+        if num_ranks > 1:
+            raise ValueError(
+                f'optimizer.master is "stochastic", and {num_ranks} ranks share the model, which is not built yet; use '
+                'one rank, or set optimizer.master to "exact"'
+            )
+    elif optimizer.speculation is Speculation.COMMIT and num_ranks == 1:
+        master = _C.StateType.LOWER_HALF
+    has_variance = "exp_avg_sq" in rule_of(optimizer.type).states
+    return StateScheme(states=optimizer.states, has_variance=has_variance, master=master)
 
 
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:

@@ -164,8 +164,13 @@ class AdoptedParams:
         rounded = [
             spec
             for spec in specs
-            if not spec.trained and spec.param._patrickstar.original_dtype.itemsize > spec.compute_dtype.itemsize
+            if not spec.trained
+            and spec.quantization is _C.QuantType.NONE
+            and spec.param._patrickstar.original_dtype.itemsize > spec.compute_dtype.itemsize
         ]
+        num_quantized = sum(spec.quantization is not _C.QuantType.NONE for spec in specs)
+        if num_quantized:
+            logger.info("%d quantised parameters are given back with their dequantised values", num_quantized)
         if rounded:
             logger.info(
                 "%d frozen parameters (%s, ...) are given back with values rounded to %s, which chunks keep of them; "

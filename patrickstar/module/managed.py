@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from patrickstar.config import ALL_OPTIONS
 from patrickstar.module.preprocess import ManagedParam
 
 
@@ -150,5 +151,4 @@ class ManagedParams:
 
 
 def _torch_options(group: dict[str, Any]) -> dict[str, Any]:
-    keys = ("params", "lr", "betas", "eps", "weight_decay")
-    return {key: group[key] for key in keys}
+    return {key: group[key] for key in ("params", *ALL_OPTIONS) if key in group}

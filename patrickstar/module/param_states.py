@@ -6,7 +6,7 @@ Whole tensors, whatever the device budget and the number of ranks; with several 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,12 @@ from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 
-STATE_KINDS = {"exp_avg": _C.ArrayKind.MOMENTUM, "exp_avg_sq": _C.ArrayKind.VARIANCE}
-"""Adam's states: PyTorch's name in the optimizer's state, and the core's array kind."""
+_STATE_ARRAYS = {
+    "exp_avg": _C.ArrayKind.MOMENTUM,
+    "exp_avg_sq": _C.ArrayKind.VARIANCE,
+    "momentum_buffer": _C.ArrayKind.MOMENTUM,
+}
+"""By the names that PyTorch's optimizers give their states."""
 
 
 class ParamStates:
@@ -31,8 +35,13 @@ class ParamStates:
         managed: ManagedParams,
         guard: Callable[[str], contextlib.AbstractContextManager[None]],
         chunk_factor: float,
+        names: Sequence[str],
     ):
-        """``chunk_factor``: what gradients in chunks are multiplied by (``StepGradients.chunk_factor``)."""
+        """``chunk_factor``: what gradients in chunks are multiplied by (``StepGradients.chunk_factor``). ``names``: the
+        states that the optimizer has (``UpdateRule.states``).
+        """
+        self.arrays = {name: _STATE_ARRAYS[name] for name in names}
+        """The optimizer's states by PyTorch's names, and which of a chunk's arrays they are."""
         self._runtime = runtime
         self._observer = observer
         self._managed = managed
@@ -102,25 +111,25 @@ class ParamStates:
         return self._managed.is_trained(param)
 
     def moment(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """One moment of a trained parameter, ``exp_avg`` or ``exp_avg_sq``: float32 on the CPU; zeros where it was
-        neither updated nor set.
+        """One state of a trained parameter, by a name of :attr:`arrays`: float32 on the CPU; zeros where it was neither
+        updated nor set.
         """
         if isinstance(param, ChunkedParameter):
             with self._guard("reading an optimizer state"):
-                return self._observer.read_values(param._patrickstar, STATE_KINDS[key])
+                return self._observer.read_values(param._patrickstar, self.arrays[key])
         values = self._managed.state_of(param).get(key)
         return torch.zeros(param.shape) if values is None else values.detach().to("cpu", torch.float32, copy=True)
 
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Sets it; the count of updates stays."""
         if isinstance(param, ChunkedParameter):
-            self._observer.write_values(param._patrickstar, STATE_KINDS[key], value)
+            self._observer.write_values(param._patrickstar, self.arrays[key], value)
             return
-        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in STATE_KINDS}}
+        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in self.arrays}}
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, or nothing before its first update."""
+        """``step`` and the states of a parameter, or nothing before its first update."""
         if not isinstance(param, ChunkedParameter):
             return self._managed.state_of(param)
         handle = param._patrickstar
@@ -130,7 +139,7 @@ class ParamStates:
         with self._guard("reading an optimizer state"):
             return {
                 "step": torch.tensor(float(count)),
-                **{key: self._observer.read_values(handle, kind) for key, kind in STATE_KINDS.items()},
+                **{key: self._observer.read_values(handle, kind) for key, kind in self.arrays.items()},
             }
 
     def set_optimizer_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
@@ -143,5 +152,5 @@ class ParamStates:
             return
         zeros = torch.zeros(handle.shape)
         self._runtime.set_step_count(handle.id, int(state.get("step", 0)))
-        for key, kind in STATE_KINDS.items():
+        for key, kind in self.arrays.items():
             self._observer.write_values(handle, kind, state.get(key, zeros))

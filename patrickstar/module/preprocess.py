@@ -164,7 +164,8 @@ def plan_params(
         quantization: the configuration's; None: what modules inside were made with.
 
     Raises:
-        ValueError: ``quantization.skip_modules`` names no module.
+        ValueError: ``quantization.skip_modules`` names no module, or ``quantization`` is for weights that are not
+            there.
     """
     scoped = {
         module._parameters[name]: do_allreduce
@@ -210,6 +211,12 @@ def plan_params(
                     ),
                 )
             )
+    if quantization is not None and not any(spec.quantization is not _C.QuantType.NONE for spec in chunked):
+        raise ValueError(
+            f"quantization is {quantization.type.value!r}, but no weight of a linear layer of {type(module).__name__} "
+            "is frozen, and those that are trained are not quantised; put adapters around the model (get_peft_model), "
+            "freeze weights with requires_grad_(False), or leave quantization out"
+        )
     return SortedParams(chunked=chunked, managed=managed)
 
 

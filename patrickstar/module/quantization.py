@@ -55,7 +55,7 @@ def quantization_of(asked: Any) -> QuantizationConfig | None:
 
 
 def _of_bitsandbytes(asked: Any) -> QuantizationConfig:
-    """NF4 with double quantisation is the same here to the last bit but one (csrc/quant/kernels.h); all else is not."""
+    """NF4 with double quantisation is the same here (csrc/quant/kernels.h says where bits differ); all else is not."""
     skipped = tuple(asked.llm_int8_skip_modules or ())
     instead = f'quantization={{"type": "nf4", "skip_modules": {list(skipped)}}}' if skipped else 'quantization="nf4"'
     if asked.load_in_8bit:
@@ -83,6 +83,11 @@ def freeze_quantizable(module: nn.Module, quantization: QuantizationConfig) -> N
     for weight in _weights(module, quantization):
         weight.param.requires_grad_(False)
     _chosen[module] = quantization
+
+
+def is_quantized(module: nn.Module, quantization: QuantizationConfig | None) -> bool:
+    """Whether an engine is to quantise weights of ``module``: the configuration says so, or who made it."""
+    return quantization is not None or any(child in _chosen for child in module.modules())
 
 
 def quantizable_weights(

@@ -10,21 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.config import ALL_OPTIONS
 from patrickstar.config.nearest import slip_of
 
 logger = logging.getLogger("patrickstar")
 
-_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _OTHER_OPTIMIZERS = (
     *("amsgrad", "maximize", "differentiable", "capturable", "foreach", "fused", "decoupled_weight_decay"),
-    *("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "bias_correction", "adam_w_mode", "torch_adam"),
+    *("alpha", "rho", "centered", "bias_correction", "adam_w_mode", "torch_adam"),
+    *ALL_OPTIONS,
 )
-"""What PyTorch's and DeepSpeed's optimizers take in a group, and this one does not."""
+"""What PyTorch's and DeepSpeed's optimizers take in a group; those of an engine's own type count as options first."""
 ModelParameters = Callable[[nn.Module], Iterable[Any]] | Sequence[Mapping[str, Any]] | None
 
 
 def make_groups(
-    module: nn.Module, model_parameters: ModelParameters, replaced: Mapping[nn.Parameter, nn.Parameter] | None = None
+    module: nn.Module,
+    model_parameters: ModelParameters,
+    replaced: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    *,
+    options: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Groups as ``torch.optim`` takes them.
 
@@ -34,6 +39,7 @@ def make_groups(
             groups; or a list of dicts whose ``params`` are name patterns (a string or a list; ``*`` and ``?`` as in
             file names), the first match wins.
         replaced: parameters that the module no longer has, and those in their place.
+        options: that a group of this type of optimizer may have.
 
     Raises:
         ValueError: a pattern matches nothing, a parameter that requires grad matches none, a parameter is in two
@@ -56,9 +62,9 @@ def make_groups(
         )
     if replaced:
         groups = [{**group, "params": _in_place(group["params"], replaced)} for group in groups]
-    _check_groups(named, groups)
+    _check_groups(named, groups, options)
     if not callable(model_parameters):
-        _check_no_further_keys(groups)
+        _check_no_further_keys(groups, options)
     missing = _in_no_group(named, groups)
     if missing and callable(model_parameters):
         logger.warning(
@@ -86,8 +92,11 @@ def _in_place(params: Iterable[Any], replaced: Mapping[nn.Parameter, nn.Paramete
     return found
 
 
-def checked_added_group(module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A group that is added to ``groups`` of an engine's optimizer; its ``params`` are a list of parameters then.
+def checked_added_group(
+    module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]], options: Sequence[str]
+) -> dict[str, Any]:
+    """A group that is added to ``groups`` of an optimizer whose type has ``options``; its ``params`` are a list of
+    parameters then.
 
     Raises:
         TypeError: it is no dict, or its ``params`` have no order.
@@ -107,8 +116,8 @@ def checked_added_group(module: nn.Module, group: Any, groups: Sequence[Mapping[
             raise ValueError(f"parameter {names[param]} is in a group already; leave it out of the added one")
         taken.add(param)
     for key in added:
-        if key not in ("params", *_OPTIONS, "initial_lr") and (key in _OTHER_OPTIMIZERS or _near(key)):
-            raise _unknown_option(key)
+        if key not in ("params", *options, "initial_lr") and (key in _OTHER_OPTIMIZERS or _near(key, options)):
+            raise _unknown_option(key, options)
     return added
 
 
@@ -154,13 +163,13 @@ def _from_patterns(named: Mapping[str, nn.Parameter], items: Sequence[Mapping[st
     return groups
 
 
-def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> None:
+def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]], options: Sequence[str]) -> None:
     names = {param: name for name, param in named.items()}
     seen: set[nn.Parameter] = set()
     for group in groups:
         for key in group:
-            if key in _OTHER_OPTIMIZERS or (key not in ("params", *_OPTIONS) and _near(key)):
-                raise _unknown_option(key)
+            if key not in ("params", *options) and (key in _OTHER_OPTIMIZERS or _near(key, options)):
+                raise _unknown_option(key, options)
         for param in group["params"]:
             if param not in names:
                 raise ValueError("model_parameters names a tensor that is not a parameter of the module")
@@ -169,20 +178,20 @@ def _check_groups(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]
             seen.add(param)
 
 
-def _near(key: str) -> bool:
+def _near(key: str, options: Sequence[str]) -> bool:
     """Whether it is one of the options with a slip."""
-    return slip_of(str(key), _OPTIONS, 0.88) is not None
+    return slip_of(str(key), options, 0.88) is not None
 
 
-def _check_no_further_keys(groups: list[dict[str, Any]]) -> None:
+def _check_no_further_keys(groups: list[dict[str, Any]], options: Sequence[str]) -> None:
     for group in groups:
         for key in group:
-            if key not in ("params", *_OPTIONS):
-                raise _unknown_option(key)
+            if key not in ("params", *options):
+                raise _unknown_option(key, options)
 
 
-def _unknown_option(key: Any) -> ValueError:
-    return ValueError(f"a parameter group has the unknown option {key!r}; options are {', '.join(_OPTIONS)}")
+def _unknown_option(key: Any, options: Sequence[str]) -> ValueError:
+    return ValueError(f"a parameter group has the unknown option {key!r}; options are {', '.join(options)}")
 
 
 def _in_no_group(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> list[str]:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patrickstar.checkpoint.shards import ADAM_STATES
-from patrickstar.config import adam_options
+from patrickstar.config import ALL_OPTIONS, OptimizerType, UpdateRule, group_options, rule_of
 
 REFUSED_OPTIONS = {
     "amsgrad": "keeps the largest variance, which chunks have no room for",
@@ -19,10 +18,11 @@ REFUSED_OPTIONS = {
 }
 """Keys of torch's groups that an engine cannot follow, and why."""
 _OTHERS_OPTIONS = (
-    *("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "lambd", "momentum_decay", "lr_decay", "etas"),
+    *ALL_OPTIONS,
+    *("alpha", "rho", "centered", "lambd", "momentum_decay", "lr_decay", "etas"),
     *("scale_parameter", "relative_step", "warmup_init"),
 )
-"""Keys of groups of optimizers that are neither Adam nor AdamW."""
+"""Keys of groups by which another type of optimizer shows; those of the engine's own type do not count."""
 _MOST_STEPS = 2**53  # a float64 counts them
 
 
@@ -30,7 +30,7 @@ class CheckedState(NamedTuple):
     """What a state dict says of an optimizer's parameters."""
 
     entries: list[tuple[nn.Parameter, dict[str, Any]]]
-    """Of each parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, or nothing."""
+    """Of each parameter ``step`` and the states of its type of optimizer, or nothing."""
     groups: list[dict[str, Any]]
     """The groups' options, all but ``params``."""
 
@@ -42,23 +42,25 @@ def check_no_refused_option(group: Mapping[str, Any], what: str) -> None:
             raise ValueError(f"{what} has {key}={group[key]!r}, which {why}; leave {key} out")
 
 
-def checked_group(group: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A group's options, of which Adam's are plain numbers.
+def checked_group(kind: OptimizerType, group: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A group's options, of which those of the type are plain numbers.
 
     Raises:
         ValueError: one of them is impossible, or asks for something that an engine cannot follow.
     """
     check_no_refused_option(group, what)
-    return {**{key: value for key, value in group.items() if key != "params"}, **adam_options(group, what)}
+    return {**{key: value for key, value in group.items() if key != "params"}, **group_options(kind, group, what)}
 
 
-def checked_state(state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) -> CheckedState:
-    """What ``state_dict``, in torch's format, says of the parameters in ``param_groups``.
+def checked_state(kind: OptimizerType, state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) -> CheckedState:
+    """What ``state_dict``, in torch's format and of an optimizer of that type, says of the parameters in
+    ``param_groups``.
 
     Raises:
         ValueError: it is no such dict, of other groups or parameters, or says something impossible.
     """
-    saved_groups = _saved_groups(state_dict)
+    rule = rule_of(kind)
+    saved_groups = _saved_groups(state_dict, rule)
     saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, param_groups))
     if saved_sizes != sizes:
         raise ValueError(
@@ -66,45 +68,42 @@ def checked_state(state_dict: Any, param_groups: Sequence[Mapping[str, Any]]) ->
             "build the engine with the same model_parameters"
         )
     for index, saved in enumerate(saved_groups):
-        others = [key for key in _OTHERS_OPTIONS if key in saved]
+        others = [key for key in _OTHERS_OPTIONS if key in saved and key not in rule.options]
         if others:
             raise ValueError(
-                f"group {index} of the state dict has {others[0]}, which neither Adam nor AdamW has; give the state of "
-                "one of these"
+                f"group {index} of the state dict has {others[0]}, {rule.lacks}; give the state of {rule.classes}"
             )
     groups = []
     for index, (saved, own) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        groups.append(checked_group({**own, **saved}, f"group {index} of the state dict"))
+        groups.append(checked_group(kind, {**own, **saved}, f"group {index} of the state dict"))
     entries = [
-        (param, _checked_entry(state_dict["state"].get(key), param, f"state {key} of the state dict"))
+        (param, _checked_entry(state_dict["state"].get(key), param, f"state {key} of the state dict", rule))
         for group, saved in zip(param_groups, saved_groups, strict=True)
         for param, key in zip(group["params"], saved["params"], strict=True)
     ]
     return CheckedState(entries, groups)
 
 
-def _saved_groups(state_dict: Any) -> list[Mapping[str, Any]]:
+def _saved_groups(state_dict: Any, rule: UpdateRule) -> list[Mapping[str, Any]]:
+    give = f"give the state_dict() of {rule.classes}"
     kinds = {"state": Mapping, "param_groups": (list, tuple)}
     for key, kind in kinds.items():
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
-            raise ValueError(
-                f"the optimizer's state dict has no {key}; give what torch.optim.Adam(W).state_dict() gave"
-            )
+            raise ValueError(f"the optimizer's state dict has no {key}; {give}")
     for index, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise ValueError(
-                f"group {index} of the state dict has no list params; give what torch.optim.Adam(W).state_dict() gave"
-            )
+            raise ValueError(f"group {index} of the state dict has no list params; {give}")
     return list(state_dict["param_groups"])
 
 
-def _checked_entry(entry: Any, param: nn.Parameter, what: str) -> dict[str, Any]:
-    if entry is None or (isinstance(entry, Mapping) and not entry):
+def _checked_entry(entry: Any, param: nn.Parameter, what: str, rule: UpdateRule) -> dict[str, Any]:
+    if entry is None or (isinstance(entry, Mapping) and all(value is None for value in entry.values())):
         return {}
-    missing = [key for key in ("step", *ADAM_STATES) if not isinstance(entry, Mapping) or key not in entry]
+    needed = (*(("step",) if rule.says_step else ()), *rule.states)
+    missing = [key for key in needed if not isinstance(entry, Mapping) or key not in entry]
     if missing:
-        raise ValueError(f"{what} has no {missing[0]}; give the state of torch.optim.Adam or AdamW")
-    for key in ADAM_STATES:
+        raise ValueError(f"{what} has no {missing[0]}; give the state of {rule.classes}")
+    for key in rule.states:
         value = entry[key]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
             raise ValueError(f"{what}: {key} is {_described(value)}; give a dense tensor of floating point numbers")
@@ -112,9 +111,10 @@ def _checked_entry(entry: Any, param: nn.Parameter, what: str) -> dict[str, Any]
             raise ValueError(f"{what}: {key} is on the meta device and has no values; load the file that holds them")
         if tuple(value.shape) != tuple(param.shape):
             raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
-    _check_step(entry["step"], what)
-    step = entry["step"] if isinstance(entry["step"], torch.Tensor) else torch.tensor(float(entry["step"]))
-    return {"step": step, **{key: entry[key] for key in ADAM_STATES}}
+    step = entry.get("step", 1)  # where PyTorch does not say it: at least once
+    _check_step(step, what)
+    step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
+    return {"step": step, **{key: entry[key] for key in rule.states}}
 
 
 def _check_step(step: Any, what: str) -> None:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.config import ActivationOffload, LossComputation, Speculation, States
+from patrickstar.config import (
+    ActivationOffload,
+    LossComputation,
+    Master,
+    QuantizationConfig,
+    QuantizationType,
+    Speculation,
+    States,
+)
 from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.preprocess import SortedParams, choose_chunk_size, make_layout, plan_params
 from patrickstar.module.tiled_modules import tile_modules
@@ -42,6 +50,8 @@ class Workload:
     """Whether activations are computed again in backward."""
     lora_rank: int = 0
     """Of the adapters that alone are trained; 0: everything is."""
+    quantization: QuantizationType | None = None
+    """What frozen weights of linear layers are stored in (``quantization.type``); None: the compute dtype."""
     precision: str = "bf16"
     """Of compute, a key of :data:`DTYPES`."""
     loss: LossComputation = LossComputation.WHOLE
@@ -154,11 +164,13 @@ class Answer:
     def config(self) -> dict[str, Any]:
         """What ``initialize_engine`` takes to train so; the learning rate and its like are the user's."""
         question, setting, case = self.question, self.question.setting, self.chosen
-        optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
+        optimizer: dict[str, Any] = {"type": setting.optimizer.value, "params": {"lr": 1e-4}}
         if setting.speculation is not Speculation.AUTO:
             optimizer["speculation"] = setting.speculation.value
         if setting.states is not States.FP32:
             optimizer["states"] = setting.states.value
+        if setting.master is not Master.EXACT:
+            optimizer["master"] = setting.master.value
         config: dict[str, Any] = {
             "optimizer": optimizer,
             "device_memory": _as_written(setting.device_bytes),
@@ -181,6 +193,8 @@ class Answer:
         precision = question.workload.precision
         if precision != "fp32":
             config[precision] = {"enabled": True}
+        if question.workload.quantization is not None:
+            config["quantization"] = {"type": question.workload.quantization.value}
         if question.clipping > 0:
             config["gradient_clipping"] = question.clipping
         if case.setting.margin_use_ratio != Setting.margin_use_ratio:
@@ -306,7 +320,8 @@ class Planner:
                 matrices=matrices,
             )
             dtype = DTYPES[workload.precision]
-            params = plan_params(model.module, dtype, use_cpu_embedding=False)
+            quantization = None if workload.quantization is None else QuantizationConfig(type=workload.quantization)
+            params = plan_params(model.module, dtype, use_cpu_embedding=False, quantization=quantization)
             # Before the trace, which changes the module.
             scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
             division = model.matrices if model.division is None else model.division
@@ -328,7 +343,7 @@ class Planner:
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
         num_ranks = cluster.chunk_ranks
-        scheme = state_scheme(question.setting.states, question.setting.speculation, num_ranks)
+        scheme = state_scheme(question.setting.optimizer_config(), num_ranks)
         key = (question.workload, question.machine, cluster, size, scheme)
         if key not in self._predictors:
             layout = make_layout(trace.params, size, num_ranks, scheme=scheme)

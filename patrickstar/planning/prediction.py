@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
-from patrickstar.config import ActivationOffload, Speculation, States
+from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
@@ -99,12 +99,22 @@ class Setting:
     """Whether optimizer states may live on the device (``optimizer.params.use_hybrid_adam``)."""
     speculation: Speculation = Speculation.AUTO
     """Whether updates on the host start during backward (``optimizer.speculation``)."""
+    optimizer: OptimizerType = OptimizerType.ADAMW
+    """Which rule updates (``optimizer.type``)."""
     states: States = States.FP32
     """What momentum and variance are stored in (``optimizer.states``)."""
+    master: Master = Master.EXACT
+    """What parameters are updated from (``optimizer.master``)."""
     accumulation: int = 1
     """Forwards and backwards of each step, whose gradients are added up."""
     offload: ActivationOffload = ActivationOffload.AUTO
     """Whose activations may leave the device between forward and backward (``activations.offload``)."""
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """What the configuration's section ``optimizer`` says of it."""
+        return OptimizerConfig(
+            type=self.optimizer, speculation=self.speculation, states=self.states, master=self.master
+        )
 
     @property
     def backwards(self) -> _C.Backwards:
@@ -140,6 +150,8 @@ class Case:
     """What an engine with such chunks would move when."""
     num_device_state_chunks: int
     """Chunks with optimizer states on the device."""
+    num_device_quantized_chunks: int
+    """Chunks with codes and scales on the device."""
     num_speculated_chunks: int
     """Chunks whose updates start during backward."""
     num_parameters_first: int
@@ -275,7 +287,10 @@ class Predictor:
             chunk_numel=layout.chunk_numel,
             setting=setting,
             plan=plan,
-            num_device_state_chunks=sum(on_device),
+            num_device_state_chunks=sum(chunk["trainable"] and at for chunk, at in zip(chunks, on_device, strict=True)),
+            num_device_quantized_chunks=sum(
+                _is_quantized(chunk) and at for chunk, at in zip(chunks, on_device, strict=True)
+            ),
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
             num_disk_chunks=sum(on_disk),
@@ -453,7 +468,10 @@ class Predictor:
 
     def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
         """When states have moved to the device, and others from the disk to where these were on the host."""
-        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, on_device, strict=True)]
+        homes = [
+            _C.Tier.DEVICE if at and not _is_quantized(chunk) else home  # codes on the device are copies
+            for chunk, home, at in zip(self._chunks, first, on_device, strict=True)
+        ]
         if _C.Tier.DISK not in homes:
             return homes
         room = setting.host_bytes - self._initial_placement(setting)[1]
@@ -507,7 +525,9 @@ class Predictor:
             )
         count = self._num_states(setting, budget) if setting.hybrid_adam else 0
         on_device = [home == _C.Tier.DEVICE for home in first]
-        return first, [at or (i < count and chunks[i]["trainable"]) for i, at in enumerate(on_device)]
+        return first, [
+            at or (i < count and (chunks[i]["trainable"] or _is_quantized(chunks[i]))) for i, at in enumerate(on_device)
+        ]
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
@@ -646,6 +666,10 @@ def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
     return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))
 
 
+def _is_quantized(chunk: Mapping) -> bool:
+    return chunk["quantization"] != _C.QuantType.NONE
+
+
 def _grad_bytes(chunk: Mapping) -> int:
     return chunk["shard_numel"] * itemsize(chunk)
 
@@ -657,7 +681,7 @@ def _state_bytes(chunk: Mapping) -> int:
 def _bytes_beside_disk(chunk: Mapping, setting: Setting) -> int:
     """What of a chunk is on the host where its states are on the disk (csrc/plan/placement.h)."""
     num_bytes = _held_bytes(chunk, setting) - _state_bytes(chunk)
-    return num_bytes + (_grad_bytes(chunk) if chunk["states"].master == _C.StateType.LOWER_HALF else 0)
+    return num_bytes + (_grad_bytes(chunk) if chunk["states"].master != _C.StateType.FLOAT32 else 0)
 
 
 def _held_bytes(chunk: Mapping, setting: Setting) -> int:

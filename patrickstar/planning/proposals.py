@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from patrickstar.config import States
+from patrickstar.config import States, rule_of
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.planner import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
@@ -44,7 +44,9 @@ def fewer_state_bytes(question: Question) -> Iterator[Proposal]:
     """Moments that are stored in fewer bytes, the more exact ones first."""
     for states, words in ((States.BF16, "in bfloat16, stochastically rounded"), (States.EIGHT_BIT, "in 8 bits")):
         if list(States).index(states) > list(States).index(question.setting.states):
-            text = f"store momentum and variance {words}, which is no longer exact"
+            has_variance = "exp_avg_sq" in rule_of(question.setting.optimizer).states
+            moments = "momentum and variance" if has_variance else "momentum"
+            text = f"store {moments} {words}, which is no longer exact"
             yield other_setting("states", text, ("--states", states.value), question, states=states)
 
 

@@ -87,7 +87,7 @@ class _AccessModel:
         self._static_bytes = uses.static_bytes
         several = layout.num_ranks > 1
         self._leaves = [  # by chunk: its gradient's slot
-            several or not at or spec["states"].master == _C.StateType.LOWER_HALF
+            several or not at or spec["states"].master != _C.StateType.FLOAT32
             for spec, at in zip(specs, states_on_device, strict=True)
         ]
         self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}

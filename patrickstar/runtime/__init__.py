@@ -8,7 +8,7 @@ from typing import Any
 
 from patrickstar.config import Config, log_accepted_options, parse_config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer, make_optimizer
 from patrickstar.engine.run_log import begin_run_log, make_monitor
 from patrickstar.engine.start import opening, start_session
 from patrickstar.module.preprocess import ModelSource
@@ -23,7 +23,7 @@ def initialize_engine(
     local_rank: int = 0,
     config: Mapping[str, Any] | Config | str | os.PathLike[str] | None = None,
     model_parameters: ModelParameters = None,
-) -> tuple[Engine, HybridAdam]:
+) -> tuple[Engine, HybridOptimizer]:
     """Builds the model inside chunks and returns the engine and its optimizer.
 
     Args:
@@ -46,7 +46,7 @@ def initialize_engine(
     log_accepted_options(parsed)
     session, groups = start_session(model_func, local_rank, parsed, model_parameters)
     with opening(session):
-        engine, optimizer = Engine(session), HybridAdam(session, groups, parsed)
+        engine, optimizer = Engine(session), make_optimizer(session, groups, parsed)
         options = MonitorOptions(steps_per_print=parsed.steps_per_print)
         monitor = make_monitor(session, options, LossOf.STEP)
     begin_run_log(session, monitor)

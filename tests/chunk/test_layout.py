@@ -81,3 +81,43 @@ def test_shards(numels, num_ranks, chunk_numel):
 def test_a_rank_that_is_not_there():
     with pytest.raises(ValueError, match="rank 2 of 2 ranks"):
         _C.Layout.pack([10], [DTYPES[0]], [True], 4096, num_ranks=2, rank=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40_000), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([_C.QuantType.NF4, _C.QuantType.INT8]),
+    st.sampled_from([1, 2, 3]),
+)
+def test_quantised_parameters_lie_in_chunks_of_their_own(params, kind, num_ranks):
+    """Whatever states the others have; chunks are as large as their codes and scales, at the bounds of blocks."""
+    numels, quantised = zip(*params, strict=True)
+    types = _C.StateType
+    states = [_C.StateFormat(types.FLOAT32, types.SIGNED8 if i % 2 else types.FLOAT32) for i in range(len(params))]
+    kinds = [kind if is_quantised else _C.QuantType.NONE for is_quantised in quantised]
+    trainable = [not is_quantised for is_quantised in quantised]
+    layout = _C.Layout.pack(numels, [DTYPES[1]] * len(params), trainable, 32_768, num_ranks, 0, states, kinds)
+    for index in range(layout.num_chunks):
+        chunk = layout.chunk(index)
+        assert {kinds[param] for param in chunk["params"]} == {chunk["quantization"]}
+        if chunk["quantization"] == _C.QuantType.NONE:
+            continue
+        assert all(layout.placement(param)[1] % 256 == 0 for param in chunk["params"])
+        assert all(layout.shard_of(param)[0] % 256 == 0 for param in chunk["params"] if layout.shard_of(param)[1])
+        own, count = chunk["shard_numel"], len(chunk["params"])
+        scales = own // 256 if kind == _C.QuantType.INT8 else chunk["numel"] // 16384 + 2 * count
+        codes = own if kind == _C.QuantType.INT8 else own // 2 + own // 64
+        assert chunk["home_bytes"] == codes + 4 * scales
+
+
+def test_states_do_not_divide_what_is_quantised():
+    types = _C.StateType
+    states = [_C.StateFormat(types.LOWER_HALF), _C.StateFormat(types.FLOAT32, types.SIGNED8, types.UNSIGNED8)]
+    quantization = [_C.QuantType.NF4] * 2
+    layout = _C.Layout.pack([300] * 2, [DTYPES[1]] * 2, [False] * 2, 1024, states=states, quantization=quantization)
+    assert layout.num_chunks == 1
+
+
+def test_what_is_trained_is_not_quantised():
+    with pytest.raises(ValueError, match="parameter 0 is trained and was to be quantised"):
+        _C.Layout.pack([300], [DTYPES[1]], [True], 1024, quantization=[_C.QuantType.NF4])

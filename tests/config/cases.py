@@ -37,7 +37,7 @@ VALUES: list[Any] = [
         "threads",
         "int8",
     ),
-    *("sum", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
+    *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
 ]
 """For each key one of them is another value than its default, and one is refused where some are."""
 
@@ -135,6 +135,12 @@ def all_cases() -> list[Case]:
             beside = {key.section: {"enabled": True}} if key.section in switches and key.name != "enabled" else {}
         if key.path == "optimizer.params.torch_adam":
             beside = {"optimizer": {"type": "AdamW"}}
+        if key.path in ("optimizer.params.momentum", "optimizer.params.dampening"):
+            beside = {"optimizer": {"type": "SGD"}}
+        if key.path == "optimizer.master":
+            beside = {"bf16": {"enabled": True}, "optimizer": {"speculation": "commit"}}
+        if key.path == "optimizer.params.nesterov":
+            beside = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
         if key.path == "sequence_parallel.ulysses_size":
             beside = {"sequence_parallel": {"size": 4, "mode": "hybrid"}}
         if key.section == "disk_memory" and key.name != "path":

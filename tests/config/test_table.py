@@ -163,4 +163,4 @@ def test_the_json_schema_has_every_key_and_spelling():
     names = {name for place in (schema, *schema["$defs"].values()) for name in place.get("properties", {})}
     assert names == {name for key in all_keys() for name in (key.name, *key.spellings)}
     assert schema["additionalProperties"] is False
-    assert {"const": "auto"}.items() <= schema["$defs"]["AdamConfig"]["properties"]["lr"]["anyOf"][1].items()
+    assert {"const": "auto"}.items() <= schema["$defs"]["OptimizerParams"]["properties"]["lr"]["anyOf"][1].items()

@@ -52,7 +52,7 @@ INTO_CHUNKS = {
     "profiler": ("patrickstar.engine.session.make_profiler", 0),
 }
 WHEN_OPEN = {
-    "optimizer": ("patrickstar.{}.HybridAdam", 0),
+    "optimizer": ("patrickstar.{}.make_optimizer", 0),
     "engine": ("patrickstar.{}.{}Engine", 0),
 }
 
@@ -215,7 +215,7 @@ def test_what_a_user_gets_wrong():
     module = build()
     before = seen(module)
     wrong = [
-        {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)},
+        {"optimizer": torch.optim.Adagrad(module.parameters(), lr=0.1)},
         {"optimizer": torch.optim.AdamW(module.parameters(), amsgrad=True)},
         {"model_parameters": [{"params": ["nothing.*"]}]},
         {"model_parameters": [nn.Parameter(torch.ones(3))]},

@@ -80,14 +80,17 @@ def train(
     plan: list[int],
     folder: str,
     precision: str = "fp32",
+    optimizer_section: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One process of a run whose step k has ``plan[k]`` ranks, the first of which begins it. Shards go through
-    ``folder``, in which {} stands for the process's number.
+    ``folder``, in which {} stands for the process's number. ``optimizer_section``: of the configuration, instead of
+    AdamW.
     """
     number = int(os.environ["RANK"])
     folder = folder.format(number)
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
+    config["optimizer"] = optimizer_section or config["optimizer"]
     engine, optimizer = initialize_engine(build, 0, config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
@@ -201,16 +204,19 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def join_with_another_model(address: str) -> dict[str, Any]:
-    """The second of two processes has another model than the first, which is to go on alone."""
+def join_another_run(address: str, difference: str) -> dict[str, Any]:
+    """The second of two processes has another "model" or other "data" than the first, which is to go on alone."""
     joins = os.environ["RANK"] == "1"
+    differs = difference if joins else ""
     engine, optimizer = initialize_engine(
-        (lambda: nn.Linear(16, 1)) if joins else build, 0, make_config("fp32", default_chunk_size=16384)
+        (lambda: nn.Linear(16, 1)) if differs == "model" else build, 0, make_config("fp32", default_chunk_size=16384)
     )
+    carried = {"sampler": ElasticSampler(60 if differs == "data" else NUM_SAMPLES, GLOBAL_BATCH, 3)}
     with engine:
         before = state_of(engine, optimizer)
+        options = {"rendezvous": address, "carried": carried}
         try:
-            engine.join(rendezvous=address, timeout_seconds=60) if joins else engine.resize(2, rendezvous=address)
+            engine.join(**options, timeout_seconds=60) if joins else engine.resize(2, **options)
         except ResizeError as error:
             return {"error": str(error), "before": before, "after": state_of(engine, optimizer)}
         return {"error": ""}

@@ -17,7 +17,7 @@ from patrickstar.engine.resize_room import MemoryFacts, check_copies, expected_b
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import DEVICE_MEMORY, build, join_with_another_model, shrink_into_too_little, state_of
+from tests.elastic.runs import DEVICE_MEMORY, build, join_another_run, shrink_into_too_little, state_of
 from tests.elastic.test_resize import ALONE, assert_same
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.training import make_config
@@ -77,11 +77,16 @@ def test_hosts_that_divide_data_by_the_ranks_they_began_with_refuse(tmp_path):
     trainer.close()
 
 
-def test_a_process_with_another_model_is_sent_away():
+@pytest.mark.parametrize(
+    ("difference", "why"),
+    [("model", "differs in the model's parameters"), ("data", "of another run: num_samples 120 instead of 60")],
+    ids=["model", "data"],
+)
+def test_a_process_of_another_run_is_sent_away(difference, why):
     store = serve_rendezvous("127.0.0.1", 0)
-    results = run_ranks(2, join_with_another_model, f"127.0.0.1:{store.port}", environment=lambda number: ALONE)
-    for result in results:
-        assert "differs in the model's parameters" in result["error"]
+    address = f"127.0.0.1:{store.port}"
+    for result in run_ranks(2, join_another_run, address, difference, environment=lambda number: ALONE):
+        assert why in result["error"]
         assert_same(result["before"], result["after"])
 
 

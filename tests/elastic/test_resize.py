@@ -12,7 +12,7 @@ from tests.elastic.runs import GLOBAL_BATCH, joining_steps, train
 ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def run(plan, folder, precision):
+def run(plan, folder, precision, optimizer=None):
     store = serve_rendezvous("127.0.0.1", 0)
     return run_ranks(
         len(joining_steps(plan)),
@@ -21,6 +21,7 @@ def run(plan, folder, precision):
         plan,
         str(folder),
         precision,
+        optimizer,
         environment=lambda number: ALONE,
         timeout_seconds=150,
     )
@@ -32,9 +33,9 @@ def assert_same(one, other):
         assert torch.equal(value, other[name]), name
 
 
-def check(plan, folder, precision, loss_tolerance, own_folders="."):
-    processes = run(plan, folder / own_folders, precision)
-    straight = run([1] * len(plan), folder / own_folders, precision)[0]
+def check(plan, folder, precision, loss_tolerance, own_folders=".", optimizer=None):
+    processes = run(plan, folder / own_folders, precision, optimizer)
+    straight = run([1] * len(plan), folder / own_folders, precision, optimizer)[0]
     for step in range(len(plan)):
         seen = [sample for process in processes for sample in process["seen"].get(step, [])]
         assert sorted(seen) == sorted(straight["seen"][step])
@@ -72,6 +73,10 @@ def test_processes_without_a_common_folder_fetch_what_they_need(tmp_path):
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}")
+
+
+def test_one_two_and_one_rank_with_one_moment(tmp_path):
+    check([1, 2, 2, 1], tmp_path, "fp32", 1e-4, optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
 
 
 @pytest.mark.slow

@@ -10,7 +10,14 @@ from patrickstar.elastic import serve_rendezvous
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
 from tests.distributed import run_ranks
-from tests.elastic.trainer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, follow_orders, loop_with_accelerate, train_plainly
+from tests.elastic.trainer_runs import (
+    GLOBAL_BATCH,
+    STEPS_PER_EPOCH,
+    Count,
+    follow_orders,
+    loop_with_accelerate,
+    train_plainly,
+)
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 
 PLAN = {3: 2, STEPS_PER_EPOCH: 3, 11: 1}
@@ -97,14 +104,14 @@ def test_a_run_that_is_stopped_goes_on_from_its_checkpoint_on_other_ranks(plain,
 
 
 def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
-    def make(global_batch=4, **options):
+    def make(global_batch=4, config=None, **options):
         args = arguments(tmp_path, **{"gradient_accumulation_steps": 1, "num_train_epochs": 1} | options)
         return ElasticTrainer(
             gpt2(),
             args,
             train_dataset=Tokens(10, 1),
             elastic=ElasticTraining(global_batch=global_batch),
-            patrickstar_config=engine_config(),
+            patrickstar_config=engine_config(**(config or {})),
         )
 
     for wrong, name in (
@@ -115,12 +122,22 @@ def test_what_cannot_follow_the_ranks_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=name):
             make(**wrong)
+    with pytest.raises(ValueError, match="sequence_parallel and tensor_parallel have ranks that share samples"):
+        make(config={"sequence_parallel": {"size": 2}})
     with pytest.raises(ValueError, match="10 samples and a global batch 16"):
         make(global_batch=16).train()
     trainer = make(dataloader_num_workers=1, dataloader_persistent_workers=True)
     assert trainer.train().global_step == 2  # by hand, where nobody gives orders
     with pytest.raises(StateError, match="trains once"):
         trainer.train()
+    progress, state = trainer._loop._progress, trainer._loop._progress.state_dict()
+    progress.check_state(state)  # of a process that joins
+    trainer.add_callback(Count())
+    with pytest.raises(ValueError, match=r"have the callbacks \[\], and this process \['Count'\]"):
+        progress.check_state(state)
+    progress.max_steps = 3
+    with pytest.raises(ValueError, match="make 2 steps, and this process would make 3"):
+        progress.check_state(state)
     trainer.close()
 
 

@@ -4,7 +4,9 @@ checkpoint held.
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import logging
 import resource
 
@@ -22,18 +24,21 @@ GPT2 = Case(lambda: gpt2(hidden=32, layers=12), token_batch)
 STEPS = 4
 
 
-def config_of(precision="bf16", *, speculation="never", states="fp32", on_device=False, **more):
+LION = {"type": "Lion", "params": {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}}
+
+
+def config_of(precision="bf16", *, speculation="never", states="fp32", on_device=False, optimizer=None, **more):
     config = make_config(precision, **{"default_chunk_size": 4096, **more})
-    config["optimizer"] |= {"speculation": speculation, "states": states}
+    config["optimizer"] |= {"speculation": speculation, "states": states, **copy.deepcopy(optimizer or {})}
     config["optimizer"]["params"]["use_hybrid_adam"] = on_device
     return config
 
 
 @functools.cache
-def needed(case, precision, speculation="never", states="fp32", accumulate=1, numel=4096):
-    """Host memory for all states, and the least with a disk."""
-    config = config_of(precision, speculation=speculation, states=states, default_chunk_size=numel)
-    engine, _ = initialize_engine(case.build, 0, config)
+def needed(case, precision, speculation="never", states="fp32", accumulate=1, numel=4096, optimizer="null"):
+    """Host memory for all states, and the least with a disk. ``optimizer`` as JSON."""
+    form = {"speculation": speculation, "states": states, "optimizer": json.loads(optimizer)}
+    engine, _ = initialize_engine(case.build, 0, config_of(precision, default_chunk_size=numel, **form))
     with engine:
         layout = engine._session.layout
         backwards = _C.Backwards.SEVERAL if accumulate > 1 else _C.Backwards.ONE
@@ -50,7 +55,8 @@ def disk(tmp_path, io="auto", **more):
 def on_disk(tmp_path, share=0.0, precision="bf16", *, accumulate=1, io="auto", case=GPT2, **more):
     """The configuration of a host with ``share`` of the room between the least and what all states take."""
     form = more.get("speculation", "never"), more.get("states", "fp32")
-    everything, least = needed(case, precision, *form, accumulate, more.get("default_chunk_size", 4096))
+    rule = json.dumps(more.get("optimizer"))
+    everything, least = needed(case, precision, *form, accumulate, more.get("default_chunk_size", 4096), rule)
     host_bytes = least + int(share * (everything - least))
     return config_of(precision, host_memory=host_bytes, **disk(tmp_path, io), **more)
 
@@ -97,6 +103,8 @@ def test_every_way_of_using_parameters(name, tmp_path):
         {"speculation": "always"},
         {"speculation": "commit"},
         {"speculation": "commit", "states": "8bit"},
+        {"speculation": "commit", "optimizer": {"master": "stochastic"}},
+        {"optimizer": LION},
     ],
 )
 def test_formats_and_times_of_updates(more, tmp_path):

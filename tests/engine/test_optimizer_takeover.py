@@ -8,6 +8,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import OptimizerType
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
+from patrickstar.optimizer.lion import Lion
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, token_batch
 
@@ -16,18 +17,21 @@ def grouped(optimizer_class, module, **options):
     decayed = [param for param in module.parameters() if param.ndim > 1]
     rest = [param for param in module.parameters() if param.ndim <= 1]
     return optimizer_class(
-        [{"params": decayed, "weight_decay": 0.1, "betas": (0.8, 0.99)}, {"params": rest, "lr": 2e-3}],
-        lr=1e-3,
-        eps=1e-6,
-        **options,
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 2e-3}], **{"lr": 1e-3, **options}
     )
+
+
+ADAM = {"betas": (0.8, 0.99), "eps": 1e-6}
 
 
 @pytest.mark.parametrize(
     ("optimizer_class", "options", "expected"),
     [
-        (torch.optim.AdamW, {}, OptimizerType.ADAMW),
-        (torch.optim.Adam, {"foreach": True}, OptimizerType.ADAM),
+        (torch.optim.AdamW, ADAM, OptimizerType.ADAMW),
+        (torch.optim.Adam, {**ADAM, "foreach": True}, OptimizerType.ADAM),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "foreach": True}, OptimizerType.SGD),
+        (torch.optim.SGD, {}, OptimizerType.SGD),
+        (Lion, {"betas": (0.8, 0.99)}, OptimizerType.LION),
     ],
 )
 def test_a_run_goes_on(optimizer_class, options, expected):
@@ -55,8 +59,9 @@ def test_a_run_goes_on(optimizer_class, options, expected):
     taken = groups_of(optimizer)
     assert taken.type is expected
     assert [group["lr"] for group in taken.groups] == [group["lr"] for group in optimizer.param_groups]
-    assert (taken.groups[0]["betas"], taken.groups[0]["weight_decay"]) == ((0.8, 0.99), 0.1)
-    assert taken.defaults["eps"] == 1e-6
+    assert taken.groups[0]["weight_decay"] == 0.1
+    for key, value in options.items():
+        assert key == "foreach" or taken.defaults[key] == taken.groups[0][key] == value
     config = {"optimizer": {"type": taken.type.value, "params": taken.defaults}}
     engine, hybrid = initialize_engine(lambda: module, 0, config, model_parameters=lambda _: taken.groups)
     with engine:
@@ -80,7 +85,9 @@ class Custom(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), r"torch\.optim\.sgd\.SGD; .*torch\.optim\.AdamW do: give one"),
+        (lambda p: torch.optim.Adagrad(p), r"torch\.optim\.adagrad\.Adagrad; .*torch\.optim\.AdamW do, .*: give one"),
+        (lambda p: torch.optim.SGD(p, maximize=True), "maximize=True, .* negate the loss"),
+        (lambda p: torch.optim.SGD(p, dampening=2.0), "group 0 of the optimizer.dampening is 2.0"),
         (lambda p: Custom(p), r"Custom; PatrickStar updates as"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "group 0 .* amsgrad=True, which keeps"),
         (lambda p: torch.optim.Adam(p, maximize=True), "maximize=True, .* negate the loss"),

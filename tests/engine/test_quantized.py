@@ -4,6 +4,8 @@ that they take.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,30 @@ def test_budgets_change_no_bit(kind):
     assert_same(train(CASE, late, 5), reference)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "commit"},
+        {"speculation": "always", "states": "8bit"},
+        {"speculation": "commit", "master": "stochastic"},
+    ],
+)
+def test_states_of_what_is_trained_beside(options):
+    """They do not concern what is quantised."""
+
+    def run(**more):
+        config = make_config("bf16", quantization={"type": "nf4"}, default_chunk_size=4096, **more)
+        config["optimizer"] |= options
+        return train(TOWER, config, steps=4)
+
+    reference = run()
+    for device_memory in (40_000, 110_000):
+        limited = run(device_memory=device_memory)
+        assert limited.report["num_evictions"] > 0
+        assert limited.report["device_peak_bytes"] <= device_memory
+        assert_same(limited, reference)
+
+
 class Tower(nn.Module):
     """Frozen layers above a trained one; of width 64 each is as large as a chunk of 4096 elements."""
 
@@ -133,10 +159,12 @@ TRAINED_BYTES = 2 * (8 * 64 + 128)
 
 
 def tower_bytes(**config) -> tuple[int, int]:
-    """Uploaded and downloaded bytes of the last of several steps."""
+    """Uploaded and downloaded bytes of the last of several steps, which are those of its plan."""
     config = make_host_config("bf16", default_chunk_size=4096, device_memory=30_000, **config)
     reports = train(TOWER, config, steps=6).chunk_reports
-    return tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
+    moved = tuple(reports[-1][key] - reports[-2][key] for key in ("uploaded_bytes", "downloaded_bytes"))
+    assert moved == (reports[-1]["planned_uploaded_bytes"], reports[-1]["planned_downloaded_bytes"])
+    return moved
 
 
 def test_bytes_over_the_link():
@@ -157,7 +185,8 @@ def test_codes_move_to_the_device():
     config = make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"})
     roomy = train(TOWER, {**config, "device_memory": 110_000}, steps=6)
     rows = roomy.chunk_reports
-    assert rows[-1]["num_device_state_chunks"] == 13
+    assert rows[-1]["num_device_state_chunks"] == 1
+    assert rows[-1]["num_device_quantized_chunks"] == 12
     assert rows[-1]["num_evictions"] > rows[-2]["num_evictions"]
     assert rows[-1]["uploaded_bytes"] == rows[-2]["uploaded_bytes"]
     assert rows[-1]["downloaded_bytes"] == rows[-2]["downloaded_bytes"]
@@ -208,6 +237,8 @@ def test_wrong_configurations():
             initialize_engine(frozen_llama, 0, make_config(quantization=section))
     with pytest.raises(ValueError, match=r"skip_modules names 'gates', which is no module"):
         initialize_engine(frozen_llama, 0, make_config(quantization={"skip_modules": ["gates"]}))
+    with pytest.raises(ValueError, match=r"quantization is 'int8', but no weight of a linear layer of Llama"):
+        initialize_engine(llama, 0, make_config(quantization={"type": "int8"}))
     model = frozen_llama()
     name = linear_names(model)[2]
     with torch.no_grad():
@@ -236,6 +267,12 @@ def test_a_quantised_weight_cannot_be_trained():
             engine(**batch)
 
 
+def test_a_resize_is_refused():
+    engine, _ = initialize_engine(frozen_llama, 0, make_config(quantization={}))
+    with engine, pytest.raises(_C.StateError, match="with quantised weights is not supported yet"):
+        engine.resize(1)
+
+
 def test_values_that_are_written():
     """The same ones stay as they are, others are quantised."""
     torch.manual_seed(0)
@@ -250,6 +287,13 @@ def test_values_that_are_written():
             engine.module.get_parameter(name).copy_(new)
         expected = dequantized(new, "nf4", torch.bfloat16)
         assert_same_bits(engine.state_dict()[name].to(torch.bfloat16), expected)
+
+
+def test_what_the_log_says(caplog):
+    with caplog.at_level(logging.INFO, logger="patrickstar"):
+        train(TOWER, make_config("bf16", default_chunk_size=4096, quantization={"type": "nf4"}), steps=1)
+    assert "(576 train, 49.2k are in nf4) in bfloat16" in caplog.text
+    assert "optimizer states all on the device, 12 of 12 quantised chunks on the device" in caplog.text
 
 
 def test_checkpoints(tmp_path):

@@ -337,6 +337,16 @@ def test_adapters_load_with_peft(example, folders, chat, monkeypatch, tmp_path):
     assert not torch.allclose(after, before, atol=1e-3)
 
 
+def test_a_frozen_model_in_4_bits(example, folders, chat, monkeypatch, tmp_path):
+    flags = ("--model", folders("llama"), "--data", chat, "--lora", "--steps", 3, "--output-dir")
+    losses = [
+        run(example, monkeypatch, *flags, tmp_path / name, *more).run.evaluations[0].loss
+        for name, more in (("whole", ()), ("nf4", ("--quantization", "nf4")))
+    ]
+    assert losses[0] != losses[1]  # the same model, a little off
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
 def test_ctrl_c_saves_and_the_printed_command_goes_on(folders, chat, tmp_path):
     flags = (
         "--model",
@@ -446,6 +456,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, examp
             "the tokenizer's chat template refuses it: Only",
         ),
         ("--lora", "give one with --model"),
+        ("--model {llama} --quantization nf4", "give --lora too"),
         ("--lr zero", "invalid float value: 'zero'"),
         ("--batch-size 0", "--batch-size is 0; give 1 or more"),
         ("--device-memory much", "device_memory is 'much'"),

@@ -102,8 +102,13 @@ MORE = [
     ),
     ("Frozen base", "no optimizer state, never copied back to the host", "test_the_base_is_only_read"),
     (
-        "4-bit and 8-bit base (bitsandbytes)",
-        "not tested: quantised weights stay with PyTorch on the GPU, outside of the budget's chunks",
+        "Base in 4 or 8 bits: `quantization` ([guides/qlora.md](guides/qlora.md))",
+        "LoRA and DoRA train as on the dequantised values; `tests/integrations/test_qlora.py`",
+        "",
+    ),
+    (
+        "Base that bitsandbytes has quantised",
+        "not tested: its weights stay with PyTorch on the GPU, outside of the budget's chunks",
         "",
     ),
 ]

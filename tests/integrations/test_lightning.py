@@ -364,9 +364,9 @@ class TwoOptimizers(Manual):
         return [torch.optim.AdamW(self.body[0].parameters()), torch.optim.AdamW(self.body[2].parameters())]
 
 
-class Sgd(Regression):
+class Adagrad(Regression):
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
 class OwnBackward(Regression):
@@ -379,7 +379,7 @@ MANUAL = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
 
 REFUSED = [
     ({}, TwoOptimizers, MANUAL, "returned 2 optimizers; an engine has one"),
-    ({}, Sgd, {}, "torch.optim.sgd.SGD; PatrickStar updates as torch.optim.Adam"),
+    ({}, Adagrad, {}, "torch.optim.adagrad.Adagrad; PatrickStar updates as torch.optim.Adam"),
     ({}, OwnBackward, {}, "OwnBackward overrides backward"),
     ({}, Regression, {"gradient_clip_algorithm": "value"}, 'gradient_clip_algorithm is "value"'),
     ({}, Regression, {"precision": "64-true"}, 'precision is "64-true"; PatrickStar trains in "32-true", "bf16'),

@@ -11,6 +11,7 @@ from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 
 from patrickstar import StateError, from_pretrained
 from patrickstar.integrations.transformers import PatrickStarSeq2SeqTrainer, PatrickStarTrainer
+from patrickstar.optimizer.lion import Lion
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.integrations.trainer_runs import (
@@ -138,6 +139,20 @@ def test_an_optimizer_that_cannot_be_taken_over_changes_nothing(tmp_path, spoil,
     assert str(checkpoint / "optimizer.pt") in str(caught.value)
     trainer.close()
     assert_same_bits(trainer.model.state_dict(), before)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "lion_32bit"])
+def test_optimizers_of_one_moment(tmp_path, optim):
+    """By their names of an ordinary Trainer, whose Lion is bitsandbytes'; here it needs no other library."""
+    options = {"learning_rate": 1e-3 if optim == "lion_32bit" else 0.05, "weight_decay": 0.1}
+    theirs = {"optim": optim, "optim_args": "momentum=0.9,dampening=0.1"}
+    own = make_trainer(PatrickStarTrainer, tmp_path / "own", **options, **theirs)
+    if optim == "lion_32bit":
+        plain = make_trainer(Trainer, tmp_path / "plain", **options)
+        plain.optimizer_cls_and_kwargs = (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)})
+    else:
+        plain = make_trainer(Trainer, tmp_path / "plain", **options, **theirs)
+    assert_equal_runs(train(own), train(plain))
 
 
 def test_a_subclass_that_overrides_what_trl_overrides(tmp_path):

@@ -56,11 +56,13 @@ class Update:
 
         return Update(self.master.copy(misalign), self.momentum.copy(misalign), aside(self.grad), aside(self.param))
 
+    def arguments(self, num_threads=2, *, with_param=True):
+        param = address(self.param) if with_param else 0
+        return (self.master.array, self.momentum.array, address(self.grad), DTYPES[self.grad.dtype],
+                param, DTYPES[self.param.dtype], len(self.grad), num_threads)  # fmt: skip
+
     def run(self, isa, rule, num_threads=2):
-        _C.optim.momentum_step(
-            isa, rule, self.master.array, self.momentum.array, address(self.grad), DTYPES[self.grad.dtype],
-            address(self.param), DTYPES[self.param.dtype], len(self.grad), num_threads, key=KEY, **SCALARS[rule],
-        )  # fmt: skip
+        _C.optim.momentum_step(isa, rule, *self.arguments(num_threads), key=KEY, **SCALARS[rule])
 
     def memory(self):
         return [self.master.memory, self.momentum.memory, self.param]
@@ -116,6 +118,84 @@ def test_ten_steps_against_others(isa, rule):
         expected = torch_sgd(start.double(), wide, **options)
     torch.testing.assert_close(update.master.data.double(), expected, rtol=1e-5, atol=1e-6)
     assert_same_bits(update.param, update.master.data)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="PyTorch has no fma below AVX2")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
+def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
+    """In float32: SGD's momentum and parameters, the first step's whole gradient included."""
+    generator = torch.Generator().manual_seed(2)
+    param = torch.nn.Parameter(torch.randn(1000, generator=generator))
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": dampening, "weight_decay": 0.1, "nesterov": nesterov}
+    theirs = torch.optim.SGD([param], **options)
+    ours = Update.random(1000, StateType.FLOAT32, StateType.FLOAT32, torch.float32, torch.float32)
+    ours.master.data.copy_(param.detach())
+    ours.momentum.data.zero_()
+    rule = Rule.NESTEROV if nesterov else Rule.SGD
+    for step in range(10):
+        param.grad = torch.randn(1000, generator=generator)
+        theirs.step()
+        ours.grad.copy_(param.grad)
+        damped = {**SGD, "grad_scale": 1.0, "one_minus_dampening": 1 - dampening if step > 0 else 1.0}
+        _C.optim.momentum_step(isa, rule, *ours.arguments(), **damped)
+        assert_same_bits(ours.master.data, param.detach(), f"step {step}")
+        assert_same_bits(ours.momentum.data, theirs.state[param]["momentum_buffer"], f"step {step}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rule", SCALARS, ids=str)
+@pytest.mark.parametrize("momentum", MOMENTA, ids=str)
+@pytest.mark.parametrize("numel", [257, 70_001])
+def test_the_other_passes(isa, rule, momentum, numel):
+    """New states apart, the parameter alone, what settles between two scales and what stays open: one update's bits."""
+    scalars = {**SCALARS[rule], "step_size": 1e-4}
+    initial = Update.random(numel, momentum, StateType.FLOAT32)
+    expected = initial.copy()
+    _C.optim.momentum_step("scalar", rule, *expected.arguments(), key=KEY, **scalars)
+    untouched = [initial.master.memory, initial.momentum.memory]
+
+    update, new = initial.copy(3), initial.copy(3)
+    states = [new.master.array, new.momentum.array]
+    _C.optim.momentum_apart(isa, rule, *update.arguments(), new_states=states, key=KEY, **scalars)
+    assert_same_bits([new.master.memory, new.momentum.memory, update.param], expected.memory(), "new states")
+    assert_same_bits(update.memory()[:2], untouched, "old states")
+
+    update = initial.copy()
+    _C.optim.momentum_param(isa, rule, *update.arguments(), key=KEY, **scalars)
+    assert_same_bits(update.param, expected.param, "parameter alone")
+    assert_same_bits(update.memory()[:2], untouched, "only read")
+    _C.optim.momentum_step(isa, rule, *update.arguments(with_param=False), key=KEY, **scalars)
+    assert_same_bits(update.memory(), expected.memory(), "states behind")
+
+    scale = scalars["grad_scale"]
+    update = initial.copy()
+    logs = torch.zeros(-(-numel // _C.optim.OPEN_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+    least = {**scalars, "grad_scale": scale * 0.98}
+    _C.optim.momentum_param_between(isa, rule, *update.arguments(), scale * 1.02, address(logs), **least)
+    counts = logs[:, :8].contiguous().view(torch.int64)
+    assert (counts >= 0).all() and counts.sum() < numel / 8 and (counts.sum() > 0 or numel < 1000)
+    _C.optim.momentum_param_open(isa, rule, *update.arguments(), address(logs), **scalars)
+    assert_same_bits(update.param, expected.param, "settled and open")
+    assert_same_bits(update.memory()[:2], untouched, "only read")
+
+
+@pytest.mark.parametrize("rule", SCALARS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
+    """Any bits, scales far apart. What is not open has the bits of each scale; where too many are, all are made."""
+    initial = Update.random(5000, StateType.FLOAT32, StateType.FLOAT32, dtype, dtype, wild=True)
+    for least, most in ((0.25, 1.5), (1e-3, 1e3)):
+        update = initial.copy()
+        logs = torch.zeros(1, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+        low = {**SCALARS[rule], "grad_scale": least}
+        _C.optim.momentum_param_between(ISAS[-1], rule, *update.arguments(), most, address(logs), **low)
+        for share in (0.0, 0.3, 1.0):
+            exact = {**SCALARS[rule], "grad_scale": float(torch.tensor(least + share * (most - least)))}
+            expected, completed = initial.copy(), update.copy()
+            _C.optim.momentum_step("scalar", rule, *expected.arguments(), **exact)
+            _C.optim.momentum_param_open(ISAS[-1], rule, *completed.arguments(), address(logs), **exact)
+            assert_same_bits(completed.param, expected.param, f"scale {exact['grad_scale']}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

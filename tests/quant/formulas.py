@@ -82,7 +82,8 @@ class Int8:
     def of(cls, values: torch.Tensor) -> Int8:
         rows = blocks(values.float(), INT8_BLOCK)
         scales = rows.abs().amax(1)
-        inverse = torch.where(scales > 0, 127.0 / scales, 0.0)
+        # 127.0 / scales would be the reciprocal times 127, which is rounded twice.
+        inverse = torch.where(scales > 0, torch.full_like(scales, 127.0) / scales, 0.0)
         codes = torch.round(rows * inverse[:, None]).to(torch.int8).view(-1)[: values.numel()]
         return cls(codes, scales, values.numel())
 

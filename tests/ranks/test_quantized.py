@@ -82,22 +82,26 @@ def resume(folder: str) -> list[str]:
     return outcomes
 
 
-def another_model() -> str:
-    """Rank 1 has drawn other values than rank 0."""
+def refusals() -> list[str]:
+    """Rank 1 has drawn other values than rank 0; matrices are divided."""
     dist.init_process_group("gloo")
-    torch.manual_seed(rank_and_size()[0])
-    model = frozen_llama()
-    try:
-        initialize_engine(lambda: model, 0, make_config(quantization={}))
-    except Exception as error:
-        return str(error)
-    return "opened"
+    texts = []
+    for seed, options in ((rank_and_size()[0], {}), (0, {"tensor_parallel": {"columns": 2}})):
+        torch.manual_seed(seed)
+        model = frozen_llama()
+        try:
+            initialize_engine(lambda model=model: model, 0, make_config(quantization={}, **options))
+            texts.append("opened")
+        except Exception as error:
+            texts.append(str(error))
+    return texts
 
 
 def test_what_needs_whole_values(tmp_path):
     loaded, refused = zip(*run_ranks(2, resume, str(tmp_path), timeout_seconds=300), strict=True)
     assert set(loaded) == {"loaded"}
     assert any("is quantised, and the checkpoint has other values" in text for text in refused)
-    texts = run_ranks(2, another_model, timeout_seconds=300)
-    assert any("load the same weights on every rank" in text for text in texts), texts
-    assert "opened" not in texts
+    others, divided = zip(*run_ranks(2, refusals, timeout_seconds=300), strict=True)
+    assert any("load the same weights on every rank" in text for text in others), others
+    assert all("quantization is not supported with tensor_parallel" in text for text in divided), divided
+    assert "opened" not in others

@@ -68,8 +68,8 @@ EDITS = {
     "another number": ("num_failures: int = 0", "num_failures: int = 1"),
     "another default of an enum": ("= Priority.URGENT", "= Priority.BACKGROUND"),
     "a default that is not told": (
-        "expected_groups: Sequence[GroupOptions] = []",
-        "expected_groups: Sequence[GroupOptions] = ...",
+        "expected_groups: Sequence[AdamOptions | LionOptions | SgdOptions] = []",
+        "expected_groups: Sequence[AdamOptions | LionOptions | SgdOptions] = ...",
     ),
     "no default": (
         'read_cpu_topology(cpus: Sequence[int], root: str = "")',

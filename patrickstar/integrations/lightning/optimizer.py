@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from patrickstar import _C
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.engine.optimizer_takeover import groups_of, move_state
 from patrickstar.integrations.lightning.package import pl
 
 
 class ConfiguredOptimizer:
-    """The user's ``torch.optim.Adam`` or ``AdamW`` for one run.
+    """The user's ``torch.optim.AdamW``, ``Adam`` or ``SGD``, or PatrickStar's ``Lion``, for one run.
 
     Raises:
         ValueError: there is none, there are several, or it is of another class.
@@ -35,14 +35,14 @@ class ConfiguredOptimizer:
         self.taken = groups_of(self._optimizer)
         """Class, groups and options of the user's optimizer."""
 
-    def hand_over(self, hybrid: HybridAdam) -> None:
+    def hand_over(self, hybrid: HybridOptimizer) -> None:
         """State and groups go to ``hybrid``, made of ``taken.groups`` ([Note: the user's optimizer])."""
         with _C.HostAllocations():
             move_state(self._optimizer, hybrid)
         # It never steps itself; else schedulers would warn that they came first.
         self._optimizer._opt_called = True
 
-    def give_back(self, hybrid: HybridAdam) -> torch.optim.Optimizer:
+    def give_back(self, hybrid: HybridOptimizer) -> torch.optim.Optimizer:
         """The user's object, with the state that ``hybrid`` has now; while the engine is open."""
         with _C.HostAllocations():
             state = hybrid.state_dict()["state"]

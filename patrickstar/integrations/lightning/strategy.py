@@ -20,7 +20,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.optim import HybridAdam
+from patrickstar.engine.optim import HybridOptimizer
 from patrickstar.integrations.decided_config import own_config, ranks_per_sample
 from patrickstar.integrations.lightning import folders
 from patrickstar.integrations.lightning.compiled import CompiledSteps
@@ -309,7 +309,7 @@ class PatrickStarStrategy(RankedStrategy):
         and ``after_run`` is not ``"everything"``.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
-        if not isinstance(optimizer, HybridAdam):
+        if not isinstance(optimizer, HybridOptimizer):
             return optimizer.state_dict()
         if self._engine is None and self.is_global_zero:
             logger.warning(

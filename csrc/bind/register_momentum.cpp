@@ -1,0 +1,205 @@
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstddef>
+#include <iterator>
+#include <string>
+
+#include "bind/bind.h"
+#include "bind/kernel_arguments.h"
+#include "common/check.h"
+#ifdef PATRICKSTAR_WITH_CUDA
+#include "optim/cuda_kernels.h"
+#endif
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+struct MomentumField {
+  const char* name;
+  float optim::MomentumScalars::* member;
+};
+constexpr MomentumField kMomentumFields[] = {
+    {"grad_scale", &optim::MomentumScalars::grad_scale},
+    {"weight_decay", &optim::MomentumScalars::weight_decay},
+    {"decay", &optim::MomentumScalars::decay},
+    {"step_size", &optim::MomentumScalars::step_size},
+};
+constexpr MomentumField kLionFields[] = {
+    {"one_minus_beta1", &optim::MomentumScalars::one_minus_beta1},
+    {"one_minus_beta2", &optim::MomentumScalars::one_minus_beta2},
+};
+constexpr MomentumField kSgdFields[] = {
+    {"momentum_factor", &optim::MomentumScalars::momentum_factor},
+    {"one_minus_dampening", &optim::MomentumScalars::one_minus_dampening},
+};
+
+optim::MomentumScalars momentum_scalars_of(optim::MomentumRule rule, const py::kwargs& kwargs) {
+  optim::MomentumScalars scalars{};
+  scalars.rule = rule;
+  size_t taken = 0;
+  const auto take = [&](const auto& fields) {
+    for (const MomentumField& field : fields) {
+      PS_CHECK(kwargs.contains(field.name), ArgumentError, "momentum_step got no ", field.name,
+               "; pass all fields of MomentumScalars that this rule reads");
+      scalars.*field.member = kwargs[field.name].cast<float>();
+    }
+    taken += std::size(fields);
+  };
+  take(kMomentumFields);
+  rule == optim::MomentumRule::kLion ? take(kLionFields) : take(kSgdFields);
+  PS_CHECK(kwargs.size() == taken, ArgumentError, "momentum_step got ", kwargs.size(),
+           " keyword arguments, this rule reads ", taken, " fields of MomentumScalars; remove the others");
+  return scalars;
+}
+
+AdamArrays arrays_of(const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
+                     Address param, DType param_dtype, int64_t numel, const OptionalKey& key) {
+  const AdamArrays arrays{master, momentum,   {StateType::kNone}, grad,
+                          param,  grad_dtype, param_dtype,        key.value_or(optim::RandomKey{})};
+  check_arrays(arrays, numel, {StateType::kNone});
+  return arrays;
+}
+
+// momentum_step itself, and the pass that writes params alone.
+using MomentumKernel = void (*optim::CpuKernels::*)(const optim::AdamRange& range,
+                                                    const optim::MomentumScalars& scalars);
+
+void register_step(py::module_& module, const char* name, MomentumKernel kernel, const char* doc) {
+  module.def(
+      name,
+      [kernel](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
+               Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+               const OptionalKey& key, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const auto update = kernels_of(isa).*kernel;
+        if (kernel == &optim::CpuKernels::momentum_param) check_whole_master(arrays);
+        const py::gil_scoped_release release;
+        split(num_threads, numel, [&](int64_t begin, int64_t size) { update(arrays.range(begin, size), scalars); });
+      },
+      doc, py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"),
+      py::kw_only(), py::arg("key") = py::none());
+}
+
+void register_apart(py::module_& module) {
+  module.def(
+      "momentum_apart",
+      [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+         const std::array<StateArray, 2>& new_states, const OptionalKey& key, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_whole_master(arrays);
+        const auto& [new_master, new_momentum] = new_states;
+        if (numel > 0) {
+          check_state("new master", new_master, {master.type});
+          check_state("new momentum", new_momentum, {momentum.type});
+        }
+        const py::gil_scoped_release release;
+        split(num_threads, numel, [&](int64_t begin, int64_t size) {
+          optim::AdamRange range = arrays.range(begin, size);
+          range.new_master = static_cast<float*>(new_states[0].at(begin));
+          range.new_momentum = new_states[1].at(begin);
+          range.new_momentum_scales = new_states[1].scales_at(begin);
+          kernels.momentum_step(range, scalars);
+        });
+      },
+      "As momentum_step, but the new master and momentum go to new_states and the old ones stay as they are.",
+      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("new_states"),
+      py::kw_only(), py::arg("key") = py::none());
+}
+
+// [Note: settled values]
+void register_settled(py::module_& module) {
+  module.def(
+      "momentum_param_between",
+      [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads,
+         float most_grad_scale, Address logs, const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, {});
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_half(grad_dtype, param_dtype);
+        check_whole_master(arrays);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          OpenLog& log = pointer<OpenLog>(logs)[piece];
+          optim::OpenValues open = log.values();
+          kernels.momentum_param_between(arrays.range(begin, size), scalars, most_grad_scale, &open);
+          log.count = open.count;
+        });
+      },
+      "The 16-bit values that momentum_param stores for every grad_scale up to most_grad_scale, as adam_param_between.",
+      py::arg("isa"), py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"),
+      py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("most_grad_scale"),
+      py::arg("logs"));
+  module.def(
+      "momentum_param_open",
+      [](const std::string& isa, optim::MomentumRule rule, const StateArray& master, const StateArray& momentum,
+         Address grad, DType grad_dtype, Address param, DType param_dtype, int64_t numel, int num_threads, Address logs,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, {});
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const optim::CpuKernels& kernels = kernels_of(isa);
+        check_half(grad_dtype, param_dtype);
+        check_whole_master(arrays);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          kernels.momentum_param_open(arrays.range(begin, size), scalars, pointer<OpenLog>(logs)[piece].values());
+        });
+      },
+      "As momentum_param, of the values that momentum_param_between has left to logs.", py::arg("isa"), py::arg("rule"),
+      py::arg("master"), py::arg("momentum"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"),
+      py::arg("param_dtype"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"));
+}
+
+#ifdef PATRICKSTAR_WITH_CUDA
+void register_cuda_step(py::module_& module) {
+  module.def(
+      "cuda_momentum_step",
+      [](optim::MomentumRule rule, const StateArray& master, const StateArray& momentum, Address grad, DType grad_dtype,
+         Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
+         const py::kwargs& scalars_by_name) {
+        const AdamArrays arrays = arrays_of(master, momentum, grad, grad_dtype, param, param_dtype, numel, key);
+        const optim::MomentumScalars scalars = momentum_scalars_of(rule, scalars_by_name);
+        const py::gil_scoped_release release;
+        optim::cuda::momentum_step(arrays.range(0, numel), scalars, reinterpret_cast<cudaStream_t>(stream));
+      },
+      "As momentum_step.", py::arg("rule"), py::arg("master"), py::arg("momentum"), py::arg("grad"),
+      py::arg("grad_dtype"), py::arg("param"), py::arg("param_dtype"), py::arg("numel"), py::arg("stream"),
+      py::kw_only(), py::arg("key") = py::none());
+}
+#endif
+
+}  // namespace
+
+void register_momentum_rule(py::module_& module) {
+  py::enum_<optim::MomentumRule>(module, "MomentumRule", "The optimizers of one moment (optim/kernels.h).")
+      .value("LION", optim::MomentumRule::kLion)
+      .value("SGD", optim::MomentumRule::kSgd)
+      .value("NESTEROV", optim::MomentumRule::kNesterov);
+}
+
+// [Note: optimizers of one moment]
+void register_momentum_kernels(py::module_& module) {
+  register_step(module, "momentum_step", &optim::CpuKernels::momentum_step,
+                "One step of an optimizer of one moment, with arrays as adam takes them. Keyword arguments: the fields "
+                "of MomentumScalars that the rule reads, all of them. Raises ValueError as adam does.");
+  register_step(module, "momentum_param", &optim::CpuKernels::momentum_param,
+                "As momentum_step, but nothing is written but param, which is apart from grad; the master is of "
+                "float32.");
+  register_apart(module);
+  register_settled(module);
+#ifdef PATRICKSTAR_WITH_CUDA
+  register_cuda_step(module);
+#endif
+}
+
+}  // namespace patrickstar::bind

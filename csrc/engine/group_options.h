@@ -1,0 +1,81 @@
+// The update rules, and the hyperparameters of one parameter group in one step.
+//
+// A rule is an alternative of GroupOptions: what a group says, compared with ==, since updates ahead of the step are
+// taken over where the step's options equal those that they were made with. scalars_of() makes of it what the kernels
+// take (optim/kernels.h), in binary64, each constant rounded once. Which states a rule has is in the layout
+// (StateFormat), which is made from the same configuration: keeps_variance() says which it must be.
+//
+// All groups of an engine have the same rule. A value; any thread.
+#pragma once
+
+#include <cstdint>
+#include <variant>
+
+#include "optim/compute.h"
+
+namespace patrickstar {
+
+enum class WeightDecay : uint8_t {
+  kL2,         // Adam: the decay is added to the gradient
+  kDecoupled,  // AdamW
+};
+
+enum class BiasCorrection : uint8_t {
+  kApplied,  // momentum and variance are divided by 1 - beta^step, as torch.optim does
+  kNone,     // they are taken as they are, so the first steps are smaller
+};
+
+struct AdamOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  WeightDecay mode = WeightDecay::kDecoupled;
+  BiasCorrection bias_correction = BiasCorrection::kApplied;
+
+  friend bool operator==(const AdamOptions& a, const AdamOptions& b) {
+    return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.eps == b.eps &&
+           a.weight_decay == b.weight_decay && a.mode == b.mode && a.bias_correction == b.bias_correction;
+  }
+};
+
+// Weight decay is decoupled.
+struct LionOptions {
+  double lr = 1e-4;
+  double beta1 = 0.9;
+  double beta2 = 0.99;
+  double weight_decay = 0;
+
+  friend bool operator==(const LionOptions& a, const LionOptions& b) {
+    return a.lr == b.lr && a.beta1 == b.beta1 && a.beta2 == b.beta2 && a.weight_decay == b.weight_decay;
+  }
+};
+
+enum class SgdMomentum : uint8_t {
+  kHeavyBall,  // the update is the momentum
+  kNesterov,   // and the gradient once more
+};
+
+// Weight decay is added to the gradient.
+struct SgdOptions {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;  // at most 1
+  double weight_decay = 0;
+  SgdMomentum mode = SgdMomentum::kHeavyBall;
+
+  friend bool operator==(const SgdOptions& a, const SgdOptions& b) {
+    return a.lr == b.lr && a.momentum == b.momentum && a.dampening == b.dampening && a.weight_decay == b.weight_decay &&
+           a.mode == b.mode;
+  }
+};
+
+using GroupOptions = std::variant<AdamOptions, LionOptions, SgdOptions>;
+
+inline bool keeps_variance(const GroupOptions& options) { return std::holds_alternative<AdamOptions>(options); }
+
+// Of the `step_count`-th update (from 1) of a parameter; gradients are multiplied by `grad_scale` first.
+optim::StepScalars scalars_of(const GroupOptions& options, int64_t step_count, float grad_scale);
+
+}  // namespace patrickstar

@@ -1,0 +1,60 @@
+"""Lion, which PyTorch does not have: for parameters that stay with PyTorch, and for scripts that build their optimizer
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2; with gradient g and momentum m:
+
+        p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
+
+    In float32 it makes the bits that an engine of type ``"Lion"`` makes (csrc/optim/kernels.h,
+    [Note: optimizers of one moment]).
+
+    Args:
+        params: parameters, or groups of them with options of their own.
+        lr: the learning rate; a third to a tenth of AdamW's is usual.
+        betas: decay rates of what is stepped by and of what is kept.
+        weight_decay: decoupled; three to ten times AdamW's is usual, since ``lr`` multiplies it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Updates the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        update = torch.lerp(state["exp_avg"], grad, 1 - beta1).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        state["exp_avg"].lerp_(grad, 1 - beta2)
