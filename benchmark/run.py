@@ -10,7 +10,8 @@ one GPU's and PyTorch's context parallelism), ``long`` (steps of one long sequen
 computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two dimensions, in one, and by PyTorch's
 DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of
 a GPT-2 by what its optimizer states are stored in), ``eight_bit`` (AdamW with moments of 8 bits step by step beside
-bitsandbytes' and torchao's).
+bitsandbytes' and torchao's), ``disk`` (a step whose optimizer states are on a disk, against sequential reads and writes
+there).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CASES = (
     "optimus",
     "quality",
     "eight_bit",
+    "disk",
 )
 
 

@@ -17,6 +17,9 @@ class StateError(RuntimeError):
 class MemoryBudgetError(RuntimeError):
     """Something does not fit a memory budget."""
 
+class DiskError(RuntimeError):
+    """A disk that holds optimizer states is full, fails, or gives back other bytes than were written."""
+
 class SystemError(RuntimeError):
     """The operating system, the CUDA driver or NCCL refused."""
 
@@ -114,6 +117,7 @@ class Tier(_Enum):
 
     HOST: ClassVar[Tier]
     DEVICE: ClassVar[Tier]
+    DISK: ClassVar[Tier]
 
 @final
 class Phase(_Enum):
@@ -186,6 +190,9 @@ class Track(_Enum):
     HOST_STATES: ClassVar[Track]
     HOST_OPEN: ClassVar[Track]
     DEVICE_ADAM: ClassVar[Track]
+    DISK_READ: ClassVar[Track]
+    DISK_ADAM: ClassVar[Track]
+    DISK_WRITE: ClassVar[Track]
 
 @final
 class StallCause(_Enum):
@@ -393,13 +400,23 @@ def reserved_gradient_bytes(layout: Layout) -> int:
     """Of host memory, what updates ahead of the step leave to gradients that come down."""
 
 def initial_placement(
-    layout: Layout, host_limit_bytes: int, device_room_bytes: int, backwards: Backwards = Backwards.ONE
-) -> tuple[list[bool], int]:
-    """By chunk, whether its states are on the device before the tide is known."""
+    layout: Layout,
+    host_limit_bytes: int,
+    device_room_bytes: int,
+    backwards: Backwards = Backwards.ONE,
+    disk_limit_bytes: int = 0,
+) -> tuple[list[Tier], int, int]:
+    """By chunk, where its states are before the tide is known, and the bytes that takes on the host and on the disk."""
+
+def home_from_disk(layout: Layout, homes: Sequence[Tier], room_bytes: int) -> list[int]:
+    """The chunks whose states come from the disk to the host when it has so much room."""
+
+def disk_set_bytes(layout: Layout, homes: Sequence[Tier]) -> int:
+    """Of host memory, what states on their way from the disk and back pass through."""
 
 def host_peak_bytes(
     layout: Layout,
-    first_on_device: Sequence[bool],
+    first_homes: Sequence[Tier],
     states_on_device: Sequence[bool],
     host_limit_bytes: int,
     updates_ahead: bool,
@@ -423,6 +440,8 @@ class UpdateAt(_Enum):
     HOST_AT_RETIRE: ClassVar[UpdateAt]
     HOST_PARAM_FIRST: ClassVar[UpdateAt]
     HOST_AFTER_NORM: ClassVar[UpdateAt]
+    DISK_AT_RETIRE: ClassVar[UpdateAt]
+    DISK_AFTER_NORM: ClassVar[UpdateAt]
     DEVICE_AFTER_NORM: ClassVar[UpdateAt]
 
 class Rates:
@@ -438,6 +457,8 @@ class Rates:
     device_adam_params_per_second: float
     synchronize_seconds: float
     launch_ahead_seconds: float
+    disk_read_gbps: float
+    disk_write_gbps: float
     def __init__(self) -> None: ...
 
 def simulate(
@@ -454,6 +475,7 @@ def simulate(
     fixed_bytes: int = 0,
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
+    disk_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
@@ -474,6 +496,7 @@ def choose_plan(
     prefetch_bytes: int = 0,
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
+    disk_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get.
 
@@ -504,6 +527,55 @@ class HostAllocations:
     def __init__(self) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, traceback: object, /) -> None: ...
+
+@final
+class DiskIo(_Enum):
+    """How bytes go to a disk and come back (csrc/memory/disk_channel.h)."""
+
+    AUTO: ClassVar[DiskIo]
+    URING: ClassVar[DiskIo]
+    THREADS: ClassVar[DiskIo]
+
+class DiskFaults:
+    """What a test makes a disk do (csrc/memory/disk_file.h). A count of -1: never."""
+
+    reads_before_error: int
+    writes_before_error: int
+    error_number: int
+    reads_before_flip: int
+    seconds_per_piece: float
+    cuts_short: bool
+    is_plain: bool
+    def __init__(self) -> None: ...
+
+class DiskFile:
+    """A file as memory for arrays (csrc/memory/disk_file.h). Ranges are (address, offset in the file, bytes)."""
+
+    def __init__(
+        self,
+        folder: str,
+        num_bytes: int,
+        io: DiskIo = DiskIo.AUTO,
+        faults: DiskFaults | None = None,
+        registered: Sequence[tuple[int, int]] = [],
+    ) -> None: ...
+    def read(self, ranges: Sequence[tuple[int, int, int]]) -> list[int]: ...
+    def write(self, ranges: Sequence[tuple[int, int, int]]) -> list[int]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def is_direct(self) -> bool: ...
+    @property
+    def how(self) -> str: ...
+
+class DiskOptions:
+    """A disk for optimizer states (csrc/engine/disk_states.h)."""
+
+    folder: str
+    limit_bytes: int
+    """0: there is no disk."""
+    io: DiskIo
+    def __init__(self) -> None: ...
 
 class HostArena:
     """Host memory for payloads, not pinned."""
@@ -614,6 +686,7 @@ class EngineOptions:
 
     device: DeviceOptions
     residency: ResidencyOptions
+    disk: DiskOptions
     ample_limit_bytes: int
     ample_extra_bytes: int
     speculation: SpeculationMode
@@ -866,6 +939,13 @@ class Runtime(UseListener):
     def param_state(self, param: int, /) -> str: ...
     def chunk_state(self, chunk: int, /) -> str: ...
     def is_on_device(self, chunk: int, kind: ArrayKind, /) -> bool: ...
+    def home(self, chunk: int, /) -> Tier:
+        """Where the chunk's optimizer states belong between their uses."""
+
+    @property
+    def disk_faults(self) -> DiskFaults:
+        """What a test makes the disk do."""
+
     def timeline(self) -> list[dict[str, Any]]:
         """The last step's moments, as ``make_plan`` takes them."""
 

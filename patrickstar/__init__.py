@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patrickstar import checkpointing, comm, ops, utils, zero
-    from patrickstar._C import MemoryBudgetError, RankFailure, RankMismatch, StateError
+    from patrickstar._C import DiskError, MemoryBudgetError, RankFailure, RankMismatch, StateError
     from patrickstar.checkpoint import CheckpointError
     from patrickstar.comm import init_distributed
     from patrickstar.deepspeed import TrainingEngine, add_config_arguments, initialize
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.6.0"
 __all__ = [
     "CheckpointError",
+    "DiskError",
     "MemoryBudgetError",
     "RankFailure",
     "RankMismatch",
@@ -46,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "patrickstar.checkpoint",
+    "DiskError": "patrickstar._C",
     "MemoryBudgetError": "patrickstar._C",
     "RankFailure": "patrickstar._C",
     "RankMismatch": "patrickstar._C",

@@ -66,7 +66,7 @@ from patrickstar.planning.cluster import LINKS, Cluster, parse_link
 from patrickstar.planning.divided_matrices import MatrixMesh, cheapest_mesh
 from patrickstar.planning.known_models import KNOWN_MODELS
 from patrickstar.planning.longest import longest
-from patrickstar.planning.machines import MACHINES, Machine, given_gpu, given_host, measured
+from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_gpu, given_host, measured
 from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
 from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
@@ -148,6 +148,10 @@ def _parser(prog: str) -> CommandParser:
     machine.add_argument("--host-link", type=positive, metavar="GB/s", help="between host and GPU, each way")
     machine.add_argument("--cpu-cores", type=at_least_1, metavar="N", help="for each GPU (default: 16)")
     machine.add_argument("--host-bandwidth", type=positive, metavar="GB/s", help="of a socket's memory (default: 213)")
+    machine.add_argument(
+        "--disk-bandwidth", type=positive, metavar="GB/s",
+        help="of a node's disk, reads and writes each while both happen (default: 2)",
+    )  # fmt: skip
     machine.add_argument("--nodes", type=at_least_1, default=1, metavar="N", help="of GPUs that share each chunk")
     machine.add_argument("--gpus-per-node", type=at_least_1, default=1, metavar="N", help="connected with each other")
     machine.add_argument("--link", default="nvlink", help=f"between nodes: {', '.join(LINKS)}, or GB/s for each GPU")
@@ -162,6 +166,10 @@ def _parser(prog: str) -> CommandParser:
     engine.add_argument(
         "--host-memory", type=memory_size, metavar="SIZE",
         help="host_memory of each engine, at most (default: what an engine would take of this machine)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--disk", type=memory_size, metavar="SIZE",
+        help="disk_memory.size of each engine, for optimizer states that nothing else has room for (default: none)",
     )  # fmt: skip
     engine.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
     engine.add_argument(
@@ -238,6 +246,7 @@ def _question(args: argparse.Namespace) -> Question:
         setting=Setting(
             device_bytes=args.device_memory or _usual_device_bytes(machine, cluster),
             host_bytes=args.host_memory or _in_words(host_memory.default_budget_bytes()),
+            disk_bytes=args.disk or 0,
             margin_use_ratio=args.margin_use_ratio,
             speculation=speculation,
             optimizer=_OPTIMIZERS[args.optimizer],
@@ -295,6 +304,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         link_gbps=args.host_link,
     )
     machine = given_host(machine, cores=args.cpu_cores, gbps=args.host_bandwidth)
+    machine = given_disk(machine, args.disk_bandwidth)
     return measured(machine) if args.measure else machine
 
 

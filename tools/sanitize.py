@@ -51,6 +51,7 @@ TESTS = [
     "tests/optim/test_gradient_statistics.py",
     "tests/profiling/test_trace.py::test_models",
     "tests/engine/test_delays.py",
+    "tests/engine/test_disk.py",
     "tests/engine/test_engine.py",
     "tests/engine/test_engine_lifetimes.py::test_engines_of_two_ranks",
     "tests/engine/test_memory_pressure.py",

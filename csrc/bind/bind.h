@@ -32,6 +32,7 @@ void register_plan_vote(pybind11::module_& module);
 void register_messages(pybind11::module_& module);
 void register_collective(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
+void register_disk(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_observer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);

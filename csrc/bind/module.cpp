@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, module) {
   bind::register_messages(module);
   bind::register_collective(module);
   bind::register_memory(module);
+  bind::register_disk(module);
   bind::register_trace(module);
   bind::register_observer(module);
   bind::register_runtime(module);

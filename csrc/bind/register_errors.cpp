@@ -10,6 +10,7 @@ void register_errors(py::module_& module) {
   const auto& state_error = py::register_exception<StateError>(module, "StateError", PyExc_RuntimeError);
   py::register_exception<MemoryBudgetError>(module, "MemoryBudgetError", PyExc_RuntimeError);
   py::register_exception<SystemError>(module, "SystemError", PyExc_RuntimeError);
+  py::register_exception<DiskError>(module, "DiskError", PyExc_RuntimeError);
   py::register_exception<RankMismatch>(module, "RankMismatch", state_error);
   py::register_exception<RankFailure>(module, "RankFailure", PyExc_RuntimeError);
 }

@@ -58,29 +58,35 @@ void register_placement(py::module_& module) {
              "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(
       "initial_placement",
-      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes, Backwards backwards) {
-        const InitialPlacement placement = initial_placement(layout, host_limit_bytes, device_room_bytes, backwards);
-        std::vector<bool> on_device;
-        for (Tier home : placement.homes) on_device.push_back(home == Tier::kDevice);
-        return py::make_tuple(on_device, placement.host_bytes);
+      [](const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes, Backwards backwards,
+         int64_t disk_limit_bytes) {
+        const InitialPlacement placement =
+            initial_placement(layout, host_limit_bytes, device_room_bytes, backwards, disk_limit_bytes);
+        return py::make_tuple(placement.homes, placement.host_bytes, placement.disk_bytes);
       },
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
-      py::arg("backwards") = Backwards::kOne,
-      "By chunk, whether its states are on the device before the tide is known, and the bytes that this takes on the "
-      "host: more than its limit where both together are too small (plan/placement.h).");
+      py::arg("backwards") = Backwards::kOne, py::arg("disk_limit_bytes") = 0,
+      "By chunk, where its states are before the tide is known, and the bytes that this takes on the host, more than "
+      "its limit where all together are too small, and on the disk (plan/placement.h).");
+  module.def("home_from_disk", &home_from_disk, py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
+             "The chunks whose states come from the disk to the host when it has so much room (plan/placement.h).");
+  module.def(
+      "disk_set_bytes",
+      [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },
+      py::arg("layout"), py::arg("homes"),
+      "Of host memory, what states on their way from the disk and back pass through (plan/placement.h).");
   module.def(
       "host_peak_bytes",
-      [](const Layout& layout, const std::vector<bool>& first_on_device, const std::vector<bool>& states_on_device,
+      [](const Layout& layout, const std::vector<Tier>& homes, const std::vector<bool>& states_on_device,
          int64_t host_limit_bytes, bool updates_ahead, Backwards backwards) {
-        std::vector<Tier> homes;
-        for (const bool on_device : first_on_device) homes.push_back(on_device ? Tier::kDevice : Tier::kHost);
         return host_peak_bytes(layout, homes, {states_on_device.begin(), states_on_device.end()}, host_limit_bytes,
                                updates_ahead ? NewValuesAhead::kWhereThereIsRoom : NewValuesAhead::kNever, backwards);
       },
-      py::arg("layout"), py::arg("first_on_device"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
+      py::arg("layout"), py::arg("first_homes"), py::arg("states_on_device"), py::arg("host_limit_bytes"),
       py::arg("updates_ahead"), py::arg("backwards") = Backwards::kOne,
-      "The most that a rank will have mapped of the host (plan/host_demand.h), with states on the device, by chunk, "
-      "before the tide was known and now.");
+      "The most that a rank will have mapped of the host (plan/host_demand.h), by where each chunk's states were "
+      "before "
+      "the tide was known, and whether they are on the device now.");
   module.def(
       "num_device_state_chunks",
       [](const Layout& layout, const py::list& moments, const DeviceBudget& budget) {

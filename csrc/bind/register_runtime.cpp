@@ -56,6 +56,7 @@ void register_layout(py::module_& module) {
         result["quantization"] = chunk.quantization;
         result["leading_state"] = chunk.leading_state();
         result["home_bytes"] = home_bytes(chunk);
+        result["disk_bytes"] = disk_bytes(chunk);
         result["params"] = chunk.params;
         return result;
       });
@@ -107,6 +108,7 @@ void register_options(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("device", &EngineOptions::device)
       .def_readwrite("residency", &EngineOptions::residency)
+      .def_readwrite("disk", &EngineOptions::disk)
       .def_readwrite("ample_limit_bytes", &EngineOptions::ample_limit_bytes)
       .def_readwrite("ample_extra_bytes", &EngineOptions::ample_extra_bytes)
       .def_readwrite("speculation", &EngineOptions::speculation);
@@ -175,6 +177,12 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_chunk_elements"] = report.num_chunk_elements;
   result["num_device_state_chunks"] = report.num_device_state_chunks;
   result["num_device_quantized_chunks"] = report.num_device_quantized_chunks;
+  result["num_disk_chunks"] = report.num_disk_chunks;
+  result["disk_bytes"] = report.disk_bytes;
+  result["disk_read_bytes"] = counters.disk_read_bytes;
+  result["disk_written_bytes"] = counters.disk_written_bytes;
+  result["disk_wait_seconds"] = report.disk_wait_seconds;
+  result["disk_io"] = report.disk_io;
   result["planned_uploaded_bytes"] = report.planned_uploaded_bytes;
   result["planned_downloaded_bytes"] = report.planned_downloaded_bytes;
   result["predicted_step_seconds"] = report.predicted_step_seconds;
@@ -361,6 +369,9 @@ void register_runtime(py::module_& module) {
       .def(
           "start_stall_trace", [](Runtime& self) { self.start_trace(TraceReader::kMonitor); }, ReleaseGil())
       .def("take_stalls", [](Runtime& self) { return take_trace(self, TraceReader::kMonitor, &describe_stalls); })
+      .def_property_readonly(
+          "disk_faults", [](Runtime& self) { return without_gil(self, &Runtime::disk_faults); },
+          "What a test makes the disk do.")
       .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
       .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
       .def_property_readonly("can_repeat_forward",
@@ -379,6 +390,7 @@ void register_runtime(py::module_& module) {
       .def(
           "is_on_device", [](Runtime& self, ChunkId chunk, ArrayKind kind) { return self.is_on_device({chunk, kind}); },
           ReleaseGil())
+      .def("home", &Runtime::home, ReleaseGil(), "Where the chunk's optimizer states belong between their uses.")
       .def("timeline", [](Runtime& self) { return describe_timeline(without_gil(self, &Runtime::last_timeline)); })
       .def("plan", [](Runtime& self) { return describe_plan(without_gil(self, &Runtime::plan)); })
       .def("plan_problem", [](Runtime& self) { return describe_problem(without_gil(self, &Runtime::plan_problem)); })

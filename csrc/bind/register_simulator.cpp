@@ -23,11 +23,15 @@ py::dict describe_step(const SimulatedStep& step) {
   result["gather_seconds"] = step.gather_seconds;
   result["scatter_seconds"] = step.scatter_seconds;
   result["host_adam_seconds"] = step.host_adam_seconds;
+  result["disk_read_seconds"] = step.disk_read_seconds;
+  result["disk_write_seconds"] = step.disk_write_seconds;
   result["stall_seconds"] = stalls;
   result["uploaded_bytes"] = step.uploaded_bytes;
   result["downloaded_bytes"] = step.downloaded_bytes;
   result["gathered_bytes"] = step.gathered_bytes;
   result["scattered_bytes"] = step.scattered_bytes;
+  result["disk_read_bytes"] = step.disk_read_bytes;
+  result["disk_written_bytes"] = step.disk_written_bytes;
   result["peak_bytes"] = step.peak_bytes;
   return result;
 }
@@ -48,13 +52,14 @@ void register_choice(py::module_& module) {
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations) {
+         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
+         std::vector<int64_t> disk_bytes) {
         const Timeline timeline = parse_timeline(moments);
         const PlanProblem problem{&timeline,        parse_costs(costs), limit_bytes,
                                   least_tide_bytes, fixed_bytes,        prefetch_bytes};
-        const PlanChoice choice = choose_plan(
-            problem, rates,
-            {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks, parse_copies(activations)});
+        const PlanChoice choice = choose_plan(problem, rates,
+                                              {std::move(compute_seconds), std::move(updates), std::move(numels),
+                                               num_ranks, parse_copies(activations), std::move(disk_bytes)});
         py::dict result;
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
@@ -64,7 +69,7 @@ void register_choice(py::module_& module) {
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
       py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByMoment{},
+      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
 }
 
@@ -76,6 +81,8 @@ void register_simulator(py::module_& module) {
       .value("HOST_AT_RETIRE", UpdateAt::kHostAtRetire)
       .value("HOST_PARAM_FIRST", UpdateAt::kHostParamFirst)
       .value("HOST_AFTER_NORM", UpdateAt::kHostAfterNorm)
+      .value("DISK_AT_RETIRE", UpdateAt::kDiskAtRetire)
+      .value("DISK_AFTER_NORM", UpdateAt::kDiskAfterNorm)
       .value("DEVICE_AFTER_NORM", UpdateAt::kDeviceAfterNorm);
   py::class_<Rates>(module, "Rates", "How fast a machine is (plan/simulator.h).")
       .def(py::init<>())
@@ -87,6 +94,8 @@ void register_simulator(py::module_& module) {
       .def_readwrite("collective_latency_seconds", &Rates::collective_latency_seconds)
       .def_readwrite("host_adam_params_per_second", &Rates::host_adam_params_per_second)
       .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
+      .def_readwrite("disk_read_gbps", &Rates::disk_read_gbps)
+      .def_readwrite("disk_write_gbps", &Rates::disk_write_gbps)
       .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
       .def_readwrite("launch_ahead_seconds", &Rates::launch_ahead_seconds);
   module.def(
@@ -94,7 +103,7 @@ void register_simulator(py::module_& module) {
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
          int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-         const CopiesByMoment& activations) {
+         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -102,16 +111,16 @@ void register_simulator(py::module_& module) {
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
-        return describe_step(simulate(
-            problem, parse_plan(plan), rates,
-            {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks, parse_copies(activations)}));
+        return describe_step(simulate(problem, parse_plan(plan), rates,
+                                      {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
+                                       parse_copies(activations), std::move(disk_bytes)}));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
-      py::arg("activations") = CopiesByMoment{},
-      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates and "
-      "numels: by chunk.");
+      py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
+      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels "
+      "and disk_bytes: by chunk.");
   register_choice(module);
 }
 

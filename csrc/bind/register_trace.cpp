@@ -98,7 +98,10 @@ void register_trace(py::module_& module) {
       .value("HOST_ADAM", Track::kHostAdam)
       .value("HOST_STATES", Track::kHostStates)
       .value("HOST_OPEN", Track::kHostOpen)
-      .value("DEVICE_ADAM", Track::kDeviceAdam);
+      .value("DEVICE_ADAM", Track::kDeviceAdam)
+      .value("DISK_READ", Track::kDiskRead)
+      .value("DISK_ADAM", Track::kDiskAdam)
+      .value("DISK_WRITE", Track::kDiskWrite);
   py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)

@@ -55,7 +55,10 @@ void register_types(py::module_& module) {
       .value("NONE", QuantType::kNone)
       .value("NF4", QuantType::kNf4)
       .value("INT8", QuantType::kInt8);
-  py::enum_<Tier>(module, "Tier", "Where memory is.").value("HOST", Tier::kHost).value("DEVICE", Tier::kDevice);
+  py::enum_<Tier>(module, "Tier", "Where memory is.")
+      .value("HOST", Tier::kHost)
+      .value("DEVICE", Tier::kDevice)
+      .value("DISK", Tier::kDisk);
   module.def(
       "check_transition",
       [](const std::string& from, const std::string& to) {

@@ -23,6 +23,8 @@
 //   on its way down        yes, busy         yes, host_ready
 //   on the host            -                 yes
 //   updated on the host    -                 yes, host_ready   by the queue of updates
+//   on the disk            -                 -                 on_disk; a state that is at home there
+//   passing through        -                 yes, on_disk      read from there, or written back (engine/disk_states.h)
 //
 // A running operation that uses the slot *holds* the array: it is not evicted then.
 #pragma once
@@ -95,6 +97,7 @@ struct ArrayRecord {
   HostBlock block;          // host memory, empty when the array is not there
   bool on_device = false;   // the slot holds the current value (or will, after device_ready)
   bool on_host = false;     // the block holds the current value (or will, after host_ready)
+  bool on_disk = false;     // so does the disk (or will; engine/disk_states.h)
   Event device_ready;       // complete when an upload into the slot is
   Event host_ready;         // complete when a download into the block, or an update of it, is
   Event block_busy_until;   // complete when an upload out of the block is
@@ -102,15 +105,17 @@ struct ArrayRecord {
   bool prefetched = false;  // uploaded ahead of its use, not used yet
   uint64_t last_use = 0;    // moment of the last use, for the order of eviction before there is a trace
 
-  bool exists() const { return on_device || on_host; }
+  bool exists() const { return on_device || on_host || on_disk; }
   // The value was written by compute, or on the host: it is the current one there, and nowhere else.
   void set_on_device() {
     on_device = true;
     on_host = false;
+    on_disk = false;
   }
   void set_on_host() {
     on_host = true;
     on_device = false;
+    on_disk = false;
   }
 };
 

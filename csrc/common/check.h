@@ -33,6 +33,12 @@ class SystemError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A disk that holds optimizer states is full, fails, or gives back other bytes than were written. Python:
+// patrickstar.DiskError.
+class DiskError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // Another rank of a group died, left by an exception, or did not take part in time. Python: RuntimeError.
 class RankFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;

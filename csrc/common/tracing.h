@@ -45,9 +45,12 @@ enum class Track : uint8_t {
   kHostStates,  // the same worker, updating states whose parameters it has computed before
   kHostOpen,    // the same worker, computing parameters that it left open before
   kDeviceAdam,  // the compute queue, updating
+  kDiskRead,    // the worker that reads states from the disk
+  kDiskAdam,    // the worker of the updates of chunks whose states are on the disk
+  kDiskWrite,   // the worker that writes states to the disk
 };
 
-constexpr int kNumTracks = 9;
+constexpr int kNumTracks = 12;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {
@@ -75,6 +78,38 @@ struct HostSpan {
   TraceClock::time_point end = {};
   bool ran = false;  // false: it was cancelled before it began
   HostEvent done;
+};
+
+// Around the work of a task, on the thread that does it; nothing when nobody wants to know.
+class HostSpanScope {
+ public:
+  explicit HostSpanScope(HostSpan* span) : span_(span) {
+    if (span_ != nullptr) span_->begin = TraceClock::now();
+  }
+  ~HostSpanScope() {
+    if (span_ == nullptr) return;
+    span_->end = TraceClock::now();
+    span_->ran = true;
+  }
+  HostSpanScope(const HostSpanScope&) = delete;
+  HostSpanScope& operator=(const HostSpanScope&) = delete;
+
+ private:
+  HostSpan* span_;
+};
+
+// A trace waits for the span of a task, also of one that failed.
+class HostSpanEnd {
+ public:
+  explicit HostSpanEnd(HostSpan* span) : span_(span) {}
+  ~HostSpanEnd() {
+    if (span_ != nullptr) span_->done.complete();
+  }
+  HostSpanEnd(const HostSpanEnd&) = delete;
+  HostSpanEnd& operator=(const HostSpanEnd&) = delete;
+
+ private:
+  HostSpan* span_;
 };
 
 class Tracer {

@@ -60,6 +60,7 @@ struct ArrayId {
   friend bool operator<(ArrayId a, ArrayId b) { return a.index() < b.index(); }
 };
 
-enum class Tier : uint8_t { kHost, kDevice };
+// kDisk: below the host, for optimizer states alone, which pass through host memory (engine/disk_states.h).
+enum class Tier : uint8_t { kHost, kDevice, kDisk };
 
 }  // namespace patrickstar

@@ -47,6 +47,8 @@ struct Counters {
   int64_t num_settled_updates = 0;     // of those, computed for all factors near the last one
   int64_t num_states_passes = 0;       // updates of states after those of their parameters
   int64_t stashed_bytes = 0;           // of activations, that left the device
+  int64_t disk_read_bytes = 0;         // of optimizer states
+  int64_t disk_written_bytes = 0;
 };
 
 class ChunkMemory {

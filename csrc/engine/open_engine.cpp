@@ -55,12 +55,14 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       memory(*device, std::move(layout), std::move(param_names)),
       traces(memory.tracer()),
       host_updates(device->backend(), device->host_compute(), memory.tracer()),
+      disk_updates(device->backend(), device->host_compute(), memory.tracer(), Track::kDiskAdam),
+      disk(memory, options.disk),
       speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
                   speculation_mode(options), reserved_gradient_bytes(memory.layout())),
-      pager(memory, speculation, recorder, *collectives),
+      pager(memory, disk, speculation, recorder, *collectives),
       stash(pager, speculation),
       gradients(memory.store()),
-      updates(pager, gradients, host_updates, speculation),
+      updates(pager, gradients, host_updates, disk_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),
       turns(pager, recorder, flow, *collectives),
       tracker(pager, flow, turns),
@@ -92,7 +94,8 @@ void OpenEngine::shut_down() {
   steps.then([this] { tracker.release_all(); })
       .then([this] { updates.forget_committed(); })
       .then([this] { stash.drop_all(); })
-      .then([this] { speculation.release_memory(); });
+      .then([this] { speculation.release_memory(); })
+      .then([this] { disk.close(); });
   for (int index = 0; index < memory.store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
     steps.then([&] { memory.leave_device(id); }).then([&] { memory.drop_block(id); });

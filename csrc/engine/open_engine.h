@@ -4,6 +4,7 @@
 //
 //   device        shared with other engines of the process (engine/shared_device.h)
 //   memory        chunks, slots and blocks, and how payloads move
+//   disk          optimizer states below the host
 //   pager         what is on the device, by plan or on demand
 //   gradients     which there are
 //   updates       of chunks, by Adam, in the step or ahead of it
@@ -24,6 +25,7 @@
 #include "engine/access_tracker.h"
 #include "engine/chunk_memory.h"
 #include "engine/chunk_values.h"
+#include "engine/disk_states.h"
 #include "engine/gradient_flow.h"
 #include "engine/pager.h"
 #include "engine/rank_turns.h"
@@ -41,6 +43,7 @@ namespace patrickstar {
 struct EngineOptions {
   DeviceOptions device;
   ResidencyOptions residency;
+  DiskOptions disk;
   SpeculationMode speculation = SpeculationMode::kOff;
   // From this device limit on the caller chooses larger chunks, which may need so much more (for the error that names
   // the least limit).
@@ -69,6 +72,8 @@ struct OpenEngine {
   TraceRequests traces;
   Recorder recorder;
   HostUpdates host_updates;
+  HostUpdates disk_updates;
+  DiskStates disk;
   Speculation speculation;
   Pager pager;
   Stash stash;

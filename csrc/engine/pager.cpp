@@ -27,8 +27,9 @@ bool is_optimizer_state(ArrayKind kind) {
 
 }  // namespace
 
-Pager::Pager(ChunkMemory& memory, Speculation& speculation, Recorder& recorder, Collectives& collectives)
-    : memory_(memory), speculation_(speculation), recorder_(recorder), collectives_(collectives) {
+Pager::Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder,
+             Collectives& collectives)
+    : memory_(memory), disk_(disk), speculation_(speculation), recorder_(recorder), collectives_(collectives) {
   memory_.device().join(*this);
 }
 
@@ -173,6 +174,7 @@ void Pager::fetch_into_slot(ArrayId id, Slot staging) {
     return;
   }
   const ArrayRecord& master = memory_.array({id.chunk, ArrayKind::kMaster});
+  if (is_on_disk(id)) disk_.fetch(id.chunk);  // no room on the host for its gradient: updated on the device
   if (!array.on_host) {
     PS_CHECK(id.kind == ArrayKind::kParam && store().chunk(id.chunk).derives_param() && master.exists(), StateError,
              store().describe(id), " has no value");
@@ -311,6 +313,7 @@ void Pager::ensure_state(ArrayId id, Tier tier) {
 
 void Pager::bring_to_host(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
+  if (is_on_disk(id)) disk_.fetch(id.chunk);
   if (!array.on_host && array.on_device) {
     ensure_block(id);
     memory_.download(id);
@@ -341,6 +344,7 @@ bool Pager::push_out(ArrayId id, HostRoom room) {
 
 bool Pager::reserve_block(ArrayId id, HostRoom room) {
   ArrayRecord& array = memory_.array(id);
+  if (is_on_disk(id)) disk_.fetch(id.chunk);
   if (!array.block) array.block = try_allocate_block(id, room);
   if (array.block) memory_.arena().prepare(array.block);
   return static_cast<bool>(array.block);
@@ -386,7 +390,7 @@ HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
 HostBlock Pager::try_allocate_beside_promises(ArrayId id) {
   const int64_t num_bytes = store().num_bytes(id);
   if (is_promised(id)) return memory_.arena().try_allocate(num_bytes);
-  const bool takes_spare = store().home(id.chunk) == Tier::kHost || !store().chunk(id.chunk).trainable;
+  const bool takes_spare = store().home(id.chunk) != Tier::kDevice || !store().chunk(id.chunk).trainable;
   return try_allocate_in_room(num_bytes, takes_spare ? 0 : spare_bytes(layout()));
 }
 
@@ -409,12 +413,19 @@ HostBlock Pager::try_allocate_guest(int64_t num_bytes) {
   return block;
 }
 
+HostBlock Pager::try_allocate_home(int64_t num_bytes) {
+  speculation_.free_completed();
+  HostBlock block = try_allocate_in_room(num_bytes, spare_bytes(layout()));
+  if (block) memory_.arena().prepare(block);
+  return block;
+}
+
 int64_t Pager::guest_room_bytes() const {
   return memory_.arena().free_bytes() - promised_host_bytes() - spare_bytes(layout());
 }
 
 bool Pager::is_promised(ArrayId id) const {
-  if (store().home(id.chunk) == Tier::kDevice) return false;
+  if (store().home(id.chunk) == Tier::kDevice || is_on_disk(id)) return false;
   if (is_optimizer_state(id.kind)) return true;
   if (store().chunk(id.chunk).is_quantized()) return id.kind == ArrayKind::kQuantized && !memory_.array(id).block;
   const ArrayId param{id.chunk, layout().param_home()};
@@ -422,6 +433,8 @@ bool Pager::is_promised(ArrayId id) const {
   const ArrayId grad{id.chunk, layout().grad_home()};
   return (id == param || id == grad) && !memory_.array(param).block && !memory_.array(grad).block;
 }
+
+bool Pager::is_on_disk(ArrayId id) const { return is_optimizer_state(id.kind) && disk_.is_home_of(id.chunk); }
 
 bool Pager::is_placed_on_device(ArrayId id) const {
   if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
@@ -434,7 +447,7 @@ int64_t Pager::promised_host_bytes() const {
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     const ArrayId value = layout().value_home(chunk);
     if (is_promised(value)) bytes += store().num_bytes(value);
-    if (!store().chunk(chunk).trainable || store().home(chunk) == Tier::kDevice) continue;
+    if (!store().chunk(chunk).trainable || store().home(chunk) != Tier::kHost) continue;
     for (ArrayKind kind : store().chunk(chunk).state_kinds()) {
       if (!memory_.array({chunk, kind}).block) bytes += store().num_bytes({chunk, kind});
     }

@@ -29,6 +29,7 @@
 
 #include "engine/chunk_memory.h"
 #include "engine/collectives.h"
+#include "engine/disk_states.h"
 #include "engine/speculation.h"
 #include "plan/planner.h"
 #include "trace/recorder.h"
@@ -43,7 +44,7 @@ enum class HostRoom : uint8_t {
 
 class Pager final : public Tenant {
  public:
-  Pager(ChunkMemory& memory, Speculation& speculation, Recorder& recorder, Collectives& collectives);
+  Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder, Collectives& collectives);
   ~Pager() override;
 
   ChunkMemory& memory() { return memory_; }
@@ -51,6 +52,7 @@ class Pager final : public Tenant {
   ChunkStore& store() { return memory_.store(); }
   const ChunkStore& store() const { return memory_.store(); }
   const Layout& layout() const { return memory_.layout(); }
+  DiskStates& disk() { return disk_; }
 
   // Records that a moment begins with `acquired` (sorted param arrays), and evicts what the plan says for it.
   void begin_moment(Phase phase, const std::vector<ArrayId>& acquired);
@@ -79,6 +81,8 @@ class Pager final : public Tenant {
   Slot take_slot(int64_t num_bytes, ArrayId what);
   // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
   HostBlock try_allocate_guest(int64_t num_bytes);
+  // The same for something that is at home on the host from now on; updates ahead keep theirs.
+  HostBlock try_allocate_home(int64_t num_bytes);
   // What there is of it, as far as it is in one piece.
   int64_t guest_room_bytes() const;
   // Of arrays that are at home on the host, what has no block yet.
@@ -146,6 +150,8 @@ class Pager final : public Tenant {
   HostBlock try_allocate_beside_promises(ArrayId id);
   HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
   bool is_promised(ArrayId id) const;
+  // An optimizer state whose home is the disk, through which host memory is lent to it.
+  bool is_on_disk(ArrayId id) const;
   // Lives on the device by placement just now: an optimizer state, a compute value that is a part of one, or quantised
   // values.
   bool is_placed_on_device(ArrayId id) const;
@@ -159,6 +165,7 @@ class Pager final : public Tenant {
   bool evict_one(Vacate what);
 
   ChunkMemory& memory_;
+  DiskStates& disk_;
   Speculation& speculation_;
   Recorder& recorder_;
   Collectives& collectives_;

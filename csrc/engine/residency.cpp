@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "common/check.h"
 #include "plan/host_demand.h"
@@ -67,15 +68,18 @@ void Residency::check_fits(const InitialPlacement& placement, int64_t device_roo
   const int64_t left = std::max<int64_t>(arena.unreserved_bytes(), 0);
   const int64_t missing = placement.host_bytes - left;
   const int64_t others = arena.limit_bytes() - left;
+  const std::string on_disk =
+      placement.disk_bytes > 0 ? detail::join(", and the disk has ", placement.disk_bytes) : std::string();
   const std::string taken = others > 0 ? detail::join(", of which other engines of this process have ", others) : "";
   PS_CHECK(missing <= 0, MemoryBudgetError,
            accumulates
                ? "parameters, optimizer states and gradients that accumulate (gradient_accumulation_steps) need "
                : "parameters and optimizer states need ",
-           needed, " bytes, of which the device has ", "room for ", device_room_bytes,
-           " before activations; the others and a gradient on its way take ", placement.host_bytes,
-           " on the host, and host memory takes ", left, " (host_memory is ", arena.limit_bytes(), taken,
-           "); raise host_memory to at least ", arena.limit_bytes() + missing, " bytes, or device_memory");
+           needed, " bytes, of which the device has ", "room for ", device_room_bytes, " before activations", on_disk,
+           "; the others and a gradient on its way take ", placement.host_bytes, " on the host, and host memory takes ",
+           left, " (host_memory is ", arena.limit_bytes(), taken, "); raise host_memory to at least ",
+           arena.limit_bytes() + missing, " bytes, or device_memory",
+           pager_.disk().options().limit_bytes > 0 ? ", or disk_memory.size" : "");
 }
 
 void Residency::place_initially(int64_t working_set_bytes) {
@@ -83,13 +87,15 @@ void Residency::place_initially(int64_t working_set_bytes) {
   const bool all_on_device = !bounded && options_.state_placement == StatePlacement::kHybrid;
   const int64_t room = std::max<int64_t>(limit_within_slack() - working_set_bytes, 0);
   const int64_t host_limit = all_on_device ? spare_bytes(layout()) : memory_.arena().unreserved_bytes();
-  const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards);
+  const int64_t disk_limit = all_on_device ? 0 : pager_.disk().options().limit_bytes;
+  const InitialPlacement placement = initial_placement(layout(), host_limit, room, options_.backwards, disk_limit);
   if (!all_on_device) check_fits(placement, room);
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
     store().set_home(chunk, placement.homes[static_cast<size_t>(chunk)]);
   }
   first_homes_ = placement.homes;
   reserve_homes_on_host();
+  pager_.disk().open();
   pager_.set_payload_limit(warmup_payload_limit());
 }
 
@@ -108,6 +114,7 @@ void Residency::reserve_homes_on_host() {
       const bool is_value = kind == layout().param_home();
       const bool exists = is_value || (spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
+      if (!is_value && store().home(chunk) == Tier::kDisk) continue;
       arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
@@ -126,6 +133,21 @@ void Residency::fill_margin(const Timeline& step) {
   if (options_.state_placement == StatePlacement::kHost) return;
   for (ChunkId chunk : chunks_that_move_in(step)) move_states_to_device(chunk);
   memory_.arena().trim();
+  bring_home_from_disk();
+}
+
+// Where states that have moved to the device were.
+void Residency::bring_home_from_disk() {
+  std::vector<Tier> homes;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
+  for (ChunkId chunk : home_from_disk(layout(), homes, pager_.guest_room_bytes())) {
+    std::vector<HostBlock> blocks;
+    for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
+      blocks.push_back(pager_.try_allocate_home(layout().num_bytes({chunk, kind})));
+      if (!blocks.back()) return;
+    }
+    pager_.disk().move_to_host(chunk, std::move(blocks));
+  }
 }
 
 std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const {
@@ -185,6 +207,8 @@ void Residency::move_states_to_device(ChunkId chunk) {
     store().set_home(chunk, Tier::kDevice);
     return;
   }
+  const bool was_on_disk = store().home(chunk) == Tier::kDisk;
+  if (was_on_disk) pager_.disk().fetch(chunk);
   for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
@@ -193,8 +217,9 @@ void Residency::move_states_to_device(ChunkId chunk) {
       const ScopedHold hold(record);
       pager_.bring(id);
     }
-    memory_.drop_block(id);  // also the place of a state that is not made yet
+    if (!was_on_disk) memory_.drop_block(id);  // also the place of a state that is not made yet
   }
+  if (was_on_disk) pager_.disk().forget(chunk);
   if (layout().chunk(chunk).keeps_param()) pager_.bring({chunk, layout().param_home()});
   memory_.drop_block({chunk, layout().param_home()});
   store().set_home(chunk, Tier::kDevice);

@@ -1,8 +1,9 @@
 // Residency: what lives where from step to step, and how much of the device payloads may take.
 //
-//   before the first step   optimizer states on the host, what does not fit there on the device; payloads keep to a
-//                           fixed share of the device, since the tide is not known
-//   after its backward      the tide is known: the first chunks' states move into the margin that it leaves
+//   before the first step   optimizer states on the host, what does not fit there on the disk or on the device;
+//                           payloads keep to a fixed share of the device, since the tide is not known
+//   after its backward      the tide is known: the first chunks' states move into the margin that it leaves, and others
+//                           from the disk to where these were on the host
 //   after the next few      the same once more, where they leave more room than the first did ([Note: settling])
 //   after an unfreezing     the same once more, for what is new
 //   under pressure          states leave the device (engine/shared_device.h); they come back when steps went without
@@ -77,6 +78,7 @@ class Residency {
   DeviceBudget device_budget() const;
   int64_t warmup_payload_limit() const;
   void reserve_homes_on_host();
+  void bring_home_from_disk();
   void check_fits(const InitialPlacement& placement, int64_t device_room_bytes) const;
   // For states that stay: other engines' values are to find room beside them.
   DeviceBudget budget_for_states() const;

@@ -244,6 +244,7 @@ void Runtime::release_chunk(ChunkId chunk) {
   open->tracker.release_all();
   open->updates.forget_committed();
   open->updates.cancel(chunk);
+  open->disk.forget(chunk);
   for (int kind = 0; kind < kNumArrayKinds; ++kind) open->memory.discard({chunk, static_cast<ArrayKind>(kind)});
   open->memory.slots().trim(INT64_MAX);
   open->memory.arena().trim();
@@ -251,6 +252,7 @@ void Runtime::release_chunk(ChunkId chunk) {
 
 void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   const Entry open = compute();
+  open->disk.check();
   if (tracking == Tracking::kTraining && is_frozen(open->layout())) forget_running_step(*open);
   if (open->recorder.position() < 0) open->backend().reset_least_limit();
   open->pager.set_running(true);
@@ -313,7 +315,10 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
   const Entry open = compute();
   open->updates.check_nothing_committed("a second backward");
   open->updates.expect(expected_groups, expected_grad_scale);
-  if (!open->flow.pending()) open->updates.choose_speculation();
+  if (!open->flow.pending()) {
+    open->updates.choose_speculation();
+    open->disk.expect_updates();
+  }
   open->tracker.release_transient();
   open->pager.set_running(true);
   open->tracker.set_tracking(Tracking::kTraining);
@@ -545,9 +550,13 @@ RuntimeReport Runtime::report() {
     int& count = open->layout().chunk(chunk).is_quantized() ? report.num_device_quantized_chunks
                                                             : report.num_device_state_chunks;
     count += open->memory.store().has_states_on_device(chunk) ? 1 : 0;
+    report.num_disk_chunks += open->disk.is_home_of(chunk) ? 1 : 0;
   }
   report.planned_uploaded_bytes = open->pager.plan().uploaded_bytes;
   report.planned_downloaded_bytes = open->pager.plan().downloaded_bytes;
+  report.disk_bytes = open->disk.num_bytes();
+  report.disk_io = open->disk.how();
+  report.disk_wait_seconds = open->disk_updates.waited_seconds();
   if (open->planner.predicted()) report.predicted_step_seconds = open->planner.predicted()->seconds;
   return report;
 }
@@ -604,6 +613,16 @@ State Runtime::param_state(ParamId param) {
 State Runtime::chunk_state(ChunkId chunk) {
   const Entry open(*this);
   return open->memory.store().chunk_state(chunk);
+}
+
+Tier Runtime::home(ChunkId chunk) {
+  const Entry open(*this);
+  return open->memory.store().home(chunk);
+}
+
+std::shared_ptr<DiskFaults> Runtime::disk_faults() {
+  const Entry open(*this);
+  return open->disk.options().file.faults;
 }
 
 bool Runtime::is_on_device(ArrayId array) {

@@ -140,7 +140,7 @@ std::vector<UpdateAt> StepPlanner::update_times() const {
     } else if (store_.has_states_on_device(chunk)) {
       result.push_back(UpdateAt::kDeviceAfterNorm);
     } else {
-      result.push_back(gradients_.accumulates() ? UpdateAt::kHostAfterNorm : updates_.host_update_at(chunk));
+      result.push_back(gradients_.accumulates() ? updates_.late_update_at(chunk) : updates_.host_update_at(chunk));
     }
   }
   return result;
@@ -156,7 +156,11 @@ void StepPlanner::make_next_plan() {
     if (num_steps_ > 0) shape.updates = agreed_updates_;
     shape.num_ranks = store_.layout().sharding().num_ranks;
     shape.numels.clear();
-    for (const ChunkSpec& chunk : store_.layout().chunks()) shape.numels.push_back(chunk.shard_numel);
+    shape.disk_bytes.clear();
+    for (const ChunkSpec& chunk : store_.layout().chunks()) {
+      shape.numels.push_back(chunk.shard_numel);
+      shape.disk_bytes.push_back(disk_bytes(chunk));
+    }
     PlanChoice choice = choose_plan(untimed, times_->rates, shape);
     plan = std::move(choice.plan);
     prefetch_bytes_ = choice.prefetch_bytes;

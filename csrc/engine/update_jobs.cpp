@@ -1,6 +1,7 @@
 #include "engine/update_jobs.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -18,7 +19,8 @@ const char* at(const void* data, int64_t offset, DType dtype) {
 // Of random bits that states of fewer bytes are rounded with: the same in every run, as all else is.
 constexpr uint64_t kRandomSeed = 0;
 
-Track track_of(Pass pass) {
+// `whole`: of updates in one pass.
+Track track_of(Pass pass, Track whole) {
   switch (pass) {
     case Pass::kStates:
       return Track::kHostStates;
@@ -29,40 +31,8 @@ Track track_of(Pass pass) {
     case Pass::kBetween:
       break;
   }
-  return Track::kHostAdam;
+  return whole;
 }
-
-// Around the work of an update, on the thread that does it; nothing when nobody wants to know.
-class HostSpanScope {
- public:
-  explicit HostSpanScope(HostSpan* span) : span_(span) {
-    if (span_ != nullptr) span_->begin = TraceClock::now();
-  }
-  ~HostSpanScope() {
-    if (span_ == nullptr) return;
-    span_->end = TraceClock::now();
-    span_->ran = true;
-  }
-  HostSpanScope(const HostSpanScope&) = delete;
-  HostSpanScope& operator=(const HostSpanScope&) = delete;
-
- private:
-  HostSpan* span_;
-};
-
-// A trace waits for the span of an update, also of one that failed.
-class HostSpanEnd {
- public:
-  explicit HostSpanEnd(HostSpan* span) : span_(span) {}
-  ~HostSpanEnd() {
-    if (span_ != nullptr) span_->done.complete();
-  }
-  HostSpanEnd(const HostSpanEnd&) = delete;
-  HostSpanEnd& operator=(const HostSpanEnd&) = delete;
-
- private:
-  HostSpan* span_;
-};
 
 }  // namespace
 
@@ -183,7 +153,7 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 }
 
 Event HostUpdates::submit(HostUpdate update) {
-  const SpanLabel label = update_label(track_of(update.pass), update.chunk, update.jobs);
+  const SpanLabel label = update_label(track_of(update.pass, track_), update.chunk, update.jobs);
   const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update.cancelled);
   return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
     const HostSpanEnd end(span.get());
@@ -193,6 +163,7 @@ Event HostUpdates::submit(HostUpdate update) {
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
   for (const Event& event : update.after) backend_.synchronize(event);
+  await_states(update);
   const HostSpanScope scope(span);
   for (const Restore& restore : update.restores) {
     compute_.cast_from_float(restore.in, restore.out, restore.dtype, restore.numel);
@@ -211,6 +182,13 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
     case Pass::kOpen:
       return compute_.update_param_open(update.jobs);
   }
+}
+
+void HostUpdates::await_states(const HostUpdate& update) {
+  if (update.states == nullptr) return;
+  const TraceClock::time_point begin = TraceClock::now();
+  backend_.synchronize(update.states);
+  waited_nanoseconds_ += std::chrono::nanoseconds(TraceClock::now() - begin).count();
 }
 
 }  // namespace patrickstar

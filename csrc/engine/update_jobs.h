@@ -91,6 +91,7 @@ struct HostUpdate {
   std::vector<Restore> restores;
   std::vector<Carry> carries;
   std::vector<Event> after;                            // downloads of the gradients, updates before it
+  Event states;                                        // read from the disk; null: they were there
   std::shared_ptr<const std::atomic<bool>> cancelled;  // nothing is done when it is true by then; may be null
 
   bool is_cancelled() const { return cancelled != nullptr && *cancelled; }
@@ -124,20 +125,26 @@ class UpdateJobs {
 
 class HostUpdates {
  public:
-  HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer)
-      : backend_(backend), compute_(compute), tracer_(tracer) {}
+  // `track`: of updates in one pass.
+  HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer, Track track = Track::kHostAdam)
+      : backend_(backend), compute_(compute), tracer_(tracer), track_(track) {}
 
   // Complete when the update is.
   Event submit(HostUpdate update);
   // What other passes than updates need on the queue, in its order.
   Event submit_task(std::function<void()> task) { return queue_.submit(std::move(task)); }
+  // What updates have waited for their states so far, after all else that they wait for.
+  double waited_seconds() const { return static_cast<double>(waited_nanoseconds_.load()) * 1e-9; }
 
  private:
+  void await_states(const HostUpdate& update);
   void run(const HostUpdate& update, HostSpan* span);
 
   Backend& backend_;
   optim::HostCompute& compute_;
   Tracer& tracer_;
+  const Track track_;
+  std::atomic<int64_t> waited_nanoseconds_{0};
   WorkQueue queue_;
 };
 

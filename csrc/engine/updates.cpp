@@ -14,12 +14,15 @@ constexpr int64_t kBatchNumel = int64_t{4} << 20;
 
 }  // namespace
 
-Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation)
+Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, HostUpdates& disk_updates,
+                 Speculation& speculation)
     : pager_(pager),
       memory_(pager.memory()),
       store_(pager.store()),
       gradients_(gradients),
+      disk_(pager.disk()),
       host_updates_(host_updates),
+      disk_updates_(disk_updates),
       speculation_(speculation),
       jobs_(store_, gradients),
       committed_(static_cast<size_t>(store_.num_chunks()), 0) {}
@@ -34,7 +37,7 @@ bool Updates::has_states(ChunkId chunk, Tier tier) const {
   const StateKinds kinds = store_.chunk(chunk).state_kinds();
   return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
     const ArrayRecord& state = memory_.array({chunk, kind});
-    return tier == Tier::kDevice ? state.on_device : state.on_host && !state.on_device;
+    return tier == Tier::kDevice ? state.on_device : state.exists() && !state.on_device;
   });
 }
 
@@ -70,7 +73,7 @@ void Updates::choose_chunks() {
   std::vector<NewBytes> sizes(static_cast<size_t>(layout.num_chunks()));
   bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (!has_states(chunk, Tier::kHost)) continue;
+    if (disk_.is_home_of(chunk) || !has_states(chunk, Tier::kHost)) continue;
     sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
     any = true;
   }
@@ -78,7 +81,8 @@ void Updates::choose_chunks() {
 }
 
 UpdateAt Updates::host_update_at(ChunkId chunk) const {
-  if (speculation_.commits()) return UpdateAt::kHostAtRetire;
+  if (speculation_.commits()) return disk_.is_home_of(chunk) ? UpdateAt::kDiskAtRetire : UpdateAt::kHostAtRetire;
+  if (disk_.is_home_of(chunk)) return UpdateAt::kDiskAfterNorm;
   if (!speculation_.succeeds(chunk)) return UpdateAt::kHostAfterNorm;
   const bool everything = speculation_.ahead(chunk) == Ahead::kEverything && speculation_.expected_scales().is_exact();
   return everything ? UpdateAt::kHostAtRetire : UpdateAt::kHostParamFirst;
@@ -154,6 +158,7 @@ void Updates::speculate(ChunkId chunk) {
   const ArrayId grad = grad_of(chunk);
   ArrayRecord& record = memory_.array(grad);
   if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
+  if (disk_.is_home_of(chunk)) return;
   if (!record.on_host || !gradients_.has_any(chunk) || !has_states(chunk, Tier::kHost)) return;
   const ScaleBounds& scales = speculation_.expected_scales();
   const ChunkSpec& spec = store_.chunk(chunk);
@@ -283,7 +288,7 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, 
 }
 
 void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected) {
-  std::vector<ChunkId> on_host;
+  LateUpdates late;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (!gradients_.has_any(chunk) || is_committed(chunk)) continue;
     if (as_expected && speculation_.has(chunk)) {
@@ -293,12 +298,16 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
       apply_on_device(chunk, groups, grad_scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
-      on_host.push_back(chunk);
+      (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
     }
   }
+  apply_late(late, groups, grad_scale);
+}
+
+void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ChunkId> batch;
   int64_t numel = 0;
-  for (ChunkId chunk : on_host) {
+  for (ChunkId chunk : late.on_host) {
     batch.push_back(chunk);
     numel += store_.chunk(chunk).numel;
     if (numel < kBatchNumel) continue;
@@ -306,6 +315,7 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
     numel = 0;
   }
   if (!batch.empty()) apply_on_host(batch, groups, grad_scale);
+  for (ChunkId chunk : late.on_disk) apply_on_host({chunk}, groups, grad_scale);
 }
 
 // The next backward reaches the last chunks first.
@@ -350,7 +360,7 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
 }
 
 std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {
-  if (!speculation_.allows_passes()) return std::nullopt;
+  if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
   std::vector<HostBlock> blocks(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (gradients_.source(chunks[i]) != grad_of(chunks[i]).kind) continue;
@@ -370,10 +380,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     const ChunkId chunk = chunks[i];
     const ArrayId grad{chunk, gradients_.source(chunk)};
     pager_.send_to_host(grad);
-    for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
-      pager_.ensure_state({chunk, kind}, Tier::kHost);
-      pager_.bring_to_host({chunk, kind});
-    }
+    bring_states_to_host(chunk, update);
     update.after.push_back(memory_.array(grad).host_ready);
     if (store_.chunk(chunk).keeps_param()) bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
@@ -391,7 +398,8 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     rest.chunks = chunks;
     rest.update.jobs = update.jobs;
   }
-  const Event done = host_updates_.submit(std::move(update));
+  const bool on_disk = disk_.is_home_of(chunks.front());
+  const Event done = (on_disk ? disk_updates_ : host_updates_).submit(std::move(update));
   rest.update.after = {done};
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
@@ -403,7 +411,11 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
       rest.gradients.push_back(take_gradient(chunk));
     }
     if (params) continue;
-    for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
+    for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
+      memory_.array({chunk, kind}).host_ready = done;
+      memory_.array({chunk, kind}).set_on_host();
+    }
+    if (on_disk) disk_.store_updated(chunk);
     if (gradients_.source(chunk) == ArrayKind::kGradSum) {
       memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
     } else if (targets[i].place == ParamPlace::kOwn) {
@@ -411,6 +423,22 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     }
   }
   if (params) states_passes_.push_back(std::move(rest));
+}
+
+void Updates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
+  const bool on_disk = disk_.is_home_of(chunk);
+  if (on_disk) disk_.fetch(chunk);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
+    const ArrayId id{chunk, kind};
+    pager_.ensure_state(id, Tier::kHost);
+    if (!on_disk) {
+      pager_.bring_to_host(id);
+      continue;
+    }
+    ArrayRecord& record = memory_.array(id);
+    update.after.push_back(std::exchange(record.block_busy_until, nullptr));
+    if (record.host_ready != nullptr) update.states = record.host_ready;
+  }
 }
 
 // What made it there and what still reads it are over by `events`.

@@ -27,7 +27,9 @@ namespace patrickstar {
 
 class Updates {
  public:
-  Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, Speculation& speculation);
+  // `disk_updates`: the queue of those of chunks whose states are on the disk, so that the others' do not wait for it.
+  Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates, HostUpdates& disk_updates,
+          Speculation& speculation);
 
   // Before a backward: what the step after it is expected to get. Updates on the host may start then.
   // `full_scale`: of gradients, where clipping does not act.
@@ -43,6 +45,10 @@ class Updates {
 
   // When the chunk's updates on the host start, from step to step.
   UpdateAt host_update_at(ChunkId chunk) const;
+  // Where they start when the norm is known.
+  UpdateAt late_update_at(ChunkId chunk) const {
+    return disk_.is_home_of(chunk) ? UpdateAt::kDiskAfterNorm : UpdateAt::kHostAfterNorm;
+  }
 
   void set_group(ParamId param, int group) { jobs_.set_group(param, group); }
   int64_t step_count(ParamId param) const { return jobs_.step_count(param); }
@@ -63,6 +69,11 @@ class Updates {
   void release_host_memory() { speculation_.release_memory(); }
 
  private:
+  // Chunks whose updates wait for the norm, by where their states are.
+  struct LateUpdates {
+    std::vector<ChunkId> on_host;
+    std::vector<ChunkId> on_disk;
+  };
   // The second pass of chunks whose new parameters are computed, or being so.
   struct StatesPass {
     std::vector<ChunkId> chunks;
@@ -75,12 +86,17 @@ class Updates {
   void choose_chunks();
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
+  void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  // Several chunks that are at home on the host, or one whose states are on the disk.
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
   // Memory for the chunks' new parameters apart from their gradients; empty when there is none for one of them. The
   // chunks whose gradient is another array need none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
   void submit_states_passes();
+  // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the
+  // disk as events that `update` waits for.
+  void bring_states_to_host(ChunkId chunk, HostUpdate& update);
   // Of the chunk's states what does not exist yet.
   void make_states(ChunkId chunk);
   void bring_value_to_host(ChunkId chunk, std::vector<Event>& events);
@@ -109,7 +125,9 @@ class Updates {
   ChunkMemory& memory_;
   ChunkStore& store_;
   const Gradients& gradients_;
+  DiskStates& disk_;
   HostUpdates& host_updates_;
+  HostUpdates& disk_updates_;
   Speculation& speculation_;
   UpdateJobs jobs_;
   ScaleForecast forecast_;

@@ -49,17 +49,28 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
   int64_t accumulated = 0;
   int64_t largest = 0;
   std::vector<NewBytes> sizes(layout.chunks().size());
+  std::vector<Tier> homes = first_homes;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
     const bool moved = spec.trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
-    if (first_homes[static_cast<size_t>(chunk)] == Tier::kDevice) continue;
-    mapped += home_bytes(spec);
+    if (homes[static_cast<size_t>(chunk)] == Tier::kDevice) continue;
+    const bool on_disk = homes[static_cast<size_t>(chunk)] == Tier::kDisk;
+    mapped += on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
     if (backwards == Backwards::kSeveral) accumulated += accumulation_bytes(layout, chunk);
     if (spec.trainable) largest = std::max(largest, spec.num_bytes(layout.grad_home()));
-    if (moved) left += home_bytes(spec);
-    if (!moved && spec.trainable) sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
+    if (moved) left += on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);
+    if (moved) homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+    if (!moved && spec.trainable && !on_disk) sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
   }
   if (mapped == 0) return 0;
+  mapped += disk_sets(layout, first_homes).num_bytes();
+  for (ChunkId chunk : home_from_disk(layout, homes, host_limit_bytes - mapped - spare_bytes(layout) + left)) {
+    const int64_t bytes = optimizer_bytes(layout.chunk(chunk));
+    const int64_t in_places_left = std::min(bytes, left);
+    left -= in_places_left;
+    mapped += bytes - in_places_left;
+    sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
+  }
   int64_t peak = mapped + accumulated + largest + HostArena::most_rounding_bytes(mapped);
   if (ahead == NewValuesAhead::kWhereThereIsRoom && backwards == Backwards::kOne) {
     const int64_t reserved = reserved_gradient_bytes(layout);

@@ -4,8 +4,10 @@
 #include <functional>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "common/check.h"
+#include "memory/disk_file.h"
 #include "memory/host_arena.h"
 
 namespace patrickstar {
@@ -107,6 +109,44 @@ bool has_room_ahead(const Layout& layout, int count, int64_t host_limit_bytes) {
     bytes += home_bytes(spec) + (spec.trainable ? spec.num_bytes(layout.param_home()) : 0);
   }
   return bytes <= host_limit_bytes;
+}
+
+// The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
+// disk for no more.
+InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes,
+                           Backwards backwards, int64_t most_bytes, InitialPlacement placement) {
+  DiskSets sets;
+  int64_t beside_sets = placement.host_bytes;
+  for (ChunkId chunk = layout.num_chunks() - 1; chunk >= 0 && placement.host_bytes > host_limit_bytes; --chunk) {
+    const int64_t bytes = disk_bytes(layout.chunk(chunk));
+    if (bytes == 0 || bytes > most_bytes || placement.disk_bytes + bytes > disk_limit_bytes) continue;
+    placement.homes[static_cast<size_t>(chunk)] = Tier::kDisk;
+    placement.disk_bytes += bytes;
+    sets.serve(layout.chunk(chunk));
+    beside_sets += bytes_beside_disk(layout, chunk, backwards) - held_bytes(layout, chunk, backwards);
+    placement.host_bytes = beside_sets + sets.num_bytes();
+  }
+  return placement;
+}
+
+// Sets are as large as the largest chunk that passes through, so a few large chunks may take more of the host than they
+// leave to it. What is best is tried: the fewest bytes on the disk with which the host suffices, else the least host.
+void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes, Backwards backwards,
+                   InitialPlacement& placement) {
+  std::set<int64_t, std::greater<>> sizes;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    if (chunk.trainable) sizes.insert(disk_bytes(chunk));
+  }
+  const auto rank = [&](const InitialPlacement& found) {
+    const int64_t missing = std::max<int64_t>(found.host_bytes - host_limit_bytes, 0);
+    return std::make_pair(missing, found.disk_bytes);
+  };
+  InitialPlacement best = placement;
+  for (int64_t most_bytes : sizes) {
+    InitialPlacement found = with_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, most_bytes, placement);
+    if (rank(found) < rank(best)) best = std::move(found);
+  }
+  placement = std::move(best);
 }
 
 // `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
@@ -214,19 +254,67 @@ int64_t spare_bytes(const Layout& layout) {
   return largest + HostArena::most_rounding_bytes(total);
 }
 
+int64_t disk_bytes(const ChunkSpec& chunk) {
+  int64_t bytes = 0;
+  if (!chunk.trainable) return bytes;
+  for (ArrayKind kind : chunk.state_kinds()) bytes += DiskFile::round_up(chunk.num_bytes(kind));
+  return bytes;
+}
+
+int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
+  if (spec.derives_param()) return bytes;
+  return bytes + spec.num_bytes(layout.grad_home()) + HostArena::most_rounding_bytes(0);  // mapped when it is needed
+}
+
+int64_t DiskSets::num_bytes() const {
+  const int64_t bytes = count * (block_bytes[0] + block_bytes[1] + block_bytes[2]);
+  return count == 0 ? 0 : bytes + HostArena::most_rounding_bytes(bytes);
+}
+
+void DiskSets::serve(const ChunkSpec& chunk) {
+  count = std::min(count + 1, kNumDiskSets);
+  auto bytes = block_bytes.begin();
+  for (ArrayKind kind : optimizer_arrays()) {
+    *bytes = std::max(*bytes, DiskFile::round_up(chunk.num_bytes(kind)));
+    ++bytes;
+  }
+}
+
+DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes) {
+  DiskSets sets;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (homes[static_cast<size_t>(chunk)] == Tier::kDisk) sets.serve(layout.chunk(chunk));
+  }
+  return sets;
+}
+
+std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
+  std::vector<ChunkId> chunks;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const int64_t bytes = optimizer_bytes(layout.chunk(chunk)) + HostArena::most_rounding_bytes(0);
+    if (homes[static_cast<size_t>(chunk)] != Tier::kDisk || bytes > room_bytes) continue;
+    chunks.push_back(chunk);
+    room_bytes -= bytes;
+  }
+  return chunks;
+}
+
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
-                                   Backwards backwards) {
+                                   Backwards backwards, int64_t disk_limit_bytes) {
   InitialPlacement result;
   result.host_bytes = spare_bytes(layout);
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     result.host_bytes += held_bytes(layout, chunk, backwards);
   }
   result.homes.assign(layout.chunks().size(), Tier::kHost);
+  if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
     const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
     const int64_t bytes = held_bytes(layout, chunk, backwards);
-    if (bytes > room) continue;
+    if (bytes > room || result.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
     result.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
     result.host_bytes -= bytes;
     room -= bytes;
@@ -234,7 +322,7 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   // Frozen values are written on the host first.
   bool needs_spare = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] != Tier::kDevice;
     needs_spare = needs_spare || is_on_host || !layout.chunk(chunk).trainable;
   }
   if (!needs_spare) result.host_bytes = 0;

@@ -2,6 +2,7 @@
 // sizes and of the timeline, so that a plan can be made without a device.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -43,17 +44,43 @@ constexpr double kFixedSegmentSlackRatio = 0.15;
 // full. Where gradients never take their parameters' place, for two: one that comes down while another is applied.
 int64_t spare_bytes(const Layout& layout);
 
-// Where each chunk belongs before the tide is known, and what that takes on the host, spare included.
+// What a chunk's optimizer states take on a disk, and what is left of it on the host where they are there: its value or
+// its gradient, both where the value is a part of the master ([Note: states on the disk], engine/disk_states.h).
+int64_t disk_bytes(const ChunkSpec& chunk);
+int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards);
+
+// Host memory through which the states of chunks on the disk pass: sets of blocks, each for any of these chunks.
+struct DiskSets {
+  int count = 0;
+  std::array<int64_t, 3> block_bytes{};  // of each set, for each of optimizer_arrays(); 0: no chunk has such a state
+
+  // For this chunk as well.
+  void serve(const ChunkSpec& chunk);
+  // Of all of them, in whole pages.
+  int64_t num_bytes() const;
+};
+// One is read, one is updated, one is written.
+constexpr int kNumDiskSets = 3;
+DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes);
+
+// Where each chunk belongs before the tide is known, and what that takes on the host, spare and sets included, and on
+// the disk.
 struct InitialPlacement {
   std::vector<Tier> homes;  // by chunk
   int64_t host_bytes = 0;
+  int64_t disk_bytes = 0;
 };
 
-// On the host, but for as many of the first ones as it takes to keep the others within `host_limit_bytes`; the last of
-// them is the least that is enough. One that `device_room_bytes` has no room for is passed over. More bytes on the host
-// than its limit: both together are too small.
+// On the host, but for what it takes to keep that within `host_limit_bytes`. First the states of the last ones go to
+// the disk, whose room is no guess, but for large ones where all sets would be as large. Then as many of the first ones
+// go to the device as it takes; the last of them is the least that is enough. One that `device_room_bytes` has no room
+// for is passed over. More bytes on the host than its limit: all together are too small.
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
-                                   Backwards backwards);
+                                   Backwards backwards, int64_t disk_limit_bytes = 0);
+
+// Of the chunks on the disk, those that come home to the host when it has `room_bytes` more: the first ones, which the
+// next forward waits for.
+std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes);
 
 // How much of a device there is to plan with.
 struct DeviceBudget {

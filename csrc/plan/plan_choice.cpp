@@ -21,6 +21,8 @@ Rates cautious(Rates rates) {
   rates.scatter_gbps /= kCaution;
   rates.collective_latency_seconds *= kCaution;
   rates.host_adam_params_per_second /= kCaution;
+  rates.disk_read_gbps /= kCaution;
+  rates.disk_write_gbps /= kCaution;
   return rates;
 }
 

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "common/check.h"
+#include "plan/placement.h"
 
 namespace patrickstar {
 
@@ -73,6 +74,8 @@ class Player {
   void finish_step();
   void update(ChunkId chunk);
   void update_on_host(ChunkId chunk, double begin, double share = 1);
+  // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
+  void update_through_disk(ChunkId chunk, double begin);
   void run_host_adam(ChunkId chunk, double begin, double share);
   void prefetch(const std::vector<ArrayId>& arrays);
   void bring_postponed(int last);
@@ -112,6 +115,11 @@ class Player {
   double download_end_ = 0;
   double host_adam_end_ = 0;
   double scatter_end_ = 0;
+  double backward_begin_ = 0;
+  double disk_read_end_ = 0;
+  double disk_adam_end_ = 0;
+  double disk_write_end_ = 0;
+  std::array<double, kNumDiskSets> sets_free_{};  // when each is, the next one first
   When upload_end_{0, kOnUpload};
   When gather_end_{0, kOnCollective};
   SimulatedStep step_;
@@ -164,6 +172,9 @@ void Player::play_moment(size_t t) {
   const auto& accesses = problem_.timeline->moments[t].accesses;
   if (compute_end_ - rates_.launch_ahead_seconds > launch_.at)
     launch_ = {compute_end_ - rates_.launch_ahead_seconds, kOnLaunch};
+  const bool begins_backward = problem_.timeline->moments[t].phase == Phase::kBackward &&
+                               (t == 0 || problem_.timeline->moments[t - 1].phase == Phase::kForward);
+  if (begins_backward) backward_begin_ = launch_.at;
   for (ArrayId id : planned.evict) evict(id.index());
   for (const Access& access : accesses) {
     if (access.mode != AccessMode::kRead) continue;
@@ -242,6 +253,7 @@ void Player::retire(ArrayId id, size_t moment) {
   const double ready = times(grad).on_host_at.at;
   if (where == UpdateAt::kHostAtRetire) update_on_host(id.chunk, ready);
   if (where == UpdateAt::kHostParamFirst) update_on_host(id.chunk, ready, kParamPass);
+  if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
 }
 
 // The norm, then OptimizerStep::apply: values that were updated on the host are not on the device any more.
@@ -265,9 +277,10 @@ void Player::update(ChunkId chunk) {
   const UpdateAt where = shape_.updates[static_cast<size_t>(chunk)];
   const int grad = ArrayId{chunk, ArrayKind::kGrad}.index();
   const int param = ArrayId{chunk, ArrayKind::kParam}.index();
-  if (where == UpdateAt::kHostAfterNorm) {
+  if (where == UpdateAt::kHostAfterNorm || where == UpdateAt::kDiskAfterNorm) {
     if (times(grad).on_device) release(grad, download(grad, cost(grad).retire_bytes));
-    update_on_host(chunk, std::max(launch_.at, times(grad).on_host_at.at));
+    const double begin = std::max(launch_.at, times(grad).on_host_at.at);
+    where == UpdateAt::kHostAfterNorm ? update_on_host(chunk, begin) : update_through_disk(chunk, begin);
   } else if (where == UpdateAt::kDeviceAfterNorm) {
     wait(launch_);
     const double seconds = static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
@@ -291,6 +304,24 @@ void Player::run_host_adam(ChunkId chunk, double begin, double share) {
 void Player::update_on_host(ChunkId chunk, double begin, double share) {
   run_host_adam(chunk, begin, share);
   times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {host_adam_end_, kOnHostUpdate};
+}
+
+void Player::update_through_disk(ChunkId chunk, double begin) {
+  const int64_t num_bytes = shape_.disk_bytes[static_cast<size_t>(chunk)];
+  const double read_seconds = static_cast<double>(num_bytes) / (rates_.disk_read_gbps * 1e9);
+  const double write_seconds = static_cast<double>(num_bytes) / (rates_.disk_write_gbps * 1e9);
+  const double adam_seconds = static_cast<double>(numel(chunk)) / rates_.host_adam_params_per_second;
+  disk_read_end_ = std::max({disk_read_end_, backward_begin_, sets_free_.front()}) + read_seconds;
+  disk_adam_end_ = std::max({disk_adam_end_, disk_read_end_, begin}) + adam_seconds;
+  disk_write_end_ = std::max(disk_write_end_, disk_adam_end_) + write_seconds;
+  std::rotate(sets_free_.begin(), sets_free_.begin() + 1, sets_free_.end());
+  sets_free_.back() = disk_write_end_;
+  step_.host_adam_seconds += adam_seconds;
+  step_.disk_read_seconds += read_seconds;
+  step_.disk_write_seconds += write_seconds;
+  step_.disk_read_bytes += num_bytes;
+  step_.disk_written_bytes += num_bytes;
+  times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {disk_adam_end_, kOnHostUpdate};
 }
 
 // As Pager::replay: one whose value is still being made holds back those after it until the next moment.
@@ -404,6 +435,14 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
            " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
            " (device) parameters per second");
+  const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(), [](UpdateAt at) {
+    return at == UpdateAt::kDiskAtRetire || at == UpdateAt::kDiskAfterNorm;
+  });
+  PS_CHECK(!any_on_disk || (shape.disk_bytes.size() == shape.updates.size() && rates.disk_read_gbps > 0 &&
+                            rates.disk_write_gbps > 0),
+           ArgumentError, "states are on the disk, which reads ", rates.disk_read_gbps, " GB/s and writes ",
+           rates.disk_write_gbps, " GB/s, and their bytes are known of ", shape.disk_bytes.size(),
+           " chunks; give positive rates and the bytes of each chunk");
   PS_CHECK(shape.num_ranks >= 1 && rates.gather_gbps >= 0 && rates.scatter_gbps >= 0, ArgumentError, "gathers at ",
            rates.gather_gbps, " GB/s and scatters at ", rates.scatter_gbps, " GB/s between ", shape.num_ranks,
            " ranks: give at least one rank and no negative rate");

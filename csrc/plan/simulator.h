@@ -37,6 +37,8 @@ struct Rates {
   double collective_latency_seconds = 0;     // of each gather and scatter, on top of its bytes
   double host_adam_params_per_second = 0;    // must be more than 0
   double device_adam_params_per_second = 0;  // must be more than 0
+  double disk_read_gbps = 0;   // of optimizer states, while others are written; more than 0 where any are on the disk
+  double disk_write_gbps = 0;  // likewise
   double synchronize_seconds = 0;   // from the end of backward until the launching thread goes on: the norm is known
   double launch_ahead_seconds = 0;  // of device work that may be queued before the launching thread waits
 };
@@ -47,6 +49,8 @@ enum class UpdateAt : uint8_t {
   kHostAtRetire,    // on the host as soon as its gradient is there (speculation)
   kHostParamFirst,  // then its compute value alone, and its states behind the step ([Note: parameters first])
   kHostAfterNorm,   // on the host when the norm is known
+  kDiskAtRetire,    // the same two of a chunk whose states come from the disk and go back there
+  kDiskAfterNorm,
   kDeviceAfterNorm  // on the device
 };
 constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
@@ -67,6 +71,7 @@ struct StepShape {
   std::vector<int64_t> numels;                  // by chunk: what this rank updates
   int num_ranks = 1;                            // that share each chunk
   std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
+  std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
 };
 
 // What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).
@@ -89,12 +94,16 @@ struct SimulatedStep {
   double gather_seconds = 0;
   double scatter_seconds = 0;
   double host_adam_seconds = 0;
+  double disk_read_seconds = 0;
+  double disk_write_seconds = 0;
   std::array<double, kNumShortages> stall_seconds{};  // of the compute queue
   int64_t uploaded_bytes = 0;
   int64_t downloaded_bytes = 0;
   int64_t gathered_bytes = 0;   // of other ranks' shards
   int64_t scattered_bytes = 0;  // to other ranks
-  int64_t peak_bytes = 0;       // of the device: tide, states and payloads
+  int64_t disk_read_bytes = 0;
+  int64_t disk_written_bytes = 0;
+  int64_t peak_bytes = 0;  // of the device: tide, states and payloads
 };
 
 // Throws ArgumentError when sizes do not agree or a rate is not positive.

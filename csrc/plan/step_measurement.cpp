@@ -56,7 +56,7 @@ double host_adam_params_per_second(const StepTrace& trace) {
     if (label.track == Track::kHostOpen) return 0.0;  // counted where they were left open
     return in_two_passes.count(label.array.chunk) == 0 ? 1.0 : kParamPass;
   };
-  return params_per_second(trace, {Track::kHostAdam, Track::kHostStates, Track::kHostOpen}, share);
+  return params_per_second(trace, {Track::kHostAdam, Track::kHostStates, Track::kHostOpen, Track::kDiskAdam}, share);
 }
 
 // Waits that the simulator knows; it does not know that the calling thread sums gradients or derives values.
@@ -91,6 +91,8 @@ Rates measured_rates(const StepTrace& trace) {
   rates.download_gbps = median_gbps(trace, Track::kDownload);
   rates.gather_gbps = median_gbps(trace, Track::kGather);
   rates.scatter_gbps = median_gbps(trace, Track::kScatter);
+  rates.disk_read_gbps = median_gbps(trace, Track::kDiskRead);
+  rates.disk_write_gbps = median_gbps(trace, Track::kDiskWrite);
   rates.host_adam_params_per_second = host_adam_params_per_second(trace);
   rates.device_adam_params_per_second =
       params_per_second(trace, {Track::kDeviceAdam}, [](const SpanLabel&) { return 1.0; });

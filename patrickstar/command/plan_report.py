@@ -8,7 +8,7 @@ from typing import Any
 from patrickstar.config import LossComputation
 from patrickstar.planning.advice import Advice
 from patrickstar.planning.planner import Answer, Question
-from patrickstar.planning.prediction import Case, DoesNotFitError
+from patrickstar.planning.prediction import Case, DoesNotFitError, Setting
 from patrickstar.sequence.choice import Choice, show_seconds
 from patrickstar.sizes import enough_size, show_size
 
@@ -33,8 +33,9 @@ def answer_lines(answer: Answer) -> list[str]:
         f"{show_size(case.plan.tide_peak_bytes)}), host {show_size(case.host_bytes)} and at its "
         f"peak {show_size(case.host_peak_bytes)} of {show_size(setting.host_bytes)}",
         *_stash_lines(case),
-        f"least that works, all optimizer states on the host: device_memory {enough_size(case.least_device_bytes)}, "
-        f"host_memory {enough_size(case.least_host_bytes)} "
+        *_disk_lines(case),
+        f"least that works, all optimizer states {_below(setting)}: device_memory "
+        f"{enough_size(case.least_device_bytes)}, host_memory {enough_size(case.least_host_bytes)} "
         f"({case.least_host_bytes * question.cluster.num_ranks / answer.num_params:.1f} bytes per parameter)",
         f"placement: {case.num_device_state_chunks} of {num_chunks} chunks have their optimizer states on the GPU; "
         f"{early}",
@@ -132,6 +133,23 @@ def _stash_lines(case: Case) -> list[str]:
     if case.kept_attention:
         lines.append(f"attention of checkpointed layers: {case.kept_attention} calls are kept for backward")
     return lines
+
+
+def _below(setting: Setting) -> str:
+    return "on host and disk" if setting.disk_bytes else "on the host"
+
+
+def _disk_lines(case: Case) -> list[str]:
+    if not case.setting.disk_bytes:
+        return []
+    if not case.num_disk_chunks:
+        return ["nothing is on disk: GPU and host have room for all optimizer states"]
+    step = case.step
+    return [
+        f"on disk: the optimizer states of {case.num_disk_chunks} chunks, {show_size(case.disk_bytes)}; a step reads "
+        f"{show_size(step.disk_read_bytes)} in {show_seconds(step.disk_read_seconds)} and writes "
+        f"{show_size(step.disk_written_bytes)} in {show_seconds(step.disk_write_seconds)}"
+    ]
 
 
 def _trained(answer: Answer) -> str:
@@ -276,6 +294,10 @@ def answer_as_dict(found: Answer | DoesNotFitError) -> dict[str, Any]:
         "num_chunks": len(case.plan.chunks),
         "num_device_state_chunks": case.num_device_state_chunks,
         "num_device_quantized_chunks": case.num_device_quantized_chunks,
+        "num_disk_chunks": case.num_disk_chunks,
+        "disk_bytes": case.disk_bytes,
+        "disk_read_bytes": step.disk_read_bytes,
+        "disk_written_bytes": step.disk_written_bytes,
         "num_speculated_chunks": case.num_speculated_chunks,
         "num_parameters_first": case.num_parameters_first,
         "tide_peak_bytes": case.plan.tide_peak_bytes,

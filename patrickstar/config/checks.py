@@ -35,6 +35,7 @@ def find_conflicts(config: Config) -> list[str]:
             f'optimizer.master is "stochastic" and optimizer.speculation is "{config.optimizer.speculation.value}": '
             'gradients would have no place to wait in for the step; set speculation to "commit", or leave master out'
         )
+    problems += _conflicts_of_disk(config)
     if config.fp16 is not None and config.bf16 is not None:
         problems.append("fp16.enabled and bf16.enabled are both True; enable one")
     elif config.fp16 is not None:
@@ -43,6 +44,23 @@ def find_conflicts(config: Config) -> list[str]:
         except ValueError as error:  # the scaler checks its own values
             problems.append(str(error))
     return problems + _conflicts_of_dtypes(config) + _conflicts_of_sequences(config) + _conflicts_of_matrices(config)
+
+
+def _conflicts_of_disk(config: Config) -> list[str]:
+    section, offload = config.disk_memory, config.zero_optimization.offload_optimizer
+    if offload.device == "nvme" and section.path is None:
+        return [
+            'zero_optimization.offload_optimizer.device is "nvme", but nvme_path is missing; give a folder on that '
+            "disk, or disk_memory.path"
+        ]
+    if section.size is not None and section.path is None:
+        return [f"disk_memory.size is {section.size}, but disk_memory.path is missing; give a folder on that disk"]
+    if offload.device == "nvme" and offload.nvme_path not in (None, section.path):
+        return [
+            f"disk_memory.path is {shown(section.path)} and zero_optimization.offload_optimizer.nvme_path is "
+            f"{shown(offload.nvme_path)}; give one of them"
+        ]
+    return []
 
 
 def _conflicts_of_sequences(config: Config) -> list[str]:

@@ -67,6 +67,7 @@ def resolve(config: Config) -> Config:
         "optimizer": _resolve_optimizer(config),
         "sequence_parallel": sequence,
         "tensor_parallel": _resolve_columns(config),
+        "disk_memory": _resolve_disk(config),
     }
     on_host = {"device": "cpu"}
     offload = {}
@@ -78,6 +79,13 @@ def resolve(config: Config) -> Config:
     given = config.model_fields_set
     changed = {name: value for name, value in updates.items() if name in given or value != getattr(config, name)}
     return config.model_copy(update=changed)
+
+
+def _resolve_disk(config: Config) -> Any:
+    """In the folder that DeepSpeed's keys name, where ``disk_memory`` names none."""
+    section, offload = config.disk_memory, config.zero_optimization.offload_optimizer
+    is_there = offload.device == "nvme" and section.path is None
+    return section.model_copy(update={"path": offload.nvme_path}) if is_there else section
 
 
 def _resolve_columns(config: Config) -> Any:

@@ -23,6 +23,7 @@ from patrickstar.config.schema import (
     Bf16Config,
     ClientConfig,
     DelaysConfig,
+    DiskMemoryConfig,
     Fp16Config,
     HostThreadsConfig,
     OptimizerConfig,
@@ -82,6 +83,8 @@ class _EngineKeys(Section):
     """
     host_memory: Annotated[Memory | None, HONOURED] = None
     """Host budget for chunks, in bytes or as a string; None: what is available."""
+    disk_memory: DiskMemoryConfig = Field(default_factory=DiskMemoryConfig)
+    """A disk for optimizer states that host and device have no room for."""
     steps_per_print: Annotated[AtLeast0 | None, BeforeValidator(_steps), HONOURED] = 10
     """Number of steps from one logged line of figures to the next (docs/logging.md); 0, None or infinite: none is
     logged.

@@ -16,6 +16,7 @@ from patrickstar.config.values import (
     Betas,
     FilePath,
     Fraction,
+    Memory,
     NonNegative,
     Positive,
     Section,
@@ -105,6 +106,14 @@ class KeepAttention(enum.Enum):
     AUTO = "auto"
     NEVER = "never"
     ALWAYS = "always"
+
+
+class DiskIo(enum.Enum):
+    """How bytes go to a disk and come back."""
+
+    AUTO = "auto"
+    IO_URING = "io_uring"
+    THREADS = "threads"
 
 
 class HostAffinity(enum.Enum):
@@ -349,6 +358,23 @@ class ProfileConfig(Section):
     output: Annotated[FilePath, HONOURED] = "profile"
     """The folder for ``step<N>.trace.json`` (chrome://tracing, https://ui.perfetto.dev), ``step<N>.svg`` (with
     matplotlib) and ``step<N>.txt``.
+    """
+
+
+class DiskMemoryConfig(Section):
+    """The section ``disk_memory``: a disk under the host, for optimizer states that nothing else has room for."""
+
+    path: Annotated[FilePath | None, HONOURED] = None
+    """A folder on the disk, which must be there; each rank makes one file in it that has no name and ends with the
+    process. None: there is no disk.
+    """
+    size: Annotated[Memory | None, HONOURED] = None
+    """What of the disk each rank may take, in bytes or as a string such as ``"2TiB"``; None: its part of 95 % of what
+    is free there.
+    """
+    io: Annotated[DiskIo, HONOURED] = DiskIo.AUTO
+    """How bytes are moved: ``"io_uring"``, ``"threads"`` that call pread and pwrite, or ``"auto"``: io_uring where the
+    kernel lets this process use it, else threads.
     """
 
 

@@ -6,11 +6,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from patrickstar.config.fates import mapped
 from patrickstar.config.other_keys import with_other_keys
-from patrickstar.config.values import AtLeast0, Section, Switch
+from patrickstar.config.values import AtLeast0, FilePath, OffloadDevice, Section, Switch
+
+
+class OffloadOptimizerConfig(with_other_keys("zero_optimization.offload_optimizer"), Section):
+    """The section ``zero_optimization.offload_optimizer``: optimizer states in host memory or on disk."""
+
+    device: Annotated[
+        OffloadDevice,
+        mapped(
+            "disk_memory.path",
+            '``"nvme"`` is ``nvme_path``, for states that GPU and host have no room for. Otherwise there is no disk: '
+            "``device_memory`` and ``host_memory`` say how much may be taken, and what fits stays on the GPU",
+        ),
+    ] = "none"
+    """Where optimizer states are kept: ``"none"`` (the GPU), ``"cpu"`` or ``"nvme"`` (disk)."""
+    nvme_path: Annotated[FilePath | None, mapped("disk_memory.path", 'with ``device`` ``"nvme"``')] = None
+    """The folder for optimizer states on an NVMe disk."""
 
 
 class ZeroConfig(with_other_keys("zero_optimization"), Section):
@@ -21,6 +37,8 @@ class ZeroConfig(with_other_keys("zero_optimization"), Section):
     def _stage_of_a_switch(cls, values: Any) -> Any:
         return {"stage": int(values)} if isinstance(values, bool) else values
 
+    offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
+    """Optimizer states kept in host memory or on disk."""
     sub_group_size: Annotated[
         AtLeast0,
         mapped("default_chunk_size", "both are elements that are updated at a time: the smaller counts, at least 1024"),

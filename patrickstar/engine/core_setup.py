@@ -56,6 +56,7 @@ def build_core(
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
+        DiskError: the disk has no room for the states that belong there, or fails.
     """
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
@@ -127,6 +128,7 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         runtime.plan(),
         StepTimes.of_core(times) if times is not None else None,
         Prediction(**predicted) if predicted is not None else None,
+        [runtime.home(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
     )
 
 

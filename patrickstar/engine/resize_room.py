@@ -28,21 +28,27 @@ def layout_for(session: Session, num_ranks: int) -> _C.Layout:
 
 
 def check_room(session: Session, num_ranks: int) -> None:
-    """A rank's share of parameters and optimizer states is not more than both budgets together, where the configuration
-    gives both: others are measured when ranks are opened. That is needed, and not always enough.
+    """A rank's share of parameters and optimizer states is not more than all budgets together, where the configuration
+    gives all: others are measured when ranks are opened. That is needed, and not always enough.
     """
-    config = session.config
-    if config.device_memory is None or config.host_memory is None:
+    config, on_disk = session.config, _disk_bytes(session.config)
+    if config.device_memory is None or config.host_memory is None or on_disk is None:
         return
     layout = layout_for(session, num_ranks)
     needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
-    there = config.device_memory + config.host_memory
+    there = config.device_memory + config.host_memory + on_disk
+    disk = f" and disk_memory.size ({on_disk})" if on_disk else ""
     if needed > there:
         raise _C.MemoryBudgetError(
             f"each of {num_ranks} ranks has {needed} bytes of parameters and optimizer states, and device_memory "
-            f"({config.device_memory}) and host_memory ({config.host_memory}) are {there} together; keep more ranks, "
-            f"or begin again with a host_memory of at least {needed - config.device_memory} bytes"
+            f"({config.device_memory}) and host_memory ({config.host_memory}){disk} are {there} together; keep more "
+            f"ranks, or begin again with a host_memory of at least {needed - there + config.host_memory} bytes"
         )
+
+
+def _disk_bytes(config: Config) -> int | None:
+    """What optimizer states may take of a disk; None: nobody says."""
+    return 0 if config.disk_memory.path is None else config.disk_memory.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,10 +113,12 @@ def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending
     Raises:
         MemoryBudgetError: a rank's share would be more than both.
     """
-    layout = layout_for(session, len(staying))
+    layout, on_disk = layout_for(session, len(staying)), _disk_bytes(session.config)
+    if on_disk is None:
+        return
     needed = sum(layout.chunk(chunk)["home_bytes"] for chunk in range(layout.num_chunks))
     for rank, budgets in enumerate(expected_budgets(session.config, staying, ending)):
-        if needed > budgets.device_bytes + budgets.host_bytes:
+        if needed > budgets.device_bytes + budgets.host_bytes + on_disk:
             raise _C.MemoryBudgetError(
                 f"each of {len(staying)} ranks has {needed} bytes of parameters and optimizer states, and rank {rank} "
                 f"is expected to have {budgets.device_bytes} bytes of its device and {budgets.host_bytes} of its host "
@@ -156,6 +164,7 @@ def allowed_micro_batches(session: Session, num_ranks: int, carried: Mapping[str
             upto=item.global_batch // num_ranks,
             limit_bytes=limit_bytes,
             host_bytes=host_bytes,
+            disk_bytes=_disk_bytes(session.config) or 0,
         )
         for name, item in asking.items()
     }

@@ -7,7 +7,7 @@ become what it is told. An engine that tells a monitor itself gives one that doe
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -173,8 +173,12 @@ def plan_line(session: Session, predicted: Prediction | None) -> str:
     )
 
 
-def _states(session: Session, report: dict[str, int]) -> str:
+def _states(session: Session, report: dict[str, Any]) -> str:
     on_device, num_chunks = report["num_device_state_chunks"], _num_state_chunks(session)
+    on_disk = report["num_disk_chunks"]
+    if on_disk:
+        disk = f"of {on_disk} on disk ({show_size(report['disk_bytes'])} in {session.config.disk_memory.path}, "
+        return f"of {on_device} of {num_chunks} chunks on the device, {disk}{report['disk_io']})"
     if on_device == 0:
         return "all on the host"
     return "all on the device" if on_device == num_chunks else f"of {on_device} of {num_chunks} chunks on the device"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,8 @@ from patrickstar import _C
 from patrickstar.config import (
     Config,
     DelaysConfig,
+    DiskIo,
+    DiskMemoryConfig,
     HostAffinity,
     HostThreadsConfig,
     Master,
@@ -39,7 +42,8 @@ def make_engine_options(
         local_ranks: as :func:`host_thread_options` takes it.
 
     Raises:
-        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is.
+        ValueError: several processes are to share CPUs, and ``LOCAL_RANK`` does not say which this is; or there is no
+            folder for the disk's states.
     """
     tracer = config.client.mem_tracer
     options = _C.EngineOptions()
@@ -60,7 +64,27 @@ def make_engine_options(
     options.residency.backwards = _C.Backwards.SEVERAL if several else _C.Backwards.ONE
     options.residency.state_placement = _C.StatePlacement.HYBRID if hybrid else _C.StatePlacement.HOST
     options.speculation = _speculation_mode(config.optimizer.speculation, device)
+    if config.disk_memory.path is not None:
+        _fill_disk_options(options.disk, config.disk_memory, local_ranks[1])
     return options
+
+
+_DISK_SHARE = 0.95  # of what is free
+
+
+def _fill_disk_options(options: _C.DiskOptions, section: DiskMemoryConfig, num_local_ranks: int) -> None:
+    folder = Path(section.path or "").absolute()
+    if not folder.is_dir():
+        raise ValueError(f"disk_memory.path is {section.path!r}, which is no folder; make it, or give another one")
+    options.folder = str(folder)
+    options.io = {DiskIo.AUTO: _C.DiskIo.AUTO, DiskIo.IO_URING: _C.DiskIo.URING, DiskIo.THREADS: _C.DiskIo.THREADS}[
+        section.io
+    ]
+    if section.size is not None:
+        options.limit_bytes = section.size
+    else:
+        system = os.statvfs(folder)
+        options.limit_bytes = max(int(system.f_bavail * system.f_frsize * _DISK_SHARE) // num_local_ranks, 1)
 
 
 def host_thread_options(

@@ -197,6 +197,8 @@ class Cluster:
         rates.gather_gbps = group.gather_gbps(machine)
         rates.scatter_gbps = group.scatter_gbps(machine)
         rates.collective_latency_seconds = group.latency_seconds
+        rates.disk_read_gbps /= self.gpus_per_node
+        rates.disk_write_gbps /= self.gpus_per_node
         if self.gpus_per_node == 1:
             return rates
         wanted = {

@@ -98,6 +98,8 @@ class Machine:
     """Of gathers within a node: bytes from other GPUs per second at each GPU ("bus bandwidth")."""
     nvlink_scatter_gbps: float
     """Of scatters within a node, likewise."""
+    disk_gbps: float
+    """Of a node's disk for optimizer states, reads and writes each while both happen, 1e9 bytes per second."""
     several_gpus_slowdown: float
     """Time of the GPU's kernels where several GPUs train together, over their time where one does."""
     synchronize_seconds: float
@@ -115,6 +117,7 @@ class Machine:
         rates.device_adam_params_per_second = self.device_adam_gparams * 1e9
         rates.synchronize_seconds = self.synchronize_seconds
         rates.launch_ahead_seconds = self.launch_ahead_seconds
+        rates.disk_read_gbps = rates.disk_write_gbps = self.disk_gbps
         return rates
 
 
@@ -142,6 +145,8 @@ H200 = Machine(
     # Four GPUs, NCCL, shards of 64 MiB.
     nvlink_gather_gbps=305.0,
     nvlink_scatter_gbps=299.0,
+    # Not measured: half of what data sheets of PCIe 4 NVMe disks say of writes alone, since reads happen meanwhile.
+    disk_gbps=2.0,
     # Fitted to the kernels of three runs on four GPUs with everything resident (4.31, 10.5 and 21 B: 1.04, 1.04, 1.08).
     # It holds what is not told apart: collectives beside kernels, the machine, larger products than those of one GPU's
     # fit. 4.31 B on one and on four GPUs of that machine: 1.03.
@@ -287,6 +292,14 @@ def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None
         upload_gbps=min(machine.upload_gbps, bandwidth / 2),
         download_gbps=min(machine.download_gbps, bandwidth / 2),
     )
+
+
+def given_disk(machine: Machine, gbps: float | None) -> Machine:
+    """``machine`` with a disk that reads and writes so many 1e9 bytes per second each, both at once; None: its own."""
+    if gbps is None:
+        return machine
+    source = f"a disk of {gbps:g} GB/s as given; the rest: {machine.source}"
+    return dataclasses.replace(machine, source=source, disk_gbps=gbps)
 
 
 def measured(machine: Machine) -> Machine:

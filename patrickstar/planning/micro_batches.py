@@ -19,6 +19,7 @@ def most_samples(
     upto: int,
     limit_bytes: int,
     host_bytes: int,
+    disk_bytes: int = 0,
     backwards: _C.Backwards = _C.Backwards.SEVERAL,
 ) -> int:
     """The most samples with which each moment of a step fits the device beside the chunks that it uses.
@@ -33,6 +34,7 @@ def most_samples(
         upto: the answer is no more.
         limit_bytes: of the device, for payloads and the tide (``limit_bytes`` of ``Runtime.plan_problem``).
         host_bytes: for chunks.
+        disk_bytes: for optimizer states (``disk_memory.size``).
         backwards: of a step.
 
     Raises:
@@ -43,7 +45,8 @@ def most_samples(
     known = {chunk for moment in moments for chunk, *_ in moment["accesses"]}
     if upto <= samples or limit_bytes >= _C.UNLIMITED or not known or max(known) >= layout.num_chunks:
         return max(min(samples, upto), 1)
-    on_device, _ = _C.initial_placement(layout, host_bytes, limit_bytes, backwards)
+    homes, _, _ = _C.initial_placement(layout, host_bytes, limit_bytes, backwards, disk_bytes)
+    on_device = [home == _C.Tier.DEVICE for home in homes]
     budget = _C.DeviceBudget()
     budget.limit_bytes, budget.backwards = limit_bytes, backwards
     enough = int(limit_bytes * (1 - MARGIN_RATIO))

@@ -177,6 +177,8 @@ class Answer:
             "host_memory": _as_written(case.setting.host_bytes),
             "default_chunk_size": case.chunk_numel,
         }
+        if setting.disk_bytes:
+            config["disk_memory"] = {"path": "/path/on/the/disk", "size": _as_written(setting.disk_bytes)}
         if self.attention is not None:
             size, mode = question.workload.sequence_ranks, self.attention.mode.value
             config["sequence_parallel"] = {"size": size, "mode": mode}

@@ -19,6 +19,8 @@ _RATES = (
     "device_adam_params_per_second",
     "synchronize_seconds",
     "launch_ahead_seconds",
+    "disk_read_gbps",
+    "disk_write_gbps",
 )
 
 
@@ -54,6 +56,14 @@ class Prediction:
     """To other ranks, per step."""
     peak_bytes: int
     """The most device memory in use in the step: tide, optimizer states and chunks."""
+    disk_read_seconds: float = 0.0
+    """The disk is busy with reads of optimizer states."""
+    disk_write_seconds: float = 0.0
+    """The disk is busy with writes of optimizer states."""
+    disk_read_bytes: int = 0
+    """From the disk, per rank and step."""
+    disk_written_bytes: int = 0
+    """To the disk, per rank and step."""
     host_memory_seconds: float = 0.0
     """What transfers and updates take of the host's memory bandwidth, where ranks share it; 0: not counted."""
 
@@ -67,6 +77,8 @@ class Prediction:
             "gather": self.gather_seconds,
             "scatter": self.scatter_seconds,
             "host_adam": self.host_adam_seconds,
+            "disk_read": self.disk_read_seconds,
+            "disk_write": self.disk_write_seconds,
             "host_memory": self.host_memory_seconds,
         }
 

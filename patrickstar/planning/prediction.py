@@ -55,7 +55,10 @@ def predict(
         ValueError: sizes do not agree or a rate is not positive.
     """
     count = len(plan.chunks) if num_speculated_chunks is None else num_speculated_chunks
-    ahead = [_C.UpdateAt.HOST_AT_RETIRE if index < count else None for index in range(len(plan.chunks))]
+    ahead = [
+        _C.UpdateAt.HOST_AT_RETIRE if index < count and not chunk.disk_bytes else None
+        for index, chunk in enumerate(plan.chunks)
+    ]
     return _simulated(plan, compute_seconds, rates, _updates(plan.chunks, ahead))
 
 
@@ -72,6 +75,7 @@ def _simulated(
         updates=list(updates),
         numels=[chunk.shard_numel for chunk in plan.chunks],
         num_ranks=plan.num_ranks,
+        disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
         **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes")},
     )
     return Prediction(**step)
@@ -85,6 +89,8 @@ class Setting:
     """Budget of device memory in bytes, the configuration's ``device_memory``."""
     host_bytes: int
     """Budget of host memory in bytes, the configuration's ``host_memory``."""
+    disk_bytes: int = 0
+    """What of a disk optimizer states may take, the configuration's ``disk_memory.size``; 0: there is none."""
     margin_use_ratio: float = 0.95
     """Share of the device memory left after compute copies and the tide that optimizer states may take
     (``client.mem_tracer.margin_use_ratio``).
@@ -150,8 +156,12 @@ class Case:
     """Chunks whose updates start during backward."""
     num_parameters_first: int
     """Of these, chunks whose states are updated behind the step, since memory suffices for their parameters alone."""
+    num_disk_chunks: int
+    """Chunks with optimizer states on the disk."""
+    disk_bytes: int
+    """What these take there, of one rank."""
     host_bytes: int
-    """Parameters and optimizer states on the host, of one rank."""
+    """Parameters and optimizer states on the host, of one rank, and what those on the disk pass through."""
     host_peak_bytes: int
     """The most that one rank's engine maps of the host: also new values of updates ahead of the step, gradients on
     their way, and places of states that move to the device after the first step.
@@ -159,7 +169,7 @@ class Case:
     least_device_bytes: int
     """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
-    """The least ``host_memory`` that works with all states on the host."""
+    """The least ``host_memory`` that works with all states on the host, or those on the disk that it takes."""
     stashed_bytes: int
     """Activations that are on the host between forward and backward, beside :attr:`host_bytes`."""
     kept_attention: int
@@ -235,7 +245,7 @@ class Predictor:
     def predict(self, setting: Setting) -> Case:
         """With these budgets. Raises DoesNotFitError."""
         layout, chunks = self._layout, self._chunks
-        _, least_host = _C.initial_placement(layout, _C.UNLIMITED, 0, setting.backwards)
+        least_host = self._least_host_bytes(setting)
         budget = self._budget(setting)
         least = self.least_device_bytes(setting)
         if self.needed_device_bytes(setting) > setting.device_bytes:
@@ -245,23 +255,21 @@ class Predictor:
                 f"moment's chunks; give at least {enough_size(least)}",
                 least_device_bytes=least,
             )
-        first_on_device, on_device = self._place(setting, budget)
-        host_bytes = sum(
-            _held_bytes(chunk, setting)
-            for chunk, at, at_first in zip(chunks, on_device, first_on_device, strict=True)
-            if not (at_first if _is_quantized(chunk) else at)  # codes on the device are copies
-        )
+        first, on_device = self._place(setting, budget)
+        homes = self._later_homes(setting, first, on_device)
+        on_disk = [home == _C.Tier.DISK for home in homes]
+        host_bytes = self._bytes_on_host(setting, homes) + _C.disk_set_bytes(layout, first)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
         timed = self._timeline(self._first_device(setting), on_device, later)
         timed = _slowed(timed, self._cluster.slowdown(self._machine))
         stashed_bytes = 0 if later is None else self._tides(later).away_bytes
         room -= stashed_bytes
-        planned = planned_chunks(layout, on_device)
-        ahead = _ahead(setting, chunks, on_device, room)
+        planned = planned_chunks(layout, on_device, on_disk)
+        ahead = _ahead(setting, chunks, homes, room)
 
         def play(updates: Sequence[_C.UpdateAt]) -> Plan:
-            choose = functools.partial(_choose_plan, layout, timed, on_device, budget, updates)
+            choose = functools.partial(_choose_plan, layout, timed, on_device, on_disk, budget, updates)
             return _shared_host_plan(choose, self._machine, self._cluster, planned)
 
         def step_of(plan: Plan) -> Prediction:
@@ -285,11 +293,13 @@ class Predictor:
             ),
             num_speculated_chunks=sum(at is not None for at in ahead),
             num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
+            num_disk_chunks=sum(on_disk),
+            disk_bytes=sum(chunk.disk_bytes for chunk in planned),
             host_bytes=host_bytes,
             host_peak_bytes=_with_guests(
                 _C.host_peak_bytes(
                     layout,
-                    first_on_device,
+                    first,
                     on_device,
                     setting.host_bytes,
                     updates_ahead=setting.updates_take_memory,
@@ -436,7 +446,7 @@ class Predictor:
 
     def _first_room(self, setting: Setting) -> int:
         """Of the host, beside the homes that chunks have in the first step."""
-        _, host_bytes = self._initial_placement(setting)
+        _, host_bytes, _ = self._initial_placement(setting)
         return max(setting.host_bytes - host_bytes, 0)
 
     def _later_device(self, setting: Setting, room: int) -> Device | None:
@@ -448,9 +458,36 @@ class Predictor:
         first = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
         return dataclasses.replace(first, room_bytes=max(room, 0), first_step=self._tides(first).seen)
 
-    def _initial_placement(self, setting: Setting) -> tuple[list[bool], int]:
+    def _initial_placement(self, setting: Setting) -> tuple[list[_C.Tier], int, int]:
         room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)
-        return _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards)
+        return _C.initial_placement(self._layout, setting.host_bytes, room, setting.backwards, setting.disk_bytes)
+
+    def _least_host_bytes(self, setting: Setting) -> int:
+        limit = 0 if setting.disk_bytes else _C.UNLIMITED
+        return _C.initial_placement(self._layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
+
+    def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
+        """When states have moved to the device, and others from the disk to where these were on the host; codes of
+        quantised chunks stay on the host, and those on the device are copies.
+        """
+        moved = (at and not _is_quantized(chunk) for chunk, at in zip(self._chunks, on_device, strict=True))
+        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, moved, strict=True)]
+        if _C.Tier.DISK not in homes:
+            return homes
+        room = setting.host_bytes - self._initial_placement(setting)[1]
+        room += self._bytes_on_host(setting, first) - self._bytes_on_host(setting, homes)
+        back = _C.home_from_disk(self._layout, homes, room)
+        return [_C.Tier.HOST if index in back else home for index, home in enumerate(homes)]
+
+    def _bytes_on_host(self, setting: Setting, homes: Sequence[_C.Tier]) -> int:
+        """Of chunks that are at home there, and of those on the disk what is left there."""
+        num_bytes = 0
+        for chunk, home in zip(self._chunks, homes, strict=True):
+            if home == _C.Tier.HOST:
+                num_bytes += _held_bytes(chunk, setting)
+            elif home == _C.Tier.DISK:
+                num_bytes += _bytes_beside_disk(chunk, setting)
+        return num_bytes
 
     def _budget(self, setting: Setting) -> _C.DeviceBudget:
         budget = _C.DeviceBudget()
@@ -470,12 +507,12 @@ class Predictor:
             return max(num_bytes, refusal.least_host_bytes or 0)
         return num_bytes
 
-    def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[bool], list[bool]]:
-        """By chunk, whether its states are on the device: at first those that the host cannot hold, then those of the
-        margin as well.
+    def _place(self, setting: Setting, budget: _C.DeviceBudget) -> tuple[list[_C.Tier], list[bool]]:
+        """By chunk, where its states are at first, and whether they are on the device then: what host and disk cannot
+        hold, and what the margin has room for.
         """
         chunks = self._chunks
-        first, host_bytes = self._initial_placement(setting)
+        first, host_bytes, _ = self._initial_placement(setting)
         if host_bytes > setting.host_bytes:
             once = "parameters and optimizer states"
             what = once if setting.accumulation == 1 else "parameters, optimizer states and gradients that accumulate"
@@ -487,8 +524,9 @@ class Predictor:
                 least_host_bytes=least,
             )
         count = self._num_states(setting, budget) if setting.hybrid_adam else 0
+        on_device = [home == _C.Tier.DEVICE for home in first]
         return first, [
-            at or (i < count and (chunks[i]["trainable"] or _is_quantized(chunks[i]))) for i, at in enumerate(first)
+            at or (i < count and (chunks[i]["trainable"] or _is_quantized(chunks[i]))) for i, at in enumerate(on_device)
         ]
 
 
@@ -526,19 +564,22 @@ def _choose_plan(
     layout: _C.Layout,
     timed: TimedTimeline,
     on_device: Sequence[bool],
+    on_disk: Sequence[bool],
     budget: _C.DeviceBudget,
     updates: Sequence[_C.UpdateAt],
     rates: _C.Rates,
 ) -> Plan:
     """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
     problem = _C.pose_problem(layout, timed.moments, on_device, budget)
+    chunks = planned_chunks(layout, on_device, on_disk)
     choice = _C.choose_plan(
         timed.moments,
         rates=rates,
         compute_seconds=timed.seconds,
         updates=list(updates),
-        numels=[chunk.shard_numel for chunk in planned_chunks(layout, on_device)],
+        numels=[chunk.shard_numel for chunk in chunks],
         num_ranks=layout.num_ranks,
+        disk_bytes=[chunk.disk_bytes for chunk in chunks],
         activations=[copies.as_core() for copies in timed.copies],
         **problem,
     )
@@ -550,21 +591,23 @@ def _choose_plan(
         choice["plan"],
         StepTimes.of_core({"rates": rates, "compute_seconds": timed.seconds, "updates": updates}),
         Prediction(**choice["predicted"]),
+        on_disk,
     )
 
 
 def _ahead(
-    setting: Setting, chunks: Sequence[Mapping[str, Any]], on_device: Sequence[bool], room: int
+    setting: Setting, chunks: Sequence[Mapping[str, Any]], homes: Sequence[_C.Tier], room: int
 ) -> list[_C.UpdateAt | None]:
     """By chunk, how much of its update on the host is made during backward, None for nothing: as
     csrc/engine/speculation.cpp chooses with ``room`` bytes of host memory. In place needs none.
     """
-    updated = [i for i, chunk in enumerate(chunks) if chunk["trainable"] and not on_device[i]]
+    updated = [i for i, chunk in enumerate(chunks) if chunk["trainable"] and homes[i] != _C.Tier.DEVICE]
     ahead: list[_C.UpdateAt | None] = [None] * len(chunks)
     if setting.speculation is Speculation.COMMIT:
         return [_C.UpdateAt.HOST_AT_RETIRE if i in updated else None for i in range(len(chunks))]
     if not setting.updates_take_memory:
         return ahead
+    updated = [index for index in updated if homes[index] == _C.Tier.HOST]
     for index in updated:
         if _grad_bytes(chunks[index]) <= room:
             room -= _grad_bytes(chunks[index])
@@ -587,6 +630,8 @@ def _updates(chunks: Sequence[PlannedChunk], ahead: Sequence[_C.UpdateAt | None]
             updates.append(_C.UpdateAt.NEVER)
         elif chunk.states_on_device:
             updates.append(_C.UpdateAt.DEVICE_AFTER_NORM)
+        elif chunk.disk_bytes:
+            updates.append(_C.UpdateAt.DISK_AFTER_NORM if early is None else _C.UpdateAt.DISK_AT_RETIRE)
         else:
             updates.append(_C.UpdateAt.HOST_AFTER_NORM if early is None else early)
     return updates
@@ -631,6 +676,12 @@ def _grad_bytes(chunk: Mapping) -> int:
 
 def _state_bytes(chunk: Mapping) -> int:
     return chunk["home_bytes"] - _grad_bytes(chunk)
+
+
+def _bytes_beside_disk(chunk: Mapping, setting: Setting) -> int:
+    """What of a chunk is on the host where its states are on the disk (csrc/plan/placement.h)."""
+    num_bytes = _held_bytes(chunk, setting) - _state_bytes(chunk)
+    return num_bytes + (_grad_bytes(chunk) if chunk["states"].master == _C.StateType.LOWER_HALF else 0)
 
 
 def _held_bytes(chunk: Mapping, setting: Setting) -> int:

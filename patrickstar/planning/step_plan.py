@@ -13,7 +13,7 @@ from patrickstar import _C
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.sizes import show_size
 
-VERSION = 3
+VERSION = 4
 _FORMAT = "patrickstar.plan"
 
 
@@ -33,6 +33,8 @@ class PlannedChunk:
     """Whether these live on the device; of quantised chunks, whether their codes and scales do."""
     quantization: str = "NONE"
     """What its values are stored in, a name of ``_C.QuantType``."""
+    disk_bytes: int = 0
+    """What optimizer states take on the disk; 0: they are not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +222,11 @@ def plan_of(
     plan: Mapping[str, Any],
     times: StepTimes | None = None,
     prediction: Prediction | None = None,
+    states_on_disk: Sequence[bool] | None = None,
 ) -> Plan:
     """The object for a plan that the core gave."""
     return Plan(
-        chunks=planned_chunks(layout, states_on_device),
+        chunks=planned_chunks(layout, states_on_device, states_on_disk),
         timeline=timeline,
         steps=plan["moments"],
         problem=problem,
@@ -235,9 +238,12 @@ def plan_of(
     )
 
 
-def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple[PlannedChunk, ...]:
-    """What a plan says of the chunks of ``layout``."""
+def planned_chunks(
+    layout: _C.Layout, states_on_device: Sequence[bool], states_on_disk: Sequence[bool] | None = None
+) -> tuple[PlannedChunk, ...]:
+    """What a plan says of the chunks of ``layout``; None: no states are on a disk."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    on_disk = [False] * len(chunks) if states_on_disk is None else states_on_disk
     return tuple(
         PlannedChunk(
             chunk["numel"],
@@ -246,8 +252,9 @@ def planned_chunks(layout: _C.Layout, states_on_device: Sequence[bool]) -> tuple
             chunk["trainable"],
             bool(on_device),
             chunk["quantization"].name,
+            chunk["disk_bytes"] if is_on_disk else 0,
         )
-        for chunk, on_device in zip(chunks, states_on_device, strict=True)
+        for chunk, on_device, is_on_disk in zip(chunks, states_on_device, on_disk, strict=True)
     )
 
 

@@ -14,7 +14,9 @@ from patrickstar.profiling.layers import ChunkLayers, short_names
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
-_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM = range(1, 8)
+_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM, _DISK_READ, _DISK_ADAM, _DISK_WRITE = range(
+    1, 11
+)
 _ROWS = {
     _COMPUTE: "compute",
     _UPLOAD: "upload stream",
@@ -23,7 +25,11 @@ _ROWS = {
     _SCATTER: "scatter stream",
     _HOST_ADAM: "host Adam",
     _DEVICE_ADAM: "device Adam",
+    _DISK_READ: "disk reads",
+    _DISK_ADAM: "Adam of states on disk",
+    _DISK_WRITE: "disk writes",
 }
+_WHERE_USED = (_GATHER, _SCATTER, _DISK_READ, _DISK_ADAM, _DISK_WRITE)  # several ranks, a disk
 _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
     _C.Track.UPLOAD: _UPLOAD,
@@ -34,7 +40,14 @@ _ROW_OF = {
     _C.Track.HOST_STATES: _HOST_ADAM,
     _C.Track.HOST_OPEN: _HOST_ADAM,
     _C.Track.DEVICE_ADAM: _DEVICE_ADAM,
+    _C.Track.DISK_READ: _DISK_READ,
+    _C.Track.DISK_ADAM: _DISK_ADAM,
+    _C.Track.DISK_WRITE: _DISK_WRITE,
 }
+_TRANSFERS = (
+    *(_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER),
+    *(_C.Track.DISK_READ, _C.Track.DISK_WRITE),
+)
 _WORK_OF = {_C.Track.HOST_STATES: "states", _C.Track.HOST_OPEN: "open values"}  # of updates; the others': Adam
 
 Event = dict[str, Any]
@@ -45,8 +58,8 @@ def chrome_trace(trace: dict[str, Any], step: int, layers: ChunkLayers) -> dict[
     events = [_name("process_name", 0, f"PatrickStar, step {step}")]
     used = {_ROW_OF[span["track"]] for span in trace["spans"]}
     for row, name in _ROWS.items():
-        if row in (_GATHER, _SCATTER) and row not in used:
-            continue  # one rank
+        if row in _WHERE_USED and row not in used:
+            continue
         events.append(_name("thread_name", row, name))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": _PID, "tid": row, "args": {"sort_index": row}})
     for index, (moment, names) in enumerate(zip(trace["moments"], layers.of_moments(trace["moments"]), strict=True)):
@@ -86,8 +99,9 @@ def _span(span: dict[str, Any]) -> Event:
         name, category = f"stall: {CAUSES[span['cause']]}", "stall"
         if array:
             args["array"] = array
-    elif track in (_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER):
-        name, category = array or "activation", "transfer"
+    elif track in _TRANSFERS:
+        whose = f"chunk {span['chunk']} states" if track in (_C.Track.DISK_READ, _C.Track.DISK_WRITE) else array
+        name, category = whose or "activation", "transfer"
         args["bytes"] = span["num_bytes"]
         args["GB/s"] = span["num_bytes"] / max(span["seconds"], 1e-9) / 1e9
     else:

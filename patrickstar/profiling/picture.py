@@ -48,6 +48,9 @@ _QUEUES = {
     "scatter": ((_C.Track.SCATTER,), "#ecc791"),
     "Adam on the host": ((_C.Track.HOST_ADAM, _C.Track.HOST_STATES, _C.Track.HOST_OPEN), "#4e5d94"),
     "Adam on the device": ((_C.Track.DEVICE_ADAM,), "#4e5d94"),
+    "disk reads": ((_C.Track.DISK_READ,), "#7aa6c2"),
+    "Adam of states on disk": ((_C.Track.DISK_ADAM,), "#4e5d94"),
+    "disk writes": ((_C.Track.DISK_WRITE,), "#e0a458"),
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _LABELS_PER_INCH = 4.5

@@ -34,6 +34,7 @@ VALUES: list[Any] = [
         "fused",
         "1d",
         "8bit",
+        "threads",
         "int8",
     ),
     *("sum", "stochastic", "AdamW", "fp16", "2GiB", ["a"], [0.5, 0.25], {"enabled": True}),
@@ -142,6 +143,11 @@ def all_cases() -> list[Case]:
             beside = {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
         if key.path == "sequence_parallel.ulysses_size":
             beside = {"sequence_parallel": {"size": 4, "mode": "hybrid"}}
+        if key.section == "disk_memory" and key.name != "path":
+            beside = {"disk_memory": {"path": "/disk"}}
+        if key.section == "zero_optimization.offload_optimizer" and key.name in ("device", "nvme_path"):
+            other = {"device": {"nvme_path": "/disk"}, "nvme_path": {"device": "nvme", "nvme_path": "/disk"}}[key.name]
+            beside = {"zero_optimization": {"offload_optimizer": other}}
         of = title if key.section == "scheduler.params" else ""
         cases.append(Case(key=key, title=key.section + of, beside=beside))
     return cases

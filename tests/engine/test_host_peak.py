@@ -64,7 +64,7 @@ def test_predicted_against_mapped(name, precision):
     base = make_config(precision, default_chunk_size=8 * 1024)
     engine, _ = initialize_engine(case.build, 0, base)
     with engine:
-        _, need = _C.initial_placement(engine._session.layout, 2**60, 0)
+        _, need, _ = _C.initial_placement(engine._session.layout, 2**60, 0)
     for device_share, host_share, speculation, clipping in SETTINGS:
         config = {**base, "device_memory": int(need / 8 * device_share), "host_memory": int(need * host_share)}
         config |= {"gradient_clipping": clipping, "optimizer": {**base["optimizer"], "speculation": speculation}}
@@ -100,5 +100,5 @@ def test_plans_without_an_engine_say_the_same():
         on_device = [chunk.states_on_device for chunk in chunks]
         assert 0 < sum(on_device) < len(chunks)
         layout = engine._session.layout
-        found = _C.host_peak_bytes(layout, [False] * len(chunks), on_device, 60 * 10**6, updates_ahead=True)
+        found = _C.host_peak_bytes(layout, [_C.Tier.HOST] * len(chunks), on_device, 60 * 10**6, updates_ahead=True)
         assert found == report["predicted_host_peak_bytes"]

@@ -54,3 +54,59 @@ def test_gradients_stay_on_the_device_where_updates_wait_for_the_norm_all_the_sa
     most = max(c for c in range(NUM_CHUNKS) if num_on_device(layout, host_bytes_ahead(layout, c)) == c)
     assert count < most
     assert most * STATES < MARGIN
+
+
+def homes(layout, host_bytes, disk_bytes=2**40, device_bytes=0):
+    found, on_host, on_disk = _C.initial_placement(layout, host_bytes, device_bytes, _C.Backwards.ONE, disk_bytes)
+    return "".join(home.name[1] for home in found), on_host, on_disk  # hOst, dEvice, dIsk
+
+
+def test_the_last_chunks_go_to_the_disk(layout):
+    """As many as it takes, beside three chunks' states on their way."""
+    _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+    each = 3 * 4 * NUMEL  # whole pages
+    assert homes(layout, everything) == ("O" * NUM_CHUNKS, everything, 0)
+    found, on_host, taken = homes(layout, everything - 1)
+    assert found == "O" * (NUM_CHUNKS - 4) + "I" * 4
+    assert everything - 4 * STATES + 3 * STATES <= on_host <= everything - 1
+    assert taken == 4 * each
+    for count in (8, 32, NUM_CHUNKS):
+        found, on_host, taken = homes(layout, everything - (count - 4) * STATES)
+        assert found == "O" * (NUM_CHUNKS - count) + "I" * count
+        assert on_host <= everything - (count - 4) * STATES
+        assert taken == count * each
+
+
+def test_what_host_and_disk_have_no_room_for_goes_to_the_device(layout):
+    _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+    room = 6 * HOME
+    found, on_host, _ = homes(layout, everything - 10 * STATES, 8 * STATES, room)
+    assert found == "E" * 5 + "O" * (NUM_CHUNKS - 13) + "I" * 8
+    assert on_host <= everything - 10 * STATES
+    _, on_host, _ = homes(layout, everything - 20 * STATES, 8 * STATES, room)
+    assert on_host > everything - 20 * STATES  # which is refused
+
+
+def test_a_disk_that_gains_nothing_is_left_alone(layout):
+    """Of two chunks all states would be on their way at any time."""
+    small = _C.Layout.pack([NUMEL] * 2, [_C.DType.BFLOAT16] * 2, [True] * 2, NUMEL)
+    found, _, on_disk = homes(small, 0)
+    assert (found, on_disk) == ("OO", 0)
+
+
+def test_large_chunks_stay_where_others_suffice():
+    """All sets would be as large."""
+    numels = [NUMEL] * 20 + [16 * NUMEL]
+    layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * 21, [True] * 21, NUMEL)
+    _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+    found, _, _ = homes(layout, everything - 10 * STATES)
+    assert found.endswith("IO")
+
+
+def test_the_first_come_home_from_the_disk(layout):
+    _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+    found, _, _ = _C.initial_placement(layout, everything - 20 * STATES, 0, _C.Backwards.ONE, 2**40)
+    first = found.index(_C.Tier.DISK)
+    assert _C.home_from_disk(layout, found, 0) == []
+    assert _C.home_from_disk(layout, found, 3 * (STATES + 8192)) == [first, first + 1, first + 2]
+    assert _C.home_from_disk(layout, found, 2**40) == list(range(first, NUM_CHUNKS))

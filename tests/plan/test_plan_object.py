@@ -141,7 +141,7 @@ def test_other_chunks_of_the_same_number_are_refused(planned, tmp_path):
         ("not json", "is not a plan"),
         ("[1]", "is not a plan"),
         ('{"format": "patrickstar.plan", "version": 99}', "version 99"),
-        ('{"format": "patrickstar.plan", "version": 3}', "damaged"),
+        ('{"format": "patrickstar.plan", "version": 4}', "damaged"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, match):

@@ -15,6 +15,7 @@ READ, WRITE, RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RET
 FORWARD, BACKWARD = _C.Phase.FORWARD, _C.Phase.BACKWARD
 AT_RETIRE, AFTER_NORM = _C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_AFTER_NORM
 PARAM_FIRST = _C.UpdateAt.HOST_PARAM_FIRST
+ON_DISK_AFTER_NORM, ON_DISK_AT_RETIRE = _C.UpdateAt.DISK_AFTER_NORM, _C.UpdateAt.DISK_AT_RETIRE
 NEVER, ON_DEVICE = _C.UpdateAt.NEVER, _C.UpdateAt.DEVICE_AFTER_NORM
 GB = 10**9  # a rate of 1 GB/s and chunks of 1 GB make bytes seconds
 FAST = 1e9
@@ -95,6 +96,7 @@ def simulate(
         updates=[ON_DEVICE if i in device_states else update for i in range(count)],
         numels=[GB // ranks] * count,
         num_ranks=ranks,
+        disk_bytes=[GB // ranks] * count,
         **limits,
     )
     assert (step["uploaded_bytes"], step["downloaded_bytes"]) == (plan["uploaded_bytes"], plan["downloaded_bytes"])
@@ -152,6 +154,46 @@ def test_updates_during_backward_hide_behind_it():
     assert late["seconds"] == pytest.approx(3 + 0.1 + 3, abs=1e-6)
     early = simulate(moments, rates_of(adam=1), seconds=seconds, update=AT_RETIRE)
     assert early["seconds"] == pytest.approx(1 + 0.3 + 3, abs=1e-6)
+
+
+def test_disk_bound():
+    """Reads of six chunks' states take longest and follow each other, from the beginning of backward on."""
+    rates = rates_of(disk_read_gbps=1, disk_write_gbps=4)
+    step = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_RETIRE)
+    assert step["seconds"] == pytest.approx(6 * 1, abs=0.3)
+    assert (step["disk_read_seconds"], step["disk_write_seconds"]) == (pytest.approx(6), pytest.approx(1.5))
+    assert step["disk_read_bytes"] == step["disk_written_bytes"] == 6 * GB
+    rates = rates_of(disk_read_gbps=4, disk_write_gbps=1)
+    written = simulate(one_pass(6), rates, seconds=0.25, update=ON_DISK_AT_RETIRE)
+    assert written["seconds"] == pytest.approx(6 * 1, abs=0.3)
+
+
+def test_one_chunk_on_the_disk_after_the_norm():
+    """Its states are read while it computes; after the norm they are updated, then its value goes up. The write is
+    over before the next backward begins.
+    """
+    rates = rates_of(upload=1, adam=0.5, disk_read_gbps=1, disk_write_gbps=1, synchronize_seconds=0.5)
+    moments = [*forward(1), *one_pass(1)]
+    step = simulate(moments, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
+    assert step["seconds"] == pytest.approx(1 + 3 + 0.5 + 2 + 1, abs=1e-6)
+    rates.disk_read_gbps = 0.25  # four seconds, of which the backward hides three and the norm half a second
+    step = simulate(moments, rates, seconds=[1.0, 3.0], update=ON_DISK_AFTER_NORM)
+    assert step["seconds"] == pytest.approx(1 + 3 + 0.5 + 0.5 + 2 + 1, abs=1e-6)
+
+
+def test_a_set_is_free_when_its_states_are_written():
+    """Of seven chunks after the norm the first three are read before; each other one waits for the write of the one
+    three places before it.
+    """
+    rates = rates_of(disk_read_gbps=FAST, disk_write_gbps=1)
+    moments = [*forward(7), *reversed(one_pass(7))]
+    step = simulate(moments, rates, seconds=[0.01] * 7 + [1.0] * 7, update=ON_DISK_AFTER_NORM)
+    assert step["stall_seconds"]["host_update"] == pytest.approx(7 - 3, abs=0.1)
+
+
+def test_a_disk_without_a_rate_is_refused():
+    with pytest.raises(ValueError, match="states are on the disk, which reads 0 GB/s and writes 0 GB/s"):
+        simulate(one_pass(1), rates_of(), seconds=1.0, update=ON_DISK_AT_RETIRE)
 
 
 def test_without_room_for_prefetches_everything_is_one_after_the_other():

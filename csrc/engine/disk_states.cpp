@@ -1,0 +1,281 @@
+#include "engine/disk_states.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "common/check.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr size_t kMostStates = 3;                 // optimizer_arrays()
+constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
+
+// Of a state among optimizer_arrays().
+size_t index_of(ArrayKind kind) {
+  const OptimizerArrays kinds = optimizer_arrays();
+  return static_cast<size_t>(std::find(kinds.begin(), kinds.end(), kind) - kinds.begin());
+}
+
+}  // namespace
+
+DiskStates::DiskStates(ChunkMemory& memory, DiskOptions options) : memory_(memory), options_(std::move(options)) {
+  if (options_.file.faults == nullptr) options_.file.faults = std::make_shared<DiskFaults>();
+}
+
+DiskStates::~DiskStates() = default;
+
+void DiskStates::open() {
+  const Layout& layout = memory_.layout();
+  std::vector<Tier> homes;
+  extents_.resize(static_cast<size_t>(layout.num_chunks()));
+  int64_t end = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    homes.push_back(memory_.store().home(chunk));
+    if (!is_home_of(chunk)) continue;
+    for (ArrayKind kind : layout.chunk(chunk).state_kinds()) {
+      extents_[static_cast<size_t>(chunk)][index_of(kind)].offset = end;
+      end += DiskFile::round_up(layout.num_bytes({chunk, kind}));
+    }
+  }
+  const DiskSets needed = disk_sets(layout, homes);
+  if (needed.count == 0) return;
+  sets_.resize(static_cast<size_t>(needed.count));
+  std::vector<int64_t> sizes;
+  std::vector<HostBlock*> places;
+  for (Set& set : sets_) {
+    for (size_t i = 0; i < kMostStates; ++i) {
+      if (needed.block_bytes[i] == 0) continue;
+      sizes.push_back(needed.block_bytes[i]);
+      places.push_back(&set.blocks[i]);
+    }
+  }
+  std::vector<HostBlock> blocks = memory_.arena().reserve(sizes);
+  std::vector<MemoryRange> ranges;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    memory_.arena().prepare(blocks[i]);
+    ranges.push_back({static_cast<char*>(blocks[i].data), blocks[i].num_bytes});
+    *places[i] = std::move(blocks[i]);
+  }
+  file_ = std::make_unique<DiskFile>(options_.folder, end, options_.file, ranges);
+}
+
+void DiskStates::close() {
+  for (Set& set : sets_) {
+    if (set.chunk >= 0) take_back(set);
+    for (const Event& event : set.busy) memory_.backend().settle(event);
+  }
+  for (const Event& event : {reads_.record(), writes_.record()}) memory_.backend().settle(event);
+  sets_.clear();
+  order_.clear();
+  running_order_.clear();
+  file_.reset();
+}
+
+DiskStates::Set* DiskStates::find(ChunkId chunk) {
+  const auto found = std::find_if(sets_.begin(), sets_.end(), [chunk](const Set& set) { return set.chunk == chunk; });
+  return found == sets_.end() ? nullptr : &*found;
+}
+
+void DiskStates::fetch(ChunkId chunk) {
+  Set* set = find(chunk);
+  if (set == nullptr) {
+    set = &vacate_one();
+    set->chunk = chunk;
+    read(chunk, *set);
+  }
+  set->last_use = ++clock_;
+}
+
+// One that an update is to come for goes last.
+DiskStates::Set& DiskStates::vacate_one() {
+  Set& oldest = *std::min_element(sets_.begin(), sets_.end(), [](const Set& a, const Set& b) {
+    return std::make_pair(a.is_expected, a.last_use) < std::make_pair(b.is_expected, b.last_use);
+  });
+  vacate(oldest);
+  return oldest;
+}
+
+void DiskStates::vacate(Set& set) {
+  if (set.chunk < 0) return;
+  store(set.chunk);
+  take_back(set);
+}
+
+void DiskStates::take_back(Set& set) {
+  for (ArrayKind kind : states_of(set.chunk)) {
+    ArrayRecord& record = memory_.array({set.chunk, kind});
+    set.blocks[index_of(kind)] = std::move(record.block);
+    set.busy.push_back(std::exchange(record.host_ready, nullptr));
+    set.busy.push_back(std::exchange(record.block_busy_until, nullptr));
+    record.on_host = false;
+  }
+  set.chunk = -1;
+  set.is_expected = false;
+}
+
+DiskStates::Piece DiskStates::piece(ArrayId id) {
+  Extent& extent = extents_[static_cast<size_t>(id.chunk)][index_of(id.kind)];
+  const int64_t num_bytes = DiskFile::round_up(memory_.layout().num_bytes(id));
+  return {id, {memory_.array(id).block.data, extent.offset, num_bytes}, &extent};
+}
+
+void DiskStates::read(ChunkId chunk, Set& set) {
+  std::vector<Piece> pieces;
+  std::vector<Event> written;
+  int64_t num_bytes = 0;
+  for (ArrayKind kind : states_of(chunk)) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    record.block = std::move(set.blocks[index_of(kind)]);
+    record.block.zeroed = false;
+    if (!record.on_disk) continue;
+    record.on_host = true;
+    pieces.push_back(piece({chunk, kind}));
+    written.push_back(pieces.back().extent->written);
+    num_bytes += pieces.back().range.num_bytes;
+  }
+  memory_.counters().disk_read_bytes += num_bytes;
+  const SpanLabel label{
+      Track::kDiskRead, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
+  const std::shared_ptr<HostSpan> span = num_bytes > 0 ? memory_.tracer().open_host_span(label, nullptr) : nullptr;
+  const Event ready = reads_.submit([this, pieces, written, span, busy = std::exchange(set.busy, {})] {
+    const HostSpanEnd end(span.get());
+    for (const Event& event : busy) memory_.backend().settle(event);
+    for (const Event& event : written) memory_.backend().synchronize(event);
+    const HostSpanScope scope(span.get());
+    noting_failures([&] { run_read(pieces); });
+  });
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).host_ready = ready;
+}
+
+void DiskStates::run_read(const std::vector<Piece>& pieces) {
+  if (pieces.empty()) return;
+  std::vector<DiskRange> ranges;
+  for (const Piece& piece : pieces) ranges.push_back(piece.range);
+  const std::vector<uint32_t> crcs = file_->read(ranges);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const uint32_t expected = pieces[i].extent->crc;
+    PS_CHECK(
+        crcs[i] == expected, DiskError, "disk_memory: ", memory_.store().describe(pieces[i].id), ": the ",
+        ranges[i].num_bytes, " bytes that were read in ", options_.folder, " are not those that were written (",
+        "CRC-32C ", crcs[i], " instead of ", expected,
+        "): the disk, its controller or memory is faulty; set disk_memory.path to a folder on another disk, and go "
+        "on from the last checkpoint, which this does not touch");
+  }
+}
+
+void DiskStates::store(ChunkId chunk) {
+  Set* set = find(chunk);
+  if (set == nullptr) return;
+  std::vector<Piece> pieces;
+  std::vector<Event> after;
+  int64_t num_bytes = 0;
+  for (ArrayKind kind : states_of(chunk)) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    if (!record.on_host || record.on_disk) continue;
+    pieces.push_back(piece({chunk, kind}));
+    after.push_back(record.host_ready);
+    after.push_back(record.block_busy_until);
+    num_bytes += pieces.back().range.num_bytes;
+  }
+  if (pieces.empty()) return;
+  memory_.counters().disk_written_bytes += num_bytes;
+  const SpanLabel label{
+      Track::kDiskWrite, StallCause::kNone, {chunk, memory_.layout().chunk(chunk).leading_state()}, num_bytes};
+  const std::shared_ptr<HostSpan> span = memory_.tracer().open_host_span(label, nullptr);
+  const Event written = writes_.submit([this, pieces, after, span] {
+    const HostSpanEnd end(span.get());
+    for (const Event& event : after) memory_.backend().synchronize(event);
+    const HostSpanScope scope(span.get());
+    noting_failures([&] { run_write(pieces); });
+  });
+  for (const Piece& piece : pieces) {
+    ArrayRecord& record = memory_.array(piece.id);
+    record.on_disk = true;
+    record.block_busy_until = written;
+    piece.extent->written = written;
+  }
+}
+
+void DiskStates::run_write(const std::vector<Piece>& pieces) {
+  std::vector<DiskRange> ranges;
+  for (const Piece& piece : pieces) ranges.push_back(piece.range);
+  const std::vector<uint32_t> crcs = file_->write(ranges);
+  for (size_t i = 0; i < pieces.size(); ++i) pieces[i].extent->crc = crcs[i];
+}
+
+void DiskStates::store_updated(ChunkId chunk) {
+  store(chunk);
+  running_order_.push_back(chunk);
+  if (Set* set = find(chunk)) set->is_expected = false;
+  const auto found = std::find(order_.begin(), order_.end(), chunk);
+  const auto ahead = static_cast<std::ptrdiff_t>(sets_.size());
+  if (order_.end() - found > ahead && is_home_of(found[ahead])) {
+    fetch(found[ahead]);
+    find(found[ahead])->is_expected = true;
+  }
+}
+
+void DiskStates::expect_updates() {
+  if (sets_.empty()) return;
+  if (!running_order_.empty()) order_ = std::exchange(running_order_, {});
+  for (Set& set : sets_) set.is_expected = false;
+  const size_t count = std::min(sets_.size(), order_.size());
+  // None of them makes room for another one.
+  for (size_t i = 0; i < count; ++i) {
+    if (Set* set = find(order_[i])) set->is_expected = true;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_home_of(order_[i])) continue;
+    fetch(order_[i]);
+    find(order_[i])->is_expected = true;
+  }
+}
+
+void DiskStates::forget(ChunkId chunk) {
+  if (Set* set = find(chunk)) take_back(*set);
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).on_disk = false;
+}
+
+void DiskStates::move_to_host(ChunkId chunk, std::vector<HostBlock> blocks) {
+  fetch(chunk);
+  std::vector<ArrayKind> made;  // the others are in the first step
+  auto block = blocks.begin();
+  for (ArrayKind kind : states_of(chunk)) {
+    const ArrayId id{chunk, kind};
+    char* to = static_cast<char*>((block++)->data);
+    if (!memory_.array(id).exists()) continue;
+    made.push_back(kind);
+    memory_.await_on_host(id);
+    const char* from = static_cast<const char*>(memory_.array(id).block.data);
+    memory_.device().pool().parallel_for(memory_.layout().num_bytes(id), kCopyGrain,
+                                         [from, to](int64_t begin, int64_t end) {
+                                           std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
+                                         });
+  }
+  forget(chunk);
+  block = blocks.begin();
+  for (ArrayKind kind : states_of(chunk)) memory_.array({chunk, kind}).block = std::move(*block++);
+  for (ArrayKind kind : made) memory_.array({chunk, kind}).set_on_host();
+  memory_.store().set_home(chunk, Tier::kHost);
+}
+
+template <typename Task>
+void DiskStates::noting_failures(const Task& task) {
+  try {
+    task();
+  } catch (const DiskError&) {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (!first_failure_) first_failure_ = std::current_exception();
+    throw;
+  }
+}
+
+void DiskStates::check() {
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (first_failure_) std::rethrow_exception(first_failure_);
+}
+
+}  // namespace patrickstar
