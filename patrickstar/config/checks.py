@@ -26,7 +26,6 @@ def find_conflicts(config: Config) -> list[str]:
             'optimizer.speculation is "commit", which updates before the norm of all gradients is known; set '
             'gradient_clipping to 0 and leave fp16 out, or set optimizer.speculation to "auto"'
         )
-    problems += _conflicts_of_disk(config)
     if config.optimizer.master is Master.STOCHASTIC and config.bf16 is None:
         problems.append(
             'optimizer.master is "stochastic", which is for bfloat16 parameters; enable bf16, or leave it out'
@@ -36,6 +35,7 @@ def find_conflicts(config: Config) -> list[str]:
             f'optimizer.master is "stochastic" and optimizer.speculation is "{config.optimizer.speculation.value}": '
             'gradients would have no place to wait in for the step; set speculation to "commit", or leave master out'
         )
+    problems += _conflicts_of_disk(config)
     if config.fp16 is not None and config.bf16 is not None:
         problems.append("fp16.enabled and bf16.enabled are both True; enable one")
     elif config.fp16 is not None:

@@ -467,11 +467,11 @@ class Predictor:
         return _C.initial_placement(self._layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
 
     def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
-        """When states have moved to the device, and others from the disk to where these were on the host."""
-        homes = [
-            _C.Tier.DEVICE if at and not _is_quantized(chunk) else home  # codes on the device are copies
-            for chunk, home, at in zip(self._chunks, first, on_device, strict=True)
-        ]
+        """When states have moved to the device, and others from the disk to where these were on the host; codes of
+        quantised chunks stay on the host, and those on the device are copies.
+        """
+        moved = (at and not _is_quantized(chunk) for chunk, at in zip(self._chunks, on_device, strict=True))
+        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, moved, strict=True)]
         if _C.Tier.DISK not in homes:
             return homes
         room = setting.host_bytes - self._initial_placement(setting)[1]
