@@ -43,10 +43,10 @@ struct RuntimeReport {
   int64_t num_chunk_elements = 0;  // padding included
   int num_device_state_chunks = 0;
   int num_device_quantized_chunks = 0;  // whose codes and scales are on the device
-  int num_disk_chunks = 0;       // whose states are on the disk
-  int64_t disk_bytes = 0;        // of the file
-  std::string disk_io;           // DiskFile::how
-  double disk_wait_seconds = 0;  // that updates waited for states to be read, since the engine was opened
+  int num_disk_chunks = 0;              // whose states are on the disk
+  int64_t disk_bytes = 0;               // of the file
+  std::string disk_io;                  // DiskFile::how
+  double disk_wait_seconds = 0;         // that updates waited for states to be read, since the engine was opened
   int64_t planned_uploaded_bytes = 0;
   int64_t planned_downloaded_bytes = 0;
   double predicted_step_seconds = 0;  // 0: no step was measured
