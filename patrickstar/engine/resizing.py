@@ -34,6 +34,15 @@ from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_agreement import all_or_none, together
+from patrickstar.engine.resize_handover import (
+    STATE_NAME,
+    check_state,
+    managed_states,
+    reached_state,
+    state_path,
+    take_state,
+    write_state,
+)
 from patrickstar.engine.resize_plan import (
     MEMORY,
     Carried,
@@ -50,15 +59,6 @@ from patrickstar.engine.resize_room import (
     check_expected_room,
     check_room,
     least_of_all,
-)
-from patrickstar.engine.resize_state import (
-    STATE_NAME,
-    check_state,
-    managed_states,
-    reached_state,
-    state_path,
-    take_state,
-    write_state,
 )
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
