@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> dict:
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(args.numel, generator=generator) * 0.02
     grad = torch.randn(args.numel, generator=generator).to(torch.bfloat16)
-    copies = Copies(args.numel // 2, args.num_threads)
+    copies = Copies(args.numel, args.num_threads)  # below some size memcpy writes through caches, and is slower
     cases: dict[str, Callable[[], None]] = {s.name: _Update(s, master, grad, args.num_threads) for s in SCHEMES}
     seconds = median_seconds({**cases, "copy_": copies.by_torch, "memcpy": copies.by_memcpy}, args.repeats)
     copies.close()
