@@ -1,0 +1,173 @@
+// A part of kernel_body.inl: optimizers of one moment ([Note: optimizers of one moment] in kernels.h).
+
+template <class V>
+struct MomentumConstants {
+  typename V::Float grad_scale, weight_decay, decay, minus_step_size;
+  typename V::Float one_minus_beta1, one_minus_beta2, momentum_factor, one_minus_dampening;
+
+  explicit MomentumConstants(const MomentumScalars& s)
+      : grad_scale(V::set(s.grad_scale)),
+        weight_decay(V::set(s.weight_decay)),
+        decay(V::set(s.decay)),
+        minus_step_size(V::set(-s.step_size)),
+        one_minus_beta1(V::set(s.one_minus_beta1)),
+        one_minus_beta2(V::set(s.one_minus_beta2)),
+        momentum_factor(V::set(s.momentum_factor)),
+        one_minus_dampening(V::set(s.one_minus_dampening)) {}
+};
+
+// 0 of zeros; NaN of what is not finite, as its product with 0 is.
+template <class V>
+PS_FLOAT sign_of(typename V::Float x) {
+  const auto sign = V::and_int(V::bits(x), V::set_int(0x80000000u));
+  const auto one = V::floats(V::xor_int(V::bits(V::set(1.0f)), sign));
+  return V::where_nonzero(V::bits(V::magnitude(x)), V::add(one, V::mul(x, V::set(0.0f))));
+}
+
+template <class V, MomentumRule kRule, DType kGrad, DType kParam, class Master>
+PS_STEP momentum_tile_at(const Tile& t, const MomentumConstants<V>& c, const RandomBits<V>& random, int64_t i) {
+  const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
+  __builtin_prefetch(grad + kBlockAhead);
+  const auto p = Master::template load<V>(t, i);
+  const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
+  const auto old_m = V::load(t.momentum + i);
+  auto m = old_m;
+  auto update = old_m;
+  if constexpr (kRule == MomentumRule::kLion) {
+    const auto distance = V::sub(g, old_m);
+    m = V::quiet(V::fma(c.one_minus_beta2, distance, old_m));
+    update = sign_of<V>(V::fma(c.one_minus_beta1, distance, old_m));
+  } else {
+    m = V::quiet(V::fma(c.one_minus_dampening, g, V::mul(c.momentum_factor, old_m)));
+    update = kRule == MomentumRule::kNesterov ? V::fma(c.momentum_factor, m, g) : m;
+  }
+  V::store(t.next_momentum + i, m);
+  Master::template put<V, kParam>(t, i, V::quiet(V::fma(c.minus_step_size, update, V::mul(p, c.decay))), random);
+}
+
+template <MomentumRule kRule, DType kGrad, DType kParam, class Master>
+PS_LOOP momentum_tile(const Tile& tile, const MomentumScalars& scalars) {
+  const Tile t = tile;
+  const MomentumConstants<Vector> c(scalars);
+  const RandomBits<Vector> random(t.key);
+  int64_t i = 0;
+  for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
+    momentum_tile_at<Vector, kRule, kGrad, kParam, Master>(t, c, random, i);
+  }
+  if (i == t.numel) return;
+  const MomentumConstants<ScalarLane> single(scalars);
+  const RandomBits<ScalarLane> single_random(t.key);
+  for (; i < t.numel; ++i) {
+    momentum_tile_at<ScalarLane, kRule, kGrad, kParam, Master>(t, single, single_random, i);
+  }
+}
+
+template <MomentumRule kRule>
+inline UpdateTile<MomentumScalars> choose_momentum_tile(const AdamRange& range) {
+  UpdateTile<MomentumScalars> update = nullptr;
+  with_dtype(range.grad_dtype, [&](auto grad) {
+    constexpr DType kHalf = DType::kBFloat16;
+    if (range.master_type == StateType::kNone) {
+      update = momentum_tile<kRule, grad.value, kHalf, BareTile>;
+    } else if (range.master_type == StateType::kLowerHalf) {
+      update = momentum_tile<kRule, grad.value, kHalf, UnsignedTile>;
+    } else {
+      with_dtype(range.param_dtype,
+                 [&](auto param) { update = momentum_tile<kRule, grad.value, param.value, WholeTile>; });
+    }
+  });
+  return update;
+}
+
+inline UpdateTile<MomentumScalars> choose_momentum_tile(MomentumRule rule, const AdamRange& range) {
+  switch (rule) {
+    case MomentumRule::kLion:
+      return choose_momentum_tile<MomentumRule::kLion>(range);
+    case MomentumRule::kSgd:
+      return choose_momentum_tile<MomentumRule::kSgd>(range);
+    case MomentumRule::kNesterov:
+      return choose_momentum_tile<MomentumRule::kNesterov>(range);
+  }
+  return nullptr;
+}
+
+void momentum_step(const AdamRange& range, const MomentumScalars& scalars) {
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kAll);
+}
+
+void momentum_param(const AdamRange& range, const MomentumScalars& scalars) {
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kParam);
+}
+
+// [Note: settled values] A NaN is open, whatever both ends are.
+inline bool is_settled(uint16_t least, uint16_t most, uint16_t infinity) {
+  return least == most && (least & 0x7fff) <= infinity;
+}
+
+// A block of values at one of the ends.
+inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRange& r, int64_t i, int64_t numel,
+                              const float* momentum, float* unused, void* param, const MomentumScalars& scalars) {
+  const auto* master = static_cast<const float*>(r.master) + i;
+  const auto* grad = static_cast<const uint16_t*>(r.grad) + i;
+  update(Tile{momentum, nullptr, unused, nullptr, master, nullptr, grad, param, numel, {}, ParamStore::kCached},
+         scalars);
+}
+
+void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, float most_grad_scale,
+                            OpenValues* open) {
+  const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
+  const uint16_t infinity = r.param_dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00;
+  MomentumScalars at_most = scalars;
+  at_most.grad_scale = most_grad_scale;
+  TileMoment momentum;
+  momentum.type = r.momentum_type;
+  momentum.from = r.momentum;
+  momentum.from_scales = r.momentum_scales;
+  momentum.to = nullptr;
+  alignas(64) float unused[kStateBlock];
+  alignas(64) uint16_t most[kStateBlock];
+  const auto* grad = static_cast<const uint16_t*>(r.grad);
+  auto* const param = static_cast<uint16_t*>(r.param);
+  int64_t count = 0;
+  bool is_full = false;
+  with_ieee_arithmetic([&] {
+    for (int64_t i = 0; i < r.numel; i += kStateBlock) {
+      const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
+      const float* const old = momentum.expand_at(i, numel);
+      run_momentum_tile(update, r, i, numel, old, unused, param + i, scalars);
+      run_momentum_tile(update, r, i, numel, old, unused, most, at_most);
+      for (int64_t k = 0; k < numel; ++k) {
+        if (is_settled(param[i + k], most[k], infinity)) continue;
+        if (count == open->capacity) {
+          is_full = true;
+          break;
+        }
+        open->master[count] = static_cast<const float*>(r.master)[i + k];
+        open->momentum[count] = old[k];
+        open->variance[count] = 0;
+        open->grad[count] = grad[i + k];
+        open->index[count] = static_cast<uint16_t>(i + k);
+        ++count;
+      }
+    }
+  });
+  open->count = is_full ? OpenValues::kAll : count;
+}
+
+void momentum_param_open(const AdamRange& r, const MomentumScalars& scalars, const OpenValues& open) {
+  if (open.count == OpenValues::kAll) return momentum_param(r, scalars);
+  AdamRange side_by_side = r;
+  side_by_side.master = open.master;
+  side_by_side.grad = open.grad;
+  const UpdateTile<MomentumScalars> update = choose_momentum_tile(scalars.rule, r);
+  alignas(64) float unused[kStateBlock];
+  alignas(64) uint16_t made[kStateBlock];
+  auto* const param = static_cast<uint16_t*>(r.param);
+  with_ieee_arithmetic([&] {
+    for (int64_t i = 0; i < open.count; i += kStateBlock) {
+      const int64_t numel = open.count - i < kStateBlock ? open.count - i : kStateBlock;
+      run_momentum_tile(update, side_by_side, i, numel, open.momentum + i, unused, made, scalars);
+      for (int64_t k = 0; k < numel; ++k) param[open.index[i + k]] = made[k];
+    }
+  });
+}
