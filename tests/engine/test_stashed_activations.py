@@ -11,7 +11,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.profiling.chrome import chrome_trace
 from patrickstar.runtime import initialize_engine
-from tests.models import VOCAB, Case
+from tests.models import MODELS, VOCAB, Case
 from tests.profiling.traces import traced
 from tests.training import ADAM, Run, assert_same, least_device_memory, make_config, train
 
@@ -76,6 +76,14 @@ def test_bits_do_not_depend_on_it(precision, reentrant):
     print(f"{run.report['stashed_bytes']} bytes left the device")
     assert run.report["stashed_bytes"] > 0
     assert_same(run, reference(precision))
+
+
+def test_the_least_budget_does_not_depend_on_how_fast_copies_are():
+    measured = {
+        least_device_memory(MODELS["bert"], make_config("bf16", **delays), checkpointing=True)
+        for delays in ({}, {"delays": {"link_latency_us": 3000}})
+    }
+    assert len(measured) == 1
 
 
 def test_transfers_are_traced():
