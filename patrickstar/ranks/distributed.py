@@ -30,7 +30,14 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
-from patrickstar.ranks.failures import DisagreementError, FailureWatch, failing_together, first_line, own_connection
+from patrickstar.ranks.failures import (
+    DisagreementError,
+    FailureWatch,
+    abort_all,
+    failing_together,
+    first_line,
+    own_connection,
+)
 from patrickstar.ranks.messages import read_list
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -229,8 +236,7 @@ class RankGroups:
             return
         if self._watch.failure is None:
             self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
-        for part in (self.control, *self._controls, *self._further):
-            part.abort()
+        abort_all((self.control, *self._controls, *self._further))
 
     def leave(self, error: BaseException) -> None:
         """:meth:`fail`, and takes down what `open_ranks` made. Waits for no other rank."""
@@ -246,8 +252,7 @@ class RankGroups:
             self._watch.stop()
             self._watch = None
         parts = (self.control, *self._controls, *self._further)
-        for part in parts:  # before any is closed: on a GPU what one has begun may be behind what waits in another
-            part.abort()
+        abort_all(parts)  # before any is closed: on a GPU what one has begun may be behind what waits in another
         for part in parts:
             part.close()
         for group in self._groups:
@@ -565,8 +570,7 @@ def _connect(groups: RankGroups, store: dist.Store, prefix: str) -> None:
     control, controls, further = groups.control, groups._controls, groups._further
 
     def stop_all() -> None:
-        for part in (control, *controls, *further):
-            part.abort()
+        abort_all((control, *controls, *further))
 
     groups._watch = FailureWatch(store, prefix, index, members, stop_all, timeout_seconds)
     # The thread must end before the interpreter does, also when nobody closes.

@@ -10,7 +10,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.ranks.distributed import describe_disagreement, format_ranks, open_ranks
-from patrickstar.ranks.failures import DisagreementError
+from patrickstar.ranks.failures import DisagreementError, abort_all
 from tests.distributed import rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6
@@ -188,3 +188,17 @@ def test_words():
     assert format_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     text = describe_disagreement("config", {0: "a" * 500 + "x" + "b" * 500, 1: "a" * 500 + "y"})
     assert text.endswith(f"rank 0: ...{'a' * 25}x{'b' * 74}...; rank 1: ...{'a' * 25}y")
+
+
+def test_all_parts_are_aborted_at_once():
+    """On a GPU the end of one may wait for the end of another ([Note: aborted at once])."""
+    at_once = threading.Barrier(3)
+    met = []
+
+    class Part:
+        def abort(self):
+            at_once.wait(10)
+            met.append(self)
+
+    abort_all([Part() for _ in range(3)])
+    assert len(met) == 3

@@ -16,7 +16,7 @@ CHUNKS = {"default_chunk_size": MIB}
 @pytest.mark.parametrize("on_device", [False, True])
 def test_no_number_changes(speculation, on_device, tmp_path):
     expected = train(WIDE, config_of(on_device=on_device, speculation=speculation, **CHUNKS))
-    budget = expected.report["num_parameters"] * 14 // 4
+    budget = expected.report["num_parameters"] * 14 // (2 if on_device else 4)  # a quarter has no room for states
     more = {"speculation": speculation, "on_device": on_device, "device_memory": budget}
     run = train(WIDE, on_disk(tmp_path, 0.2, case=WIDE, **more, **CHUNKS))
     print(f"{run.report['num_disk_chunks']} of {run.report['num_chunks']} chunks on disk, {run.report['disk_io']}")
