@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for system in dict.fromkeys(args.systems):
         found, reason = _run_system(system, device_type, args)
         rows += found
+        for row in found:
+            milliseconds = row["median_seconds"] * 1e3
+            print(f"{system}, {row['length']} tokens: {milliseconds:.2f} ms", file=sys.stderr, flush=True)
         if reason is not None:
             failures.append({"system": system, "reason": reason})
             print(f"{system}: {reason}", file=sys.stderr, flush=True)
