@@ -82,8 +82,6 @@ Layout Layout::pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, S
     PS_CHECK(is_whole || param.dtype == DType::kBFloat16, ArgumentError, "parameter ", id, " is ",
              dtype_name(param.dtype), ", and only masters of bfloat16 values are split or left out; give it a float32 ",
              "master");
-    PS_CHECK(is_whole || sharding.num_ranks == 1, ArgumentError, "masters are to be split or left out, but ",
-             sharding.num_ranks, " ranks share a chunk; with several ranks masters are float32");
     PS_CHECK(param.quantization == QuantType::kNone || !param.trainable, ArgumentError, "parameter ", id,
              " is trained and was to be quantised; only frozen parameters can be");
     const int64_t need = rounded_up(param.numel, alignment_of(param, sharding));

@@ -184,7 +184,7 @@ struct ChunkSpec {
 class Layout {
  public:
   // Throws ArgumentError when chunk_numel < kAlignment, a parameter has no elements, one that is trained is to be
-  // quantised, or masters are to be split or left out on several ranks or of other values than bfloat16.
+  // quantised, or masters are to be split or left out of other values than bfloat16.
   static Layout pack(const std::vector<ParamSpec>& params, int64_t chunk_numel, Sharding sharding = {});
 
   // From now on the chunk, which is not quantised, and its parameters are trainable: those that get no gradient keep

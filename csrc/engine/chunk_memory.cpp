@@ -149,6 +149,11 @@ void ChunkMemory::attach(ChunkId chunk) {
   if (store_.storage(chunk)) store_.storage(chunk).attach(array({chunk, ArrayKind::kParam}).slot.data);
 }
 
+void ChunkMemory::copy_on_device(ArrayId id, void* to) {
+  await_on_device(id);
+  backend().copy(Queue::kCompute, to, array(id).slot.data, store_.num_bytes(id));
+}
+
 void ChunkMemory::cast_on_device(ChunkId chunk, void* to) {
   const ArrayId master{chunk, ArrayKind::kMaster};
   const ChunkSpec& spec = store_.chunk(chunk);

@@ -100,6 +100,8 @@ class ChunkMemory {
 
   // round(master), of this rank's part, on the compute queue into device memory `to`, or here into host memory.
   void cast_on_device(ChunkId chunk, void* to);
+  // The array, which is on the device, into device memory `to`, on the compute queue.
+  void copy_on_device(ArrayId id, void* to);
   void cast_on_host(ChunkId chunk, void* to);
   // The compute values of a quantised chunk, of this rank's part, into device memory `to`, on `queue`. `quantized` is
   // device memory with the chunk's kQuantized.

@@ -91,6 +91,7 @@ void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   pager_.ensure_state({chunk, spec.leading_state()}, home);
   if (spec.is_in_split(ArrayKind::kVariance)) pager_.ensure_state({chunk, ArrayKind::kVariance}, home);
   pager_.ensure_state(param, home);
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   if (home == Tier::kDevice) {
     pager_.bring(param);
     memory_.drop_block(param);

@@ -102,14 +102,13 @@ void GradientFlow::retire(ChunkId chunk) {
     statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
   }
   // The values are dead, unless another micro-batch or a later use is expected.
-  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) drop_dead_value(chunk);
+  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) drop_dead_value(param);
   send_home(chunk);
 }
 
 // The gradient may take its place; where it is part of a master, that on the device alone.
-void GradientFlow::drop_dead_value(ChunkId chunk) {
-  const ArrayId param{chunk, ArrayKind::kParam};
-  if (!store_.chunk(chunk).keeps_param()) return memory_.discard(param);
+void GradientFlow::drop_dead_value(ArrayId param) {
+  if (!store_.chunk(param.chunk).keeps_param()) return memory_.discard(param);
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
@@ -120,6 +119,7 @@ void GradientFlow::send_home(ChunkId chunk) {
   }
   if (accumulates_) return;
   updates_.start_early(chunk);
+  if (store_.layout().is_sharded()) return;
   // Here it leaves as well, for the new parameter does not take its place.
   const bool ended = store_.chunk(chunk).keeps_param() && !memory_.array(home_of(chunk)).exists();
   if (ended && store_.has_states_on_device(chunk)) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
@@ -192,7 +192,7 @@ void GradientFlow::scatter(ChunkId chunk) {
   const bool dead = store_.is_dead(chunk) && memory_.array(param).holds == 0;
   if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) {
     memory_.discard(param);
-    memory_.discard({chunk, ArrayKind::kParamShard});  // the gradient takes its place
+    drop_dead_value({chunk, ArrayKind::kParamShard});
   }
   send_home(chunk);
 }

@@ -83,7 +83,7 @@ class GradientFlow {
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
   void send_home(ChunkId chunk);
-  void drop_dead_value(ChunkId chunk);
+  void drop_dead_value(ArrayId param);
   void discard_gradients(ChunkId chunk);
   void forget(ChunkId chunk);
   void add_to_sums();

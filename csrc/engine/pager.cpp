@@ -259,12 +259,17 @@ Event Pager::place_shard(ChunkId chunk, void* place, Slot& slot) {
   if (store().chunk(chunk).is_quantized()) {
     return dequantize(chunk, place, slot, take_staging({chunk, ArrayKind::kParam}));
   }
-  if (!store().has_states_on_device(chunk)) {
+  const bool kept = store().chunk(chunk).keeps_param();
+  if (kept ? !memory_.array(shard).on_device : !store().has_states_on_device(chunk)) {
     bring_to_host(shard);
     return memory_.upload_to(shard, place, slot);
   }
   memory_.await_slot(Queue::kCompute, slot);
-  memory_.cast_on_device(chunk, place);
+  if (kept) {
+    memory_.copy_on_device(shard, place);
+  } else {
+    memory_.cast_on_device(chunk, place);
+  }
   return memory_.backend().record(Queue::kCompute);
 }
 

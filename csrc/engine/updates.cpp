@@ -491,11 +491,11 @@ void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
     grad.host_ready = nullptr;
     grad.on_host = false;
   }
-  if (target.on_device && store_.layout().is_sharded()) {
+  if (target.on_device && store_.layout().is_sharded() && !store_.chunk(chunk).keeps_param()) {
     memory_.discard(param_id);  // gathers take it from the master
   } else if (target.on_device) {
     param.set_on_device();
-    memory_.attach(chunk);
+    if (param_id.kind == ArrayKind::kParam) memory_.attach(chunk);
     if (target.place == ParamPlace::kOwn) memory_.discard(grad_of(chunk));
   } else {
     param.set_on_host();

@@ -192,7 +192,8 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     // Of several ranks none may have what another one lacks: all values go when the step is over.
     const bool survives = !layout.is_sharded() && (on_device || !trainable);
     const bool kept = layout.chunk(chunk).keeps_param();
-    const int64_t param_bytes = on_device && kept ? 0 : bytes;  // those of placed_bytes() are fixed
+    // Those of placed_bytes() are fixed; of several ranks these are the shard's.
+    const int64_t param_bytes = on_device && kept && !layout.is_sharded() ? 0 : bytes;
     const int64_t fetch_bytes = layout.num_bytes(quantized ? layout.value_home(chunk) : shard);
     stages = stages || (quantized && !on_device);
     const bool retires = !on_device || (!layout.is_sharded() && !kept);

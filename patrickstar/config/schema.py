@@ -236,8 +236,7 @@ class OptimizerConfig(Section):
     """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
     parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
     masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16`` and ``speculation`` ``"commit"`` (a
-    gradient waits nowhere), and one rank per copy of the model. A loss of precision that is yours to accept, as with
-    ``states``.
+    gradient waits nowhere). A loss of precision that is yours to accept, as with ``states``.
     """
     streaming: Annotated[
         Text,

@@ -61,7 +61,7 @@ def build_core(
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
         size = dataclasses.replace(size, numel=chunk_numel)
-    scheme = state_scheme(config.optimizer, chunk_ranks.size)
+    scheme = state_scheme(config.optimizer)
     layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, scheme)
     segments = ExpandableSegments(context.device, budgets.device_bytes)
     local = (context.local_rank, context.local_world_size)

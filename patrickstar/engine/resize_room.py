@@ -23,7 +23,7 @@ from patrickstar.ranks.messages import reading
 def layout_for(session: Session, num_ranks: int) -> _C.Layout:
     """Of the first of so many ranks; the others' shares are as large."""
     optimizer = session.config.optimizer
-    scheme = state_scheme(optimizer, num_ranks)
+    scheme = state_scheme(optimizer)
     return make_layout(session.params_now(), session.chunk_numel, num_ranks, 0, scheme)
 
 

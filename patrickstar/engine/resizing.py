@@ -407,7 +407,7 @@ def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
 
 def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
     """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
-    scheme = state_scheme(session.config.optimizer, num_ranks)
+    scheme = state_scheme(session.config.optimizer)
     found = []
     for rank in range(num_ranks):
         layout = make_layout(params, chunk_numel, num_ranks, rank, scheme)

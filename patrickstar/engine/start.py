@@ -28,7 +28,6 @@ from patrickstar.engine.rank_sync import (
 )
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
-from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import FirstRankValues, check_same_model
 from patrickstar.module.materialize import DeferredInit
 from patrickstar.module.preprocess import ModelSource, build_module
@@ -55,7 +54,6 @@ def start_session(
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             _check_sharing(ranks, config)
             chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
-            state_scheme(config.optimizer, chunk_ranks.size)  # what ranks cannot have is refused before they build
             matrices = make_matrices(config, mesh)
             here = ranks.context
             mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)

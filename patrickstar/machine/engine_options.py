@@ -158,22 +158,14 @@ class StateScheme:
         return _C.StateFormat(master, momentum, variance if self.has_variance else types.NONE)
 
 
-def state_scheme(optimizer: OptimizerConfig, num_ranks: int) -> StateScheme:
+def state_scheme(optimizer: OptimizerConfig) -> StateScheme:
     """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
-    per parameter less, or left out, which takes 4 less. Not yet with several ranks.
-
-    Raises:
-        ValueError: several ranks are to have parameters without masters.
+    per parameter less, or left out, which takes 4 less.
     """
     master = _C.StateType.FLOAT32
     if optimizer.master is Master.STOCHASTIC:
         master = _C.StateType.NONE
-        if num_ranks > 1:
-            raise ValueError(
-                f'optimizer.master is "stochastic", and {num_ranks} ranks share the model, which is not built yet; use '
-                'one rank, or set optimizer.master to "exact"'
-            )
-    elif optimizer.speculation is Speculation.COMMIT and num_ranks == 1:
+    elif optimizer.speculation is Speculation.COMMIT:
         master = _C.StateType.LOWER_HALF
     has_variance = "exp_avg_sq" in rule_of(optimizer.type).states
     return StateScheme(states=optimizer.states, has_variance=has_variance, master=master)

@@ -343,7 +343,7 @@ class Planner:
     def _predictor(self, question: Question, trace: _Trace, size: int) -> Predictor:
         cluster = question.chunk_cluster
         num_ranks = cluster.chunk_ranks
-        scheme = state_scheme(question.setting.optimizer_config(), num_ranks)
+        scheme = state_scheme(question.setting.optimizer_config())
         key = (question.workload, question.machine, cluster, size, scheme)
         if key not in self._predictors:
             layout = make_layout(trace.params, size, num_ranks, scheme=scheme)

@@ -12,7 +12,6 @@ import torch
 from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.distributed import run_ranks
 from tests.engine.test_equality import WIDE
 from tests.models import MODELS, gpt2, token_batch
 from tests.training import Run, assert_same, go_on, least_device_memory, make_config, train
@@ -139,13 +138,3 @@ def frozen_values():
     torch.manual_seed(0)
     model = frozen()
     return {n: p.detach().bfloat16().float() for n, p in model.named_parameters() if not p.requires_grad}
-
-
-def open_on_ranks():
-    with pytest.raises(ValueError, match=r'optimizer.master is "stochastic", and 2 ranks share the model'):
-        initialize_engine(gpt2, 0, config_of())
-    return True
-
-
-def test_several_ranks_are_refused():
-    assert run_ranks(2, open_on_ranks) == [True, True]

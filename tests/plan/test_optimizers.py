@@ -27,7 +27,7 @@ from tests.models import gpt2
 def test_bytes_per_parameter(kind, states, expects):
     setting = Setting(device_bytes=1, host_bytes=1, optimizer=kind, states=states)
     params = plan_params(gpt2(), torch.bfloat16, use_cpu_embedding=False)
-    layout = make_layout(params, 4096, scheme=state_scheme(setting.optimizer_config(), 1))
+    layout = make_layout(params, 4096, scheme=state_scheme(setting.optimizer_config()))
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     assert sum(chunk["home_bytes"] for chunk in chunks) == expects * sum(chunk["numel"] for chunk in chunks)
 

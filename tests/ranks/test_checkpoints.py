@@ -29,11 +29,12 @@ def train_part(
     **options: Any,
 ) -> dict[str, Any]:
     """Steps ``begin`` to ``end`` of a run, from a checkpoint if there is one; saves at the end if told to.
-    ``optimizer``: of the configuration, instead of AdamW.
+    ``optimizer``: of the configuration, instead of AdamW. What commits updates in backward does not clip.
     """
     case = MODELS["gpt2"]
     torch.manual_seed(0)
-    config = make_config(precision, gradient_clipping=1.0, **options)
+    clipping = 0.0 if "speculation" in (optimizer or {}) else 1.0
+    config = make_config(precision, gradient_clipping=clipping, **options)
     config["optimizer"] = {**(optimizer or config["optimizer"]), "states": states}
     engine, own = initialize_engine(case.build, 0, config)
     with engine:
@@ -108,15 +109,22 @@ def test_moments_of_fewer_bytes_on_another_number_of_ranks(tmp_path, states):
         assert_same_state(again[rank]["states"], straight[rank]["states"])
 
 
+COMMITTED = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}, "speculation": "commit"}
+
+
 @pytest.mark.parametrize(
     ("states", "optimizer"),
     [
         ("8bit", {"type": "Lion", "params": {"lr": 3e-4, "weight_decay": 0.1}}),
         ("fp32", {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}}),
+        ("fp32", COMMITTED),
+        ("8bit", COMMITTED | {"master": "stochastic"}),
     ],
 )
-def test_one_moment_on_another_number_of_ranks(tmp_path, states, optimizer):
-    """The same of optimizers without a variance; and two ranks with little device memory make the same bits."""
+def test_other_states_on_another_number_of_ranks(tmp_path, states, optimizer):
+    """The same without a variance, with split masters and without masters; and two ranks with little device memory make
+    the same bits.
+    """
     two, one = str(tmp_path / "two"), str(tmp_path / "one")
     straight = run_ranks(2, train_part, None, 0, 5, None, "bf16", states, optimizer)
     run_ranks(2, train_part, None, 0, 3, two, "bf16", states, optimizer)

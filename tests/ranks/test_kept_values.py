@@ -1,0 +1,82 @@
+"""Several ranks whose bfloat16 parameters are a part of the optimizer state: split masters, 12 bytes per parameter of
+exact AdamW, and no masters at all. Where a chunk's share is, and how chunks are cut, changes no bit.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from patrickstar import _C
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.distributed import run_ranks
+from tests.ranks.runs import Task, train_tasks
+
+COMMIT = {"speculation": "commit"}
+SMALL = {"default_chunk_size": 16384, "device_memory": "1MB"}
+LION = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
+SCHEMES = {
+    "split masters": COMMIT,
+    "split masters, 8 bits": COMMIT | {"states": "8bit"},
+    "no masters, bf16": COMMIT | {"states": "bf16", "master": "stochastic"},
+    "no masters, 8 bits": COMMIT | {"states": "8bit", "master": "stochastic"},
+    "Lion without masters": COMMIT | LION | {"master": "stochastic"},
+}
+
+
+def run(size, tasks):
+    """[task][rank]"""
+    by_rank = run_ranks(size, train_tasks, tasks, timeout_seconds=300)
+    return [[results[index] for results in by_rank] for index in range(len(tasks))]
+
+
+def assert_same(one, other):
+    assert one["losses"] == other["losses"]
+    assert_same_bits(one["state"], other["state"])
+
+
+def test_split_masters_are_exact():
+    """The bits of float32 masters whose updates wait for the step."""
+    waits, commits = {"speculation": "never"}, COMMIT
+    tasks = [Task("gpt2", "bf16", optimizer=scheme, on_host=True, options=SMALL) for scheme in (waits, commits)]
+    results = run(2, tasks)
+    for rank in range(2):
+        assert_same(results[1][rank], results[0][rank])
+    report = results[1][0]["report"]
+    assert report["num_committed_updates"] == tasks[1].steps * report["num_chunks"]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_placements(name):
+    """All on the device; all on the host beside a small device and small chunks; some on either side."""
+    delays = {"max_random_us": 300, "seed": 1}
+    tight = {"default_chunk_size": 4096, "device_memory": "850KB", "delays": delays}
+    tasks = [
+        Task("gpt2", "bf16", optimizer=copy.deepcopy(SCHEMES[name]), on_host=on_host, options=options)
+        for on_host, options in ((False, {}), (True, SMALL), (False, tight))
+    ]
+    everywhere, on_host, mixed = run(2, tasks)
+    for rank in range(2):
+        assert_same(on_host[rank], everywhere[rank])
+        assert_same(mixed[rank], everywhere[rank])
+        assert_same_bits(everywhere[rank]["state"], everywhere[0]["state"])
+    assert everywhere[0]["report"]["num_device_state_chunks"] == everywhere[0]["report"]["num_chunks"]
+    assert on_host[0]["report"]["num_device_state_chunks"] == 0
+    assert 0 < mixed[0]["report"]["num_device_state_chunks"] < mixed[0]["report"]["num_chunks"]
+
+
+def bytes_per_parameter(optimizer):
+    task = Task("gpt2", "bf16", optimizer=optimizer)
+    engine, _ = initialize_engine(task.case.build, 0, task.config())
+    with engine:
+        chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
+    assert all(chunk["states"].master != _C.StateType.FLOAT32 for chunk in chunks)
+    return 2 * sum(chunk["home_bytes"] for chunk in chunks) / sum(chunk["numel"] for chunk in chunks)
+
+
+@pytest.mark.parametrize(("name", "expects"), [("split masters", 12), ("no masters, bf16", 6)])
+def test_bytes_per_parameter(name, expects):
+    """Of two ranks together."""
+    assert run_ranks(2, bytes_per_parameter, SCHEMES[name]) == [expects] * 2
