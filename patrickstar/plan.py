@@ -189,7 +189,7 @@ def _parser(prog: str) -> CommandParser:
     )  # fmt: skip
     engine.add_argument(
         "--master", choices=[member.value for member in Master], default=Master.EXACT.value,
-        help="optimizer.master: stochastic, which takes --speculation commit, leaves float32 masters out",
+        help="optimizer.master: stochastic leaves float32 masters out",
     )  # fmt: skip
     engine.add_argument(
         "--offload", choices=[member.value for member in ActivationOffload], default=ActivationOffload.AUTO.value,
@@ -220,9 +220,9 @@ def _question(args: argparse.Namespace) -> Question:
         raise ValueError(
             "--speculation commit updates in every backward, for good; leave out --gradient-accumulation and --clip"
         )
-    if args.master == Master.STOCHASTIC.value and (speculation is not Speculation.COMMIT or args.precision != "bf16"):
+    if args.master == Master.STOCHASTIC.value and (speculation is Speculation.ALWAYS or args.precision != "bf16"):
         raise ValueError(
-            "--master stochastic needs --speculation commit and --precision bf16; give both, or leave it out"
+            "--master stochastic needs --precision bf16 and not --speculation always; change these, or leave it out"
         )
     machine = _machine(args)
     check_precision(args.precision, machine)

@@ -32,15 +32,19 @@ void register_types(py::module_& module) {
       .value("SIGNED8", StateType::kSigned8)
       .value("UNSIGNED8", StateType::kUnsigned8)
       .value("NONE", StateType::kNone);
+  py::enum_<GradientPlace>(module, "GradientPlace", "Where a gradient waits for the step (chunk/layout.h).")
+      .value("OF_PARAM", GradientPlace::kOfParam)
+      .value("OWN", GradientPlace::kOwn);
   py::class_<StateFormat>(module, "StateFormat", "The types of a parameter's optimizer states (chunk/layout.h).")
-      .def(py::init([](StateType master, StateType momentum, StateType variance) {
-             return StateFormat{master, momentum, variance};
+      .def(py::init([](StateType master, StateType momentum, StateType variance, GradientPlace gradient) {
+             return StateFormat{master, momentum, variance, gradient};
            }),
            py::arg("master") = StateType::kFloat32, py::arg("momentum") = StateType::kFloat32,
-           py::arg("variance") = StateType::kFloat32)
+           py::arg("variance") = StateType::kFloat32, py::arg("gradient") = GradientPlace::kOfParam)
       .def_readonly("master", &StateFormat::master)
       .def_readonly("momentum", &StateFormat::momentum)
-      .def_readonly("variance", &StateFormat::variance);
+      .def_readonly("variance", &StateFormat::variance)
+      .def_readonly("gradient", &StateFormat::gradient);
   py::enum_<ArrayKind>(module, "ArrayKind", "The arrays of a chunk (common/types.h).")
       .value("PARAM", ArrayKind::kParam)
       .value("GRAD", ArrayKind::kGrad)

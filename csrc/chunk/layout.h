@@ -75,10 +75,15 @@ class StateKinds {
 //
 // Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
 // Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
+// Where a gradient waits for the step: in the place of its parameter, which a float32 master gives back (or nowhere,
+// where updates are committed in backward), or in one of its own beside a parameter that nothing gives back.
+enum class GradientPlace : uint8_t { kOfParam, kOwn };
+
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;
   StateType variance = StateType::kFloat32;
+  GradientPlace gradient = GradientPlace::kOfParam;
 
   StateType of(ArrayKind kind) const {
     return kind == ArrayKind::kMaster ? master : kind == ArrayKind::kMomentum ? momentum : variance;
@@ -92,7 +97,8 @@ struct StateFormat {
     return result;
   }
   friend bool operator<(const StateFormat& a, const StateFormat& b) {
-    return std::tie(a.master, a.momentum, a.variance) < std::tie(b.master, b.momentum, b.variance);
+    return std::tie(a.master, a.momentum, a.variance, a.gradient) <
+           std::tie(b.master, b.momentum, b.variance, b.gradient);
   }
 };
 
@@ -167,6 +173,8 @@ struct ChunkSpec {
   bool splits_master() const { return states.master == StateType::kLowerHalf; }
   // Whether the compute value is a part of the optimizer state, or all that there is of the parameter.
   bool keeps_param() const { return states.master != StateType::kFloat32; }
+  // Whether its gradient has memory of its own until the step, on the tier where the states are.
+  bool keeps_gradient() const { return trainable && states.gradient == GradientPlace::kOwn; }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||

@@ -11,16 +11,23 @@ namespace patrickstar {
 
 namespace {
 
-// Gradients that accumulate are complete after the last backward of a step, which nobody knows before.
-SpeculationMode speculation_mode(const EngineOptions& options) {
-  const bool accumulates = options.residency.backwards == Backwards::kSeveral;
-  return accumulates && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
+bool any_keeps_param(const Layout& layout) {
+  const auto& chunks = layout.chunks();
+  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.keeps_param(); });
 }
 
-ResidencyOptions residency_options(const EngineOptions& options) {
+// Gradients that accumulate are complete after the last backward of a step, which nobody knows before. What keeps its
+// parameters is updated in place.
+SpeculationMode speculation_mode(const EngineOptions& options, const Layout& layout) {
+  const bool accumulates = options.residency.backwards == Backwards::kSeveral;
+  const bool waits = accumulates || any_keeps_param(layout);
+  return waits && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
+}
+
+ResidencyOptions residency_options(const EngineOptions& options, const Layout& layout) {
   ResidencyOptions residency = options.residency;
   residency.keeps_gradients = options.speculation != SpeculationMode::kCommit;
-  residency.updates_take_memory = speculation_mode(options) == SpeculationMode::kOn;
+  residency.updates_take_memory = speculation_mode(options, layout) == SpeculationMode::kOn;
   return residency;
 }
 
@@ -58,7 +65,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       disk_updates(device->backend(), device->host_compute(), memory.tracer(), Track::kDiskAdam),
       disk(memory, options.disk),
       speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
-                  speculation_mode(options), reserved_gradient_bytes(memory.layout())),
+                  speculation_mode(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
       pager(memory, disk, speculation, recorder, *collectives),
       stash(pager, speculation),
       gradients(memory.store()),
@@ -67,16 +74,19 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       turns(pager, recorder, flow, *collectives),
       tracker(pager, flow, turns),
       values(pager, *collectives),
-      residency(pager, residency_options(options)),
+      residency(pager, residency_options(options, memory.layout())),
       planner(pager, recorder, *collectives, residency, updates, flow, traces),
       unfreezing(pager, values, residency, flow, updates, planner, module_params) {
   PS_CHECK(this->layout().sharding().num_ranks == collectives->num_ranks(), ArgumentError, "the layout is for ",
            this->layout().sharding().num_ranks, " ranks, there are ", collectives->num_ranks());
   const auto& chunks = this->layout().chunks();
-  const bool kept = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& c) { return c.keeps_param(); });
-  PS_CHECK(!kept || options.speculation == SpeculationMode::kCommit, ArgumentError,
-           "parameters are part of their optimizer states (masters are split, or there are none), so that gradients "
-           "have no place to wait in, but updates are not committed in backward; give SpeculationMode.COMMIT");
+  const bool waits_nowhere = std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
+    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
+  });
+  PS_CHECK(!waits_nowhere || options.speculation == SpeculationMode::kCommit, ArgumentError,
+           "parameters are part of their optimizer states (masters are split, or there are none) and gradients have no "
+           "place to wait in, but updates are not committed in backward; give SpeculationMode.COMMIT, or "
+           "GradientPlace.OWN");
   const int64_t limit = options.device.device_limit_bytes;
   const int64_t working_set = working_set_bytes(this->layout(), module_params);
   PS_CHECK(working_set <= limit, MemoryBudgetError, "device_memory is ", limit,

@@ -377,7 +377,7 @@ void Pager::ensure_block(ArrayId id) {
 
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   // Gradients that have memory of their own until their update take that of those before them, or wait for it.
-  const bool waits = store().chunk(id.chunk).keeps_param();
+  const bool waits = store().chunk(id.chunk).keeps_param() && !store().chunk(id.chunk).keeps_gradient();
   if (waits) speculation_.free_completed();
   HostBlock block = try_allocate_beside_promises(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
@@ -434,8 +434,9 @@ bool Pager::is_promised(ArrayId id) const {
   if (is_optimizer_state(id.kind)) return true;
   if (store().chunk(id.chunk).is_quantized()) return id.kind == ArrayKind::kQuantized && !memory_.array(id).block;
   const ArrayId param{id.chunk, layout().param_home()};
-  if (!store().chunk(id.chunk).derives_param()) return id == param && !memory_.array(param).block;
   const ArrayId grad{id.chunk, layout().grad_home()};
+  if (id == grad && store().chunk(id.chunk).keeps_gradient()) return !memory_.array(grad).block;
+  if (!store().chunk(id.chunk).derives_param()) return id == param && !memory_.array(param).block;
   return (id == param || id == grad) && !memory_.array(param).block && !memory_.array(grad).block;
 }
 
@@ -443,8 +444,10 @@ bool Pager::is_on_disk(ArrayId id) const { return is_optimizer_state(id.kind) &&
 
 bool Pager::is_placed_on_device(ArrayId id) const {
   if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
-  return id.kind == layout().param_home() && store().chunk(id.chunk).keeps_param() &&
-         store().has_states_on_device(id.chunk);
+  const ChunkSpec& spec = store().chunk(id.chunk);
+  const bool is_part = (id.kind == layout().param_home() && spec.keeps_param()) ||
+                       (id.kind == layout().grad_home() && spec.keeps_gradient());
+  return is_part && store().has_states_on_device(id.chunk);
 }
 
 int64_t Pager::promised_host_bytes() const {
@@ -452,6 +455,8 @@ int64_t Pager::promised_host_bytes() const {
   for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
     const ArrayId value = layout().value_home(chunk);
     if (is_promised(value)) bytes += store().num_bytes(value);
+    const ArrayId grad{chunk, layout().grad_home()};
+    if (store().chunk(chunk).keeps_gradient() && is_promised(grad)) bytes += store().num_bytes(grad);
     if (!store().chunk(chunk).trainable || store().home(chunk) != Tier::kHost) continue;
     for (ArrayKind kind : store().chunk(chunk).state_kinds()) {
       if (!memory_.array({chunk, kind}).block) bytes += store().num_bytes({chunk, kind});

@@ -83,7 +83,8 @@ int64_t Unfreezing::free_host_bytes() const {
 void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chunks) {
   int64_t needed = 0;
   for (ChunkId chunk : chunks) {
-    if (residency_.home_of_new_states(chunk) == Tier::kHost) needed += optimizer_bytes(then.chunk(chunk));
+    if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
+    needed += home_bytes(then.chunk(chunk)) - then.chunk(chunk).num_bytes(ArrayKind::kParamShard);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();

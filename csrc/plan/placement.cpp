@@ -92,7 +92,8 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    const bool grad = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
+    const bool waits = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
+    const bool grad = waits || chunk.keeps_gradient();
     usable -= lasting_bytes(chunk) + (grad && chunk.trainable ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
@@ -198,9 +199,12 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     stages = stages || (quantized && !on_device);
     const bool retires = !on_device || (!layout.is_sharded() && !kept);
     problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
-    problem.arrays[static_cast<size_t>(grad.index())] = {bytes, bytes, bytes, retires ? shard_bytes : 0, false};
+    const bool placed = layout.chunk(chunk).keeps_gradient();
+    const int64_t grad_bytes = on_device && placed && !layout.is_sharded() ? 0 : bytes;
+    problem.arrays[static_cast<size_t>(grad.index())] = {grad_bytes, bytes, bytes, retires ? shard_bytes : 0, false};
     if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
-    if (on_device && trainable && layout.is_sharded() && budget.keeps_gradients) problem.fixed_bytes += shard_bytes;
+    const bool shard_waits = trainable && layout.is_sharded() && budget.keeps_gradients && !placed;
+    if (on_device && shard_waits) problem.fixed_bytes += shard_bytes;
     if (on_device && trainable && budget.backwards == Backwards::kSeveral) {
       problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
     }
@@ -223,14 +227,16 @@ int64_t optimizer_bytes(const ChunkSpec& chunk) {
 
 int64_t home_bytes(const ChunkSpec& chunk) {
   if (chunk.is_quantized()) return chunk.quantized_bytes();
-  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard);
+  const int64_t gradient = chunk.keeps_gradient() ? chunk.num_bytes(ArrayKind::kGradShard) : 0;
+  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard) + gradient;
 }
 
 int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
   const ChunkSpec& spec = layout.chunk(chunk);
   if (!spec.trainable) return 0;
   const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
-  return spec.num_bytes(ArrayKind::kGradSum) + spec.num_bytes(layout.grad_home()) + rounding;
+  const int64_t gradient = spec.keeps_gradient() ? 0 : spec.num_bytes(layout.grad_home());  // else at home
+  return spec.num_bytes(ArrayKind::kGradSum) + gradient + rounding;
 }
 
 int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
@@ -248,7 +254,7 @@ int64_t spare_bytes(const Layout& layout) {
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     total += home_bytes(chunk);
-    const int count = chunk.trainable && !chunk.derives_param() ? 2 : 1;
+    const int count = chunk.trainable && !chunk.derives_param() && !chunk.keeps_gradient() ? 2 : 1;
     const int64_t passing = chunk.is_quantized() ? chunk.quantized_bytes() : chunk.num_bytes(layout.grad_home());
     largest = std::max(largest, count * passing);
   }
@@ -265,7 +271,7 @@ int64_t disk_bytes(const ChunkSpec& chunk) {
 int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards) {
   const ChunkSpec& spec = layout.chunk(chunk);
   const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
-  if (spec.derives_param()) return bytes;
+  if (spec.derives_param() || spec.keeps_gradient()) return bytes;
   return bytes + spec.num_bytes(layout.grad_home()) + HostArena::most_rounding_bytes(0);  // mapped when it is needed
 }
 

@@ -30,10 +30,10 @@ def find_conflicts(config: Config) -> list[str]:
         problems.append(
             'optimizer.master is "stochastic", which is for bfloat16 parameters; enable bf16, or leave it out'
         )
-    elif config.optimizer.master is Master.STOCHASTIC and config.optimizer.speculation is not Speculation.COMMIT:
+    elif config.optimizer.master is Master.STOCHASTIC and config.optimizer.speculation is Speculation.ALWAYS:
         problems.append(
-            f'optimizer.master is "stochastic" and optimizer.speculation is "{config.optimizer.speculation.value}": '
-            'gradients would have no place to wait in for the step; set speculation to "commit", or leave master out'
+            'optimizer.master is "stochastic" and optimizer.speculation is "always": what has no master is updated in '
+            'place, and not ahead of the step; set speculation to "auto" or "commit", or leave master out'
         )
     problems += _conflicts_of_disk(config)
     if config.fp16 is not None and config.bf16 is not None:

@@ -235,8 +235,9 @@ class OptimizerConfig(Section):
     master: Annotated[Master, HONOURED] = Master.EXACT
     """What parameters are updated from: ``"exact"``, a float32 master beside each, or ``"stochastic"``: the bfloat16
     parameter is all there is, and each update rounds it stochastically, which takes 4 bytes per parameter less (2 where
-    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16`` and ``speculation`` ``"commit"`` (a
-    gradient waits nowhere). A loss of precision that is yours to accept, as with ``states``.
+    masters are split): with ``states`` ``"8bit"`` 4.03 in all. It needs ``bf16``. Where ``speculation`` is not
+    ``"commit"`` a gradient waits for the norm in 2 bytes of its own. A loss of precision that is yours to accept, as
+    with ``states``.
     """
     streaming: Annotated[
         Text,

@@ -123,8 +123,11 @@ class Setting:
 
     @property
     def updates_take_memory(self) -> bool:
-        """Whether updates on the host start during backward beside the old values; never while gradients add up."""
-        return self.accumulation == 1 and self.speculation in (Speculation.AUTO, Speculation.ALWAYS)
+        """Whether updates on the host start during backward beside the old values; never while gradients add up, or of
+        what has no master.
+        """
+        ahead = self.speculation in (Speculation.AUTO, Speculation.ALWAYS)
+        return ahead and self.accumulation == 1 and self.master is not Master.STOCHASTIC
 
 
 class DoesNotFitError(_C.MemoryBudgetError):

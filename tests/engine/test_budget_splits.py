@@ -58,6 +58,16 @@ def test_every_split_trains(precision, clipping):
     assert count >= 12
 
 
+def test_gradients_with_memory_of_their_own():
+    """Beside parameters without masters."""
+    config = make_config("bf16", default_chunk_size=16 * 1024, gradient_clipping=0.05)
+    config["optimizer"] |= {"master": "stochastic", "states": "bf16"}
+    splits = Splits(GPT2, config)
+    need = splits.least_device + splits.on_host
+    count = sum(splits.check(int(splits.least_device * d), int(need * s)) for d in DEVICES for s in SUMS)
+    assert count >= 9
+
+
 @pytest.mark.parametrize("name", ["bert", "t5", "lora", "lstm", "shared", "frozen", "mixture_of_experts"])
 def test_models(name):
     """A small model's chunks are a large part of it, and none is divided."""

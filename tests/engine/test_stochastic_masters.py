@@ -20,11 +20,11 @@ LION = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
 STEPS = 6
 
 
-def config_of(states="8bit", *, on_device=True, lion=False, master="stochastic", **more):
+def config_of(states="8bit", *, on_device=True, lion=False, master="stochastic", speculation="commit", **more):
     config = make_config("bf16", **more)
     if lion:
         config["optimizer"] = {"type": "Lion", "params": dict(LION["params"])}
-    config["optimizer"] |= {"states": states, "master": master, "speculation": "commit"}
+    config["optimizer"] |= {"states": states, "master": master, "speculation": speculation}
     config["optimizer"]["params"]["use_hybrid_adam"] = on_device
     return config
 
@@ -53,9 +53,30 @@ def test_budgets_and_sides(states, lion):
         assert_same(run, expected(states, lion))
 
 
-@pytest.mark.parametrize(("states", "expects"), [("fp32", 10), ("bf16", 6), ("8bit", 4.03)])
-def test_bytes_per_parameter(states, expects):
-    engine, _ = initialize_engine(WIDE.build, 0, config_of(states))
+def test_gradients_that_wait():
+    """For the norm: the bits of updates that are committed where nothing is clipped; and where clipping acts, or two
+    backwards make a step, those of any placement.
+    """
+    for more in ({}, {"on_device": False, "default_chunk_size": 4096, "device_memory": least("8bit")}):
+        run = train(WIDE, config_of(speculation="auto", **more), steps=STEPS)
+        assert run.report["num_committed_updates"] == 0
+        assert_same(run, expected())
+    clipped = functools.partial(config_of, speculation="auto", gradient_clipping=0.05)
+    roomy = train(WIDE, clipped(), accumulate=2, steps=STEPS)
+    assert roomy.losses != train(WIDE, config_of(speculation="auto"), accumulate=2, steps=STEPS).losses
+    tight = {"default_chunk_size": 4096, "delays": {"max_random_us": 500, "seed": 1}}
+    device_bytes = least_device_memory(WIDE, clipped(on_device=False), accumulate=2, steps=2)
+    for more in ({"on_device": False, "device_memory": device_bytes}, {"device_memory": 2 * device_bytes}):
+        assert_same(train(WIDE, clipped(**tight, **more), accumulate=2, steps=STEPS), roomy)
+
+
+@pytest.mark.parametrize(
+    ("states", "speculation", "expects"),
+    [("fp32", "commit", 10), ("bf16", "commit", 6), ("8bit", "commit", 4.03), ("8bit", "auto", 6.03)],
+)
+def test_bytes_per_parameter(states, speculation, expects):
+    """A gradient that waits has 2 of its own."""
+    engine, _ = initialize_engine(WIDE.build, 0, config_of(states, speculation=speculation))
     with engine:
         chunks = [engine._session.layout.chunk(i) for i in range(engine._session.layout.num_chunks)]
     assert all(chunk["states"].master == _C.StateType.NONE for chunk in chunks)
@@ -63,13 +84,16 @@ def test_bytes_per_parameter(states, expects):
     assert expects <= found < expects + (0.7 if states == "8bit" else 1e-6)  # the embedding of so small a model counts
 
 
-def test_states_on_both_sides():
+@pytest.mark.parametrize("speculation", ["commit", "never"])
+def test_states_on_both_sides(speculation):
     """What the host lacks of a model the device has, beside the least that it needs."""
-    config = config_of("bf16", default_chunk_size=4096)
+    config = config_of("bf16", default_chunk_size=4096, speculation=speculation)
     roomy = train(WIDE, config, steps=3)
     count = roomy.report["num_chunk_elements"]
-    need = least_device_memory(WIDE, {**config, "host_memory": 8 * count}, steps=2)
-    split = {"host_memory": int(3.5 * count), "device_memory": need + int(3.5 * count)}
+    waiting = 1.5 if speculation == "never" else 0
+    need = least_device_memory(WIDE, {**config, "host_memory": 10 * count}, steps=2)
+    half = int((3.5 + waiting) * count)
+    split = {"host_memory": half, "device_memory": need + half}
     run = train(WIDE, {**config, **split}, steps=3)
     assert 0 < run.report["num_device_state_chunks"] < run.report["num_chunks"]
     assert_same(run, roomy)
