@@ -240,6 +240,9 @@ class CudaBackend final : public Backend {
              "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
   void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
+  std::function<void(void*, int64_t)> unpinner() const override {
+    return [](void* data, int64_t) { cudaHostUnregister(data); };
+  }
 
   bool measures_tide_freely() const override { return false; }
   bool follows_tide() const override { return false; }
