@@ -866,6 +866,11 @@ class Runtime(UseListener):
     def write_ranges(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], files: Sequence[tuple[int, int]], /
     ) -> None: ...
+    def set_aside(
+        self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], /
+    ) -> tuple[list[int], KeptRegions, KeptRegions]:
+        """Where each range is, the memory in which they are unless it is their own address, and all other memory."""
+
     def read_gradient(self, param: int, values: int, /) -> None: ...
     def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:

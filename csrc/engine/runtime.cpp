@@ -216,6 +216,15 @@ void Runtime::write_ranges(const std::vector<ValueRange>& ranges, const std::vec
   open->ranges.write(ranges, files);
 }
 
+ValueRanges::SetAside Runtime::set_aside(const std::vector<ValueRange>& ranges) {
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->updates.forget_committed();
+  open->updates.cancel_all();
+  open->speculation.release_memory();
+  return open->ranges.set_aside(ranges);
+}
+
 void Runtime::read_gradient(ParamId param, float* values) {
   const Entry open = compute();
   open->updates.check_nothing_committed("a gradient was to be read");

@@ -74,6 +74,8 @@ class Runtime final : public UseListener {
   // Many of this rank's at once (engine/value_ranges.h), for which no other rank is needed.
   void read_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
   void write_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  // The same [Note: values set aside]; close() must come next.
+  ValueRanges::SetAside set_aside(const std::vector<ValueRange>& ranges);
   // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is
   // written is the ranks' mean, and prepare_step() must be called again.
   void read_gradient(ParamId param, float* values);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -179,6 +180,69 @@ void ValueRanges::write(const std::vector<ValueRange>& ranges, const std::vector
     begin = end;
   }
   copy_in(copies, files);
+}
+
+ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& ranges) {
+  struct Span {
+    ArrayId id;
+    char* begin = nullptr;
+    char* end = nullptr;
+    char* moved_to = nullptr;
+  };
+  std::map<int, Span> spans;  // by array
+  std::vector<std::pair<Span*, char*>> places;
+  std::vector<ValueRange> elsewhere;
+  for (const ValueRange& range : ranges) {
+    const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
+    const bool is_there = is_plain(range) && memory_.array(id).on_host && range.begin < range.end &&
+                          memory_.store().home(id.chunk) != Tier::kDisk;
+    if (!is_there) {
+      elsewhere.push_back(range);
+      places.emplace_back(nullptr, reinterpret_cast<char*>(range.at));
+      continue;
+    }
+    const Copy copy = copy_of(range, readable(range));
+    Span& span = spans.try_emplace(id.index(), Span{id, copy.memory, copy.memory, nullptr}).first->second;
+    span.begin = std::min(span.begin, copy.memory);
+    span.end = std::max(span.end, copy.memory + copy.num_bytes);
+    places.emplace_back(&span, copy.memory);
+  }
+  read(elsewhere, {});
+  for (int index = 0; index < memory_.store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    spans.count(index) > 0 ? memory_.leave_device(id) : memory_.discard(id);
+  }
+  const auto abandon = [](HostBlock& block) {  // its region keeps it
+    block.num_bytes = 0;
+    return static_cast<char*>(std::exchange(block.data, nullptr));
+  };
+  for (auto& [index, span] : spans) {
+    ArrayRecord& record = memory_.array(span.id);
+    memory_.settle_block(span.id);
+    const int64_t num_bytes = span.end - span.begin;
+    HostBlock target;
+    if (num_bytes < record.block.num_bytes / 4 * 3) target = memory_.arena().try_allocate_prepared(num_bytes);
+    record.on_host = false;
+    if (!target) {
+      abandon(record.block);
+      span.moved_to = span.begin;
+      continue;
+    }
+    span.moved_to = abandon(target);
+    copy_in({{span.moved_to, num_bytes, kInMemory, reinterpret_cast<int64_t>(span.begin)}}, {});
+    record.block.reset();
+  }
+  SetAside result;
+  for (const auto& [span, at] : places) {
+    char* const now = span == nullptr ? at : span->moved_to + (at - span->begin);
+    result.values.push_back(reinterpret_cast<const float*>(now));
+  }
+  result.free = std::make_shared<KeptRegions>();
+  result.with = std::make_shared<KeptRegions>();
+  memory_.arena().keep_regions(result.free);
+  memory_.arena().trim();
+  memory_.arena().keep_regions(result.with);
+  return result;
 }
 
 // A float32 for each element, and no more to it.

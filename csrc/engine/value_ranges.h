@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "engine/chunk_values.h"
@@ -43,6 +44,18 @@ class ValueRanges {
   // Into chunks, as ChunkValues::write with the chunk's home. The ranges of one array follow each other, and are
   // together this rank's part of it. Throws SystemError where a file cannot be read.
   void write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+
+  // What an engine that is about to be closed leaves to another one.
+  struct SetAside {
+    std::vector<const float*> values;   // of each range
+    std::shared_ptr<KeptRegions> with;  // regions with values
+    std::shared_ptr<KeptRegions> free;  // all others
+  };
+  // [Note: values set aside] The ranges' values stay in the arena's memory, close together, so that as many regions as
+  // can be are free: an array of which little is kept moves into memory that another one has left. Those that do not lie
+  // there as float32 are read to their addresses. Everything else of the engine is forgotten: only closing it comes
+  // after this.
+  SetAside set_aside(const std::vector<ValueRange>& ranges);
 
  private:
   struct Copy {

@@ -288,9 +288,9 @@ def _change(
     """After the decision; see [Note: order of a resize]. ``state``: what a process that joins takes over."""
     try:
         options.note_phase(Phase.CLOSE)
-        held = _Held(session, shards, old, new)
+        held = _Held(shards, old, new)
         managed = managed_states(session) if state is None else state["managed"]
-        vacated = session.vacate()
+        vacated = session.vacate(lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
         if new is None:
             session.closed = True
@@ -361,31 +361,37 @@ def _change(
 
 
 class _Held:
-    """What a process has of its new shards: what it keeps, in memory of its own, and others' files."""
+    """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
 
-    def __init__(self, session: Session, shards: _Shards, old: int | None, new: int | None):
-        """While the old core is open; ``old``, ``new``: this process's ranks, None: it is none."""
-        self._shards, self._new = shards, new
+    def __init__(self, shards: _Shards, old: int | None, new: int | None):
+        """``old``, ``new``: this process's ranks, None: it is none."""
+        self._shards, self._old, self._new = shards, old, new
         self._parts = shards.new[new] if new is not None else []
         self._kept: dict[tuple[int, int], list[_Range]] = {}
-        self._memory: _C.HostMapping | None = None
-        if old is None or new is None:
-            return
-        both = enumerate(zip(self._parts, shards.old[old], strict=True))
+        self._memory: list[_C.HostMapping | _C.KeptRegions] = []
+
+    def set_aside(self, session: Session) -> _C.KeptRegions:
+        """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
+        if self._old is None or self._new is None:
+            return session.runtime.keep_memory()
+        both = enumerate(zip(self._parts, self._shards.old[self._old], strict=True))
         parts = {param: kept(*parts) for param, parts in both}
         sizes = {
             (param, array): (end - begin) * torch.float32.itemsize
             for param, (begin, end) in parts.items()
-            for array in range(shards.arrays[param] if begin < end else 0)
+            for array in range(self._shards.arrays[param] if begin < end else 0)
         }
-        if not sizes:
-            return
-        self._memory = _C.HostMapping(sum(sizes.values()))
-        at = self._memory.address
+        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # untouched but for what is not on the host
+        ranges: list[_Range] = []
+        at = mapping.address
         for (param, array), size in sizes.items():
-            self._kept[param, array] = [(param, _arrays(session)[array], *parts[param], _IN_MEMORY, at)]
+            ranges.append((param, _arrays(session)[array], *parts[param], _IN_MEMORY, at))
             at += size
-        session.runtime.read_ranges([one for some in self._kept.values() for one in some], [])
+        addresses, regions, free = session.runtime.set_aside(ranges)
+        for key, one, address in zip(sizes, ranges, addresses, strict=True):
+            self._kept[key] = [(*one[:-1], address)]
+        self._memory = [mapping, regions]
+        return free
 
     def fill(self, session: Session) -> None:
         """Writes this rank's part of all arrays, and lets go of what was kept."""
@@ -403,7 +409,7 @@ class _Held:
                     ranges += sources.get((param, array), [nothing])
             session.runtime.write_ranges(ranges, files)
         self._kept.clear()
-        self._memory = None
+        self._memory.clear()
 
 
 def _publish(session: Session, shards: _Shards, rank: int) -> None:

@@ -219,14 +219,15 @@ class Session:
         ]
         return SortedParams(chunked=chunked, managed=self.managed.params)
 
-    def vacate(self) -> Vacated:
+    def vacate(self, set_aside: Callable[[], _C.KeptRegions]) -> Vacated:
         """Closes the core and what depends on the present ranks; the module's parameters have no memory then. For
-        :meth:`reopen` with others. All ranks must call it.
+        :meth:`reopen` with others. All ranks must call it. ``set_aside`` is called last before that, and gives what
+        memory of the core the next one may use.
         """
         self._kept_plan.close()
         self.plan_of_params = self.params_now()
         assert self._params is not None  # complete
-        memory = self.runtime.keep_memory()
+        memory = set_aside()
         former = self._params.vacate()
         self._teardown.close()
         self.ranks.close()
