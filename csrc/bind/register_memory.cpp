@@ -102,12 +102,10 @@ void register_memory(py::module_& module) {
       .def("reserve",
            [](AddressedArena& self, const std::vector<int64_t>& block_bytes) { self.arena().reserve(block_bytes); })
       .def("prepare_ahead", [](AddressedArena& self) { self.arena().prepare_ahead(); })
-      .def("keep_regions", [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) {
-        self.arena().keep_regions(std::move(kept));
-      })
-      .def("reuse_regions", [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) {
-        self.arena().reuse_regions(std::move(kept));
-      })
+      .def("keep_regions",
+           [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) { self.arena().keep_regions(std::move(kept)); })
+      .def("reuse_regions",
+           [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) { self.arena().reuse_regions(std::move(kept)); })
       .def("release_reused", [](AddressedArena& self) { self.arena().release_reused(); })
       .def("release_reserved", [](AddressedArena& self) { self.arena().release_reserved(); })
       .def("allocate",

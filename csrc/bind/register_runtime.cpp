@@ -321,24 +321,22 @@ void register_runtime(py::module_& module) {
             self.read_ranges(value_ranges(ranges), range_files(files));
           },
           "[(param, kind, begin, end, file or -1, offset or address)], [(descriptor, bytes)]: values of this rank.")
-      .def(
-          "write_ranges",
-          [](Runtime& self, const std::vector<RangeTuple>& ranges, const std::vector<FileTuple>& files) {
-            const py::gil_scoped_release release;
-            self.write_ranges(value_ranges(ranges), range_files(files));
-          })
-      .def(
-          "set_aside",
-          [](Runtime& self, const std::vector<RangeTuple>& ranges) {
-            ValueRanges::SetAside aside;
-            {
-              const py::gil_scoped_release release;
-              aside = self.set_aside(value_ranges(ranges));
-            }
-            std::vector<uintptr_t> addresses;
-            for (const float* values : aside.values) addresses.push_back(reinterpret_cast<uintptr_t>(values));
-            return std::make_tuple(addresses, aside.with, aside.free);
-          })
+      .def("write_ranges",
+           [](Runtime& self, const std::vector<RangeTuple>& ranges, const std::vector<FileTuple>& files) {
+             const py::gil_scoped_release release;
+             self.write_ranges(value_ranges(ranges), range_files(files));
+           })
+      .def("set_aside",
+           [](Runtime& self, const std::vector<RangeTuple>& ranges) {
+             ValueRanges::SetAside aside;
+             {
+               const py::gil_scoped_release release;
+               aside = self.set_aside(value_ranges(ranges));
+             }
+             std::vector<uintptr_t> addresses;
+             for (const float* values : aside.values) addresses.push_back(reinterpret_cast<uintptr_t>(values));
+             return std::make_tuple(addresses, aside.with, aside.free);
+           })
       .def(
           "read_gradient",
           [](Runtime& self, ParamId param, uintptr_t values) {

@@ -256,15 +256,9 @@ char* ValueRanges::readable(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
   if (!is_plain(range) || !memory_.array(id).exists()) return nullptr;
   if (memory_.store().home(id.chunk) == Tier::kDisk) return nullptr;  // blocks are lent to it
-  const int64_t offset = float_bytes(shard_of(range).offset);
-  if (memory_.array(id).on_host || !memory_.array(id).on_device) {
-    pager_.bring_to_host(id);
-    return static_cast<char*>(memory_.array(id).block.data) + offset;
-  }
-  if (memory_.device().is_cuda()) return nullptr;
-  memory_.await_on_device(id);
-  memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
-  return static_cast<char*>(memory_.array(id).slot.data) + offset;
+  if (memory_.array(id).on_device && !memory_.array(id).on_host) return nullptr;
+  pager_.bring_to_host(id);
+  return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
 }
 
 char* ValueRanges::writable_on_host(const ValueRange& range) {

@@ -1,8 +1,8 @@
 // Many ranges of values at once, out of chunks and into them, by all threads: what moves when the number of ranks
 // changes. float32 at the border, as in engine/chunk_values.h; here from and to memory or files of any number.
 //
-// What is float32 where it lies, in host memory (or on the simulated device), is copied without anything in between;
-// what is on a GPU goes through two pieces of pinned memory in turn; all else as ChunkValues does it.
+// What is float32 where it lies, in host memory, is copied without anything in between; what is on the device goes
+// through two pieces of pinned memory in turn; all else as ChunkValues does it.
 //
 // [Note: a thread for each file] A file is written by one thread at a time, since the kernel lets no other one write to
 // it meanwhile; so whoever wants many threads gives many files. Any number read from one.
@@ -68,7 +68,8 @@ class ValueRanges {
 
   ParamShard shard_of(const ValueRange& range) const { return memory_.layout().shard_of(range.param); }
   bool is_plain(const ValueRange& range) const;
-  // The first element of this rank's part of a plain array, where this thread may read it; null: it is not there.
+  // The first element of this rank's part of a plain array in host memory, where this thread may read it; null: it is
+  // not there.
   char* readable(const ValueRange& range);
   // The same to be written, where all of the part is written next; null: not so.
   char* writable_on_host(const ValueRange& range);

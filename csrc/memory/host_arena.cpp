@@ -60,7 +60,7 @@ std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_byte
            budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
   std::vector<HostBlock> blocks;
   for (size_t begin = 0; begin < block_bytes.size();) {
-    Region* region = reuse_region(round_up(block_bytes[begin], kBlockAlignment), total);
+    Region* region = reuse_region(round_up(block_bytes[begin], kBlockAlignment), 0);
     const int64_t most_bytes = region == nullptr ? kMaxRegionBytes : region->num_bytes;
     int64_t region_bytes = 0;
     size_t end = begin;
@@ -70,6 +70,12 @@ std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_byte
       region_bytes += size;
     }
     total -= region_bytes;
+    if (region != nullptr && total > unreserved_bytes()) {  // what is left over of it would be missed
+      reused_->add({region->data, region->num_bytes}, hooks_.dispose);
+      note_mapped(-region->num_bytes);
+      regions_.pop_back();
+      region = nullptr;
+    }
     if (region == nullptr) region = &add_region(region_bytes, Region::Origin::kReserved);
     for (; begin < end; ++begin) blocks.push_back(take(*region, region->free.begin(), block_bytes[begin]));
   }

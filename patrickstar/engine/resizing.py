@@ -67,7 +67,7 @@ from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import RankGroups, move_to_world, open_ranks
+from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
@@ -224,6 +224,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             is_decided = True  # by the leader as well: all have told each other that nothing failed
         finally:
             if not is_decided:
+                if is_leader:
+                    forget_world(plan.host, plan.port)
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
