@@ -129,6 +129,7 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "tiny": GptShape(128, 4, 4, 1024, 64, checkpointing=True),
     "tiny-llama": LlamaShape(128, 4, 4, 2, 384, 1024, 64, checkpointing=True),
     "0.1b": GptShape(768, 12, 12, 50304, 1024, checkpointing=True),
+    "0.4b": GptShape(1024, 24, 16, 50304, 1024, checkpointing=True),
     "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
     "4.3b": GptShape(2304, 64, 16, 50304, 1024, checkpointing=True),
     "6.3b": GptShape(3072, 53, 16, 50304, 1024, checkpointing=True),

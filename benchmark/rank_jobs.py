@@ -38,17 +38,24 @@ class RankJob(Protocol):
         """The file for lines of results; that of what rank i raised has ``.i`` behind its name."""
 
 
-def run_ranks(module: str, job: RankJob, timeout_seconds: float) -> tuple[list[dict[str, Any]], str | None]:
-    """Starts a process of ``module`` for each rank and waits; none is left. What rank 0 added, and what went wrong or
-    None.
+def run_ranks(
+    module: str,
+    job: RankJob,
+    timeout_seconds: float,
+    environment: Callable[[int, int, int], dict[str, str]] = rank_environment,
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Starts a process of ``module`` for each rank and waits; none is left. What was added, and what went wrong or
+    None. ``environment`` gives a process's, as ``rank_environment`` does.
     """
-    reason = _run(module, job, timeout_seconds)
+    reason = _run(module, job, timeout_seconds, environment)
     results = Path(job.results)
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return [json.loads(line) for line in lines], reason
 
 
-def _run(module: str, job: RankJob, timeout_seconds: float) -> str | None:
+def _run(
+    module: str, job: RankJob, timeout_seconds: float, environment: Callable[[int, int, int], dict[str, str]]
+) -> str | None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))]  # type: ignore[call-overload]
     processes: list[subprocess.Popen] = []
@@ -56,7 +63,6 @@ def _run(module: str, job: RankJob, timeout_seconds: float) -> str | None:
     try:
         with output.open("wb") as log:
             for rank in range(job.ranks):
-                environment = rank_environment(rank, job.ranks, store.port)
                 processes.append(
                     subprocess.Popen(
                         command,
@@ -64,7 +70,7 @@ def _run(module: str, job: RankJob, timeout_seconds: float) -> str | None:
                         stdout=log,
                         stderr=log,
                         cwd=_ROOT,
-                        env=environment,
+                        env=environment(rank, job.ranks, store.port),
                         start_new_session=True,
                     )
                 )
@@ -100,7 +106,7 @@ def _wait(processes: list[subprocess.Popen], timeout_seconds: float) -> bool:
 
 
 def add_result(job: RankJob, found: dict[str, Any]) -> None:
-    """Of rank 0."""
+    """Of rank 0, or of any process where lines say whose they are: a short line is added as a whole."""
     with Path(job.results).open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
 

@@ -83,6 +83,8 @@ class Backend : public DeviceAllocator {
   // Makes host memory fit for asynchronous copies, and undoes it.
   virtual void pin(void* data, int64_t num_bytes) = 0;
   virtual void unpin(void* data, int64_t num_bytes) = 0;
+  // unpin() without the backend, which may be gone by then.
+  virtual std::function<void(void* data, int64_t num_bytes)> unpinner() const = 0;
 
   // Whether take_tide_peak costs next to nothing and disturbs nobody (on CUDA it resets PyTorch's peak statistics).
   virtual bool measures_tide_freely() const = 0;

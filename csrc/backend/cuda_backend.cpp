@@ -240,6 +240,12 @@ class CudaBackend final : public Backend {
              "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
   void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
+  std::function<void(void*, int64_t)> unpinner() const override {
+    return [device = device_](void* data, int64_t) {
+      const c10::cuda::CUDAGuard guard(device);  // the thread may be one that has used no device yet
+      if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();  // nobody could do anything about it
+    };
+  }
 
   bool measures_tide_freely() const override { return false; }
   bool follows_tide() const override { return false; }

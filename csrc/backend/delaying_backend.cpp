@@ -55,6 +55,7 @@ class DelayingBackend final : public Backend {
   double seconds_between(const Mark& begin, const Mark& end) override { return inner_->seconds_between(begin, end); }
   void pin(void* data, int64_t num_bytes) override { inner_->pin(data, num_bytes); }
   void unpin(void* data, int64_t num_bytes) override { inner_->unpin(data, num_bytes); }
+  std::function<void(void*, int64_t)> unpinner() const override { return inner_->unpinner(); }
   bool measures_tide_freely() const override { return inner_->measures_tide_freely(); }
   bool follows_tide() const override { return inner_->follows_tide(); }
   int64_t tide_bytes() override { return inner_->tide_bytes(); }

@@ -9,6 +9,7 @@
 #include "bind/bind.h"
 #include "common/check.h"
 #include "memory/host_arena.h"
+#include "memory/host_mapping.h"
 #include "memory/interleave.h"
 
 namespace py = pybind11;
@@ -84,6 +85,14 @@ void register_memory(py::module_& module) {
       .def(py::init<>())
       .def("__enter__", &HostAllocations::enter)
       .def("__exit__", &HostAllocations::exit);
+  py::class_<HostMapping>(module, "HostMapping", "Untouched host memory of huge pages (memory/host_mapping.h).")
+      .def(py::init<int64_t>(), py::arg("num_bytes"))
+      .def_property_readonly("address",
+                             [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
+  py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(module, "KeptRegions",
+                                                        "Host memory from engine to engine (memory/host_arena.h).")
+      .def(py::init<>())
+      .def_property_readonly("num_bytes", &KeptRegions::num_bytes);
   py::class_<AddressedArena>(module, "HostArena", "Host memory for payloads (memory/host_arena.h).")
       .def(py::init([](int64_t limit_bytes, bool prepares, const std::vector<int>& nodes, int num_failures) {
              return std::make_unique<AddressedArena>(limit_bytes, region_hooks(prepares, num_failures, nodes));
@@ -93,6 +102,11 @@ void register_memory(py::module_& module) {
       .def("reserve",
            [](AddressedArena& self, const std::vector<int64_t>& block_bytes) { self.arena().reserve(block_bytes); })
       .def("prepare_ahead", [](AddressedArena& self) { self.arena().prepare_ahead(); })
+      .def("keep_regions",
+           [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) { self.arena().keep_regions(std::move(kept)); })
+      .def("reuse_regions",
+           [](AddressedArena& self, std::shared_ptr<KeptRegions> kept) { self.arena().reuse_regions(std::move(kept)); })
+      .def("release_reused", [](AddressedArena& self) { self.arena().release_reused(); })
       .def("release_reserved", [](AddressedArena& self) { self.arena().release_reserved(); })
       .def("allocate",
            [](AddressedArena& self, int64_t num_bytes) { return self.keep(self.arena().allocate(num_bytes)); })

@@ -228,6 +228,21 @@ void adopt_timeline(Runtime& self, const py::list& moments, const py::object& ti
   self.adopt_timeline(std::move(timeline), std::move(parsed));
 }
 
+using RangeTuple = std::tuple<ParamId, ArrayKind, int64_t, int64_t, int, int64_t>;
+using FileTuple = std::tuple<int, int64_t>;
+
+std::vector<ValueRange> value_ranges(const std::vector<RangeTuple>& ranges) {
+  std::vector<ValueRange> result;
+  for (const auto& [param, kind, begin, end, file, at] : ranges) result.push_back({param, kind, begin, end, file, at});
+  return result;
+}
+
+std::vector<RangeFile> range_files(const std::vector<FileTuple>& files) {
+  std::vector<RangeFile> result;
+  for (const auto& [descriptor, num_bytes] : files) result.push_back({descriptor, num_bytes});
+  return result;
+}
+
 // What nobody closed is closed without the interpreter.
 struct DeleteWithoutGil {
   void operator()(Runtime* runtime) const {
@@ -267,13 +282,14 @@ void register_runtime(py::module_& module) {
   py::class_<Runtime, UseListener, RuntimeHolder>(module, "Runtime", "The core's façade (engine/runtime.h).")
       .def(py::init([](Layout layout, std::vector<std::string> param_names,
                        const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
-                       std::shared_ptr<Collectives> collectives) {
+                       std::shared_ptr<Collectives> collectives, std::shared_ptr<KeptRegions> kept) {
              if (collectives == nullptr) collectives = std::make_shared<Collectives>();
              return RuntimeHolder(new Runtime(std::move(layout), std::move(param_names), module_params, options,
-                                              std::move(collectives)));
+                                              std::move(collectives), std::move(kept)));
            }),
            py::arg("layout"), py::arg("param_names"), py::arg("module_params"), py::arg("options"),
-           py::arg("collectives") = nullptr, ReleaseGil())
+           py::arg("collectives") = nullptr, py::arg("kept") = nullptr, ReleaseGil())
+      .def("keep_memory", &Runtime::keep_memory, ReleaseGil())
       .def("bind_storage",
            [](Runtime& self, ChunkId chunk, uintptr_t storage) {
              const py::gil_scoped_release release;
@@ -298,6 +314,29 @@ void register_runtime(py::module_& module) {
             self.read_own_values(param, kind, reinterpret_cast<float*>(values));
           },
           ReleaseGil())
+      .def(
+          "read_ranges",
+          [](Runtime& self, const std::vector<RangeTuple>& ranges, const std::vector<FileTuple>& files) {
+            const py::gil_scoped_release release;
+            self.read_ranges(value_ranges(ranges), range_files(files));
+          },
+          "[(param, kind, begin, end, file or -1, offset or address)], [(descriptor, bytes)]: values of this rank.")
+      .def("write_ranges",
+           [](Runtime& self, const std::vector<RangeTuple>& ranges, const std::vector<FileTuple>& files) {
+             const py::gil_scoped_release release;
+             self.write_ranges(value_ranges(ranges), range_files(files));
+           })
+      .def("set_aside",
+           [](Runtime& self, const std::vector<RangeTuple>& ranges) {
+             ValueRanges::SetAside aside;
+             {
+               const py::gil_scoped_release release;
+               aside = self.set_aside(value_ranges(ranges));
+             }
+             std::vector<uintptr_t> addresses;
+             for (const float* values : aside.values) addresses.push_back(reinterpret_cast<uintptr_t>(values));
+             return std::make_tuple(addresses, aside.with, aside.free);
+           })
       .def(
           "read_gradient",
           [](Runtime& self, ParamId param, uintptr_t values) {

@@ -55,7 +55,7 @@ class EveryStep {
 
 OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layout, std::vector<std::string> param_names,
                        const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
-                       std::shared_ptr<Collectives> ranks)
+                       std::shared_ptr<Collectives> ranks, std::shared_ptr<KeptRegions> kept_regions)
     : options(options),
       device(std::move(shared_device)),
       collectives(std::move(ranks)),
@@ -74,6 +74,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       turns(pager, recorder, flow, *collectives),
       tracker(pager, flow, turns),
       values(pager, *collectives),
+      ranges(pager, values),
       residency(pager, residency_options(options, memory.layout())),
       planner(pager, recorder, *collectives, residency, updates, flow, traces),
       unfreezing(pager, values, residency, flow, updates, planner, module_params) {
@@ -96,7 +97,9 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
            " elements)");
   // A warm-up may exceed the limit so that it can say by how much; nothing is updated in that case.
   backend().set_limit_policy(LimitPolicy::kMeasure);
+  memory.arena().reuse_regions(std::move(kept_regions));
   residency.place_initially(working_set);
+  memory.arena().release_reused();
 }
 
 void OpenEngine::shut_down() {

@@ -35,6 +35,7 @@
 #include "engine/step_planner.h"
 #include "engine/unfreezing.h"
 #include "engine/updates.h"
+#include "engine/value_ranges.h"
 #include "trace/recorder.h"
 #include "trace/trace_requests.h"
 
@@ -52,10 +53,11 @@ struct EngineOptions {
 };
 
 struct OpenEngine {
-  // Throws MemoryBudgetError when the model cannot fit. `module_params` lists the parameters that each module owns.
+  // Throws MemoryBudgetError when the model cannot fit. `module_params` lists the parameters that each module owns;
+  // `kept` is host memory of an engine before this one, or null.
   OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layout, std::vector<std::string> param_names,
              const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
-             std::shared_ptr<Collectives> ranks);
+             std::shared_ptr<Collectives> ranks, std::shared_ptr<KeptRegions> kept);
   OpenEngine(const OpenEngine&) = delete;
   OpenEngine& operator=(const OpenEngine&) = delete;
 
@@ -83,6 +85,7 @@ struct OpenEngine {
   RankTurns turns;
   AccessTracker tracker;
   ChunkValues values;
+  ValueRanges ranges;
   Residency residency;
   StepPlanner planner;
   Unfreezing unfreezing;

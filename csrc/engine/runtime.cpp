@@ -107,12 +107,12 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
 
 Runtime::Runtime(Layout layout, std::vector<std::string> param_names,
                  const std::vector<std::vector<ParamId>>& module_params, const EngineOptions& options,
-                 std::shared_ptr<Collectives> collectives) {
+                 std::shared_ptr<Collectives> collectives, std::shared_ptr<KeptRegions> kept) {
   const std::shared_ptr<SharedDevice> device = SharedDevice::open(options.device);
   lock_ = device->lock();
   const std::lock_guard<SharedDevice::Lock> lock(*lock_);
   open_ = std::make_unique<OpenEngine>(device, std::move(layout), std::move(param_names), module_params, options,
-                                       std::move(collectives));
+                                       std::move(collectives), std::move(kept));
 }
 
 Runtime::~Runtime() {
@@ -157,6 +157,13 @@ void Runtime::close() {
   open->shut_down();
 }
 
+std::shared_ptr<KeptRegions> Runtime::keep_memory() {
+  const Entry open(*this);
+  auto kept = std::make_shared<KeptRegions>();
+  open->memory.arena().keep_regions(kept);
+  return kept;
+}
+
 bool Runtime::closed() {
   check_process();
   const std::lock_guard<SharedDevice::Lock> lock(*lock_);
@@ -195,6 +202,27 @@ void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
 void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
   const Entry open = compute();
   open->values.read_own(param, kind, values);
+}
+
+void Runtime::read_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
+  const Entry open = compute();
+  open->ranges.read(ranges, files);
+}
+
+void Runtime::write_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  for (ChunkId chunk = 0; chunk < open->layout().num_chunks(); ++chunk) open->updates.cancel(chunk);
+  open->ranges.write(ranges, files);
+}
+
+ValueRanges::SetAside Runtime::set_aside(const std::vector<ValueRange>& ranges) {
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->updates.forget_committed();
+  open->updates.cancel_all();
+  open->speculation.release_memory();
+  return open->ranges.set_aside(ranges);
 }
 
 void Runtime::read_gradient(ParamId param, float* values) {

@@ -55,7 +55,8 @@ struct RuntimeReport {
 class Runtime final : public UseListener {
  public:
   Runtime(Layout layout, std::vector<std::string> param_names, const std::vector<std::vector<ParamId>>& module_params,
-          const EngineOptions& options, std::shared_ptr<Collectives> collectives);
+          const EngineOptions& options, std::shared_ptr<Collectives> collectives,
+          std::shared_ptr<KeptRegions> kept = nullptr);
   // Where nobody closed it, what runs with other ranks is aborted: it waits for none of them.
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
@@ -70,6 +71,11 @@ class Runtime final : public UseListener {
   void write_values(ParamId param, ArrayKind kind, ParamValues values);
   void read_values(ParamId param, ArrayKind kind, float* values);
   void read_own_values(ParamId param, ArrayKind kind, float* values);
+  // Many of this rank's at once (engine/value_ranges.h), for which no other rank is needed.
+  void read_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  void write_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  // The same [Note: values set aside]; close() must come next.
+  ValueRanges::SetAside set_aside(const std::vector<ValueRange>& ranges);
   // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is
   // written is the ranks' mean, and prepare_step() must be called again.
   void read_gradient(ParamId param, float* values);
@@ -88,6 +94,8 @@ class Runtime final : public UseListener {
   // Ends all threads, frees all memory and gives PyTorch's allocator back, whatever fails meanwhile; throws what failed
   // first. Idempotent. Autograd graphs may outlive the engine and still refer to this object.
   void close();
+  // Host memory that this gives back from now on stays as it is, for another engine's constructor.
+  std::shared_ptr<KeptRegions> keep_memory();
   bool closed();
 
   // Forward.

@@ -122,7 +122,7 @@ std::unique_ptr<HostArena> SharedDevice::make_arena() {
       pool_.parallel_for(num_bytes, kTouchGrain, touch, Priority::kBackground);
       backend_->pin(data, num_bytes);
     };
-    hooks.dispose = [this](void* data, int64_t num_bytes) { backend_->unpin(data, num_bytes); };
+    hooks.dispose = backend_->unpinner();
   }
   return std::make_unique<HostArena>(host_budget_, std::move(hooks));
 }

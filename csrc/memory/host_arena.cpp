@@ -3,39 +3,44 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "common/check.h"
+#include "memory/host_mapping.h"
 
 namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kPage = 4096;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Anonymous memory that starts at a huge page when it is large enough to hold one.
-char* map_memory(int64_t num_bytes) {
-  const int64_t slack = num_bytes >= kHugePage ? kHugePage : 0;
-  void* mapped = mmap(nullptr, static_cast<size_t>(num_bytes + slack), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  PS_CHECK(mapped != MAP_FAILED, SystemError, "cannot map ", num_bytes, " bytes of host memory: ", std::strerror(errno),
-           "; lower host_memory");
-  if (slack == 0) return static_cast<char*>(mapped);
-  const auto address = reinterpret_cast<int64_t>(mapped);
-  const int64_t begin = round_up(address, kHugePage);
-  if (begin > address) munmap(mapped, static_cast<size_t>(begin - address));
-  const int64_t tail = address + num_bytes + slack - (begin + num_bytes);
-  if (tail > 0) munmap(reinterpret_cast<void*>(begin + num_bytes), static_cast<size_t>(tail));
-  madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(num_bytes), MADV_HUGEPAGE);  // a hint: may fail
-  return reinterpret_cast<char*>(begin);
+}  // namespace
+
+KeptRegions::~KeptRegions() {
+  for (const Region& region : regions_) {
+    if (dispose_) dispose_(region.data, region.num_bytes);
+    munmap(region.data, static_cast<size_t>(region.num_bytes));
+  }
 }
 
-}  // namespace
+void KeptRegions::add(Region region, const std::function<void(void*, int64_t)>& dispose) {
+  regions_.push_back(region);
+  dispose_ = dispose;
+  num_bytes_ += region.num_bytes;
+}
+
+KeptRegions::Region KeptRegions::take(int64_t least_bytes, int64_t most_bytes) {
+  const auto found = std::find_if(regions_.begin(), regions_.end(), [=](const Region& region) {
+    return region.num_bytes >= least_bytes && region.num_bytes <= most_bytes;
+  });
+  if (found == regions_.end()) return {};
+  const Region region = *found;
+  regions_.erase(found);
+  num_bytes_ -= region.num_bytes;
+  return region;
+}
 
 HostArena::HostArena(std::shared_ptr<HostBudget> budget, RegionHooks hooks)
     : budget_(std::move(budget)), hooks_(std::move(hooks)) {}
@@ -55,17 +60,49 @@ std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_byte
            budget_->mapped_bytes > mapped_bytes_ ? " for all engines of this process" : "", "; raise host_memory");
   std::vector<HostBlock> blocks;
   for (size_t begin = 0; begin < block_bytes.size();) {
+    Region* region = reuse_region(round_up(block_bytes[begin], kBlockAlignment), 0);
+    const int64_t most_bytes = region == nullptr ? kMaxRegionBytes : region->num_bytes;
     int64_t region_bytes = 0;
     size_t end = begin;
     for (; end < block_bytes.size(); ++end) {
       const int64_t size = round_up(block_bytes[end], kBlockAlignment);
-      if (end > begin && region_bytes + size > kMaxRegionBytes) break;
+      if (end > begin && region_bytes + size > most_bytes) break;
       region_bytes += size;
     }
-    Region& region = add_region(region_bytes, Region::Origin::kReserved);
-    for (; begin < end; ++begin) blocks.push_back(take(region, region.free.begin(), block_bytes[begin]));
+    total -= region_bytes;
+    if (region != nullptr && total > unreserved_bytes()) {  // what is left over of it would be missed
+      reused_->add({region->data, region->num_bytes}, hooks_.dispose);
+      note_mapped(-region->num_bytes);
+      regions_.pop_back();
+      region = nullptr;
+    }
+    if (region == nullptr) region = &add_region(region_bytes, Region::Origin::kReserved);
+    for (; begin < end; ++begin) blocks.push_back(take(*region, region->free.begin(), block_bytes[begin]));
   }
   return blocks;
+}
+
+HostArena::Region* HostArena::reuse_region(int64_t needed_bytes, int64_t spare_bytes) {
+  if (reused_ == nullptr) return nullptr;
+  const KeptRegions::Region kept = reused_->take(needed_bytes, unreserved_bytes() - spare_bytes);
+  if (kept.data == nullptr) return nullptr;
+  auto region = std::make_unique<Region>();
+  region->data = kept.data;
+  region->num_bytes = kept.num_bytes;
+  region->origin = Region::Origin::kReserved;
+  region->prepared = true;
+  region->touched = kept.num_bytes;
+  region->free.emplace(0, kept.num_bytes);
+  note_mapped(kept.num_bytes);
+  peak_mapped_bytes_ = std::max(peak_mapped_bytes_, mapped_bytes_);
+  regions_.push_back(std::move(region));
+  return regions_.back().get();
+}
+
+void HostArena::release_reused() {
+  if (reused_ == nullptr) return;
+  if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
+  preparer_->submit([rest = std::exchange(reused_, nullptr)]() mutable { rest.reset(); });
 }
 
 void HostArena::prepare(HostBlock& block) {
@@ -240,7 +277,7 @@ HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origi
   region->num_bytes = round_up(num_bytes, kPage);
   region->origin = origin;
   region->free.emplace(0, region->num_bytes);
-  region->data = map_memory(region->num_bytes);
+  region->data = map_host_memory(region->num_bytes);
   if (hooks_.place) hooks_.place(region->data, region->num_bytes);
   note_reserved(region->num_bytes);
   regions_.push_back(std::move(region));
@@ -249,6 +286,11 @@ HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origi
 
 void HostArena::unmap(Region& region) {
   const bool by_thread = finish_ahead(region);
+  if (keeper_ != nullptr && region.prepared) {
+    keeper_->add({region.data, region.num_bytes}, hooks_.dispose);
+    region.data = nullptr;
+    return note_mapped(-region.num_bytes);
+  }
   if ((region.prepared || by_thread) && hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
   munmap(region.data, static_cast<size_t>(region.num_bytes));
   region.data = nullptr;

@@ -86,10 +86,36 @@ struct HostBudget {
 
 // What to do with a new region before use and with an old one before it is unmapped; each may be empty. `place` takes
 // no time and comes before anything touches the region; `prepare` may take seconds. Both are called by any thread.
+// `dispose` may outlive whoever made it.
 struct RegionHooks {
   std::function<void(void* data, int64_t num_bytes)> place;
   std::function<void(void* data, int64_t num_bytes)> prepare;
   std::function<void(void* data, int64_t num_bytes)> dispose;
+};
+
+// Regions of an arena that has ended or gives memory back, prepared as they are, for another arena. What nobody takes is
+// given back to the system with this.
+class KeptRegions {
+ public:
+  struct Region {
+    char* data = nullptr;
+    int64_t num_bytes = 0;
+  };
+
+  KeptRegions() = default;
+  ~KeptRegions();
+  KeptRegions(const KeptRegions&) = delete;
+  KeptRegions& operator=(const KeptRegions&) = delete;
+
+  void add(Region region, const std::function<void(void* data, int64_t num_bytes)>& dispose);
+  // The first that has so many bytes and no more than `most_bytes`; an empty one: there is none.
+  Region take(int64_t least_bytes, int64_t most_bytes);
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  std::vector<Region> regions_;
+  std::function<void(void* data, int64_t num_bytes)> dispose_;
+  int64_t num_bytes_ = 0;
 };
 
 class HostArena {
@@ -118,6 +144,12 @@ class HostArena {
   void prepare_ahead();
   // Whether regions are being prepared ahead right now.
   bool is_preparing() const;
+  // Prepared regions that this arena gives back go there from now on, and not to the system.
+  void keep_regions(std::shared_ptr<KeptRegions> kept) { keeper_ = std::move(kept); }
+  // reserve() takes regions from there first, where they fit.
+  void reuse_regions(std::shared_ptr<KeptRegions> kept) { reused_ = std::move(kept); }
+  // What is left of them goes back to the system, beside whatever else runs.
+  void release_reused();
   // Gives back reserved regions that were not needed and have no block.
   void release_reserved();
 
@@ -162,6 +194,9 @@ class HostArena {
   enum class Search : uint8_t { kPrepared, kPreparedOnDemand, kUnprepared };
 
   Region& add_region(int64_t num_bytes, Region::Origin origin);
+  // Of the regions that are used again, one with room for `needed_bytes` that leaves no less than `spare_bytes` of the
+  // budget beside them; null: there is none.
+  Region* reuse_region(int64_t needed_bytes, int64_t spare_bytes);
   void prepare(Region& region);
   // Nothing is done ahead to the region afterwards. Whether it was prepared so.
   static bool finish_ahead(Region& region);
@@ -184,6 +219,8 @@ class HostArena {
   int64_t mapped_bytes_ = 0;
   int64_t reserved_bytes_ = 0;
   int64_t peak_mapped_bytes_ = 0;
+  std::shared_ptr<KeptRegions> keeper_;
+  std::shared_ptr<KeptRegions> reused_;
   std::unique_ptr<WorkQueue> preparer_;
 };
 

@@ -1,23 +1,58 @@
 """Values of shards on their way between processes, in files of a folder: shared memory. Who does not find another one's
-file in its own folder fetches its pieces of it (``transfers.py``).
+file in its own folder fetches it (``transfers.py``).
 
-Each old rank writes one file with what others need of it: its moves in their order, of each move the arrays that the
-parameter has, in float32. Who reads it finds its pieces by the same order, without any index in the file.
+Each old rank writes a few files for each new one that needs something of it, so that several threads write at a time:
+whole moves, of each the arrays that the parameter has, in float32. Which move is in which file follows from the moves
+alone, so that who reads a file finds its pieces without any index in it.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import torch
 
 from patrickstar.elastic.movement import Move
 from patrickstar.elastic.transfers import fetch
 
 DEFAULT_FOLDER = "/dev/shm"  # noqa: S108 (memory is on purpose)
-_ITEM_BYTES = torch.float32.itemsize
+_ITEM_BYTES = 4  # of float32
+_MOST_FILES = 16
+_FILE_BYTES = 32 * 2**20
+"""So many at least, before there is another file."""
+_FETCHES = 4
+"""Files that a process fetches at a time."""
+
+
+@dataclasses.dataclass
+class ShardFile:
+    """Some of what the new rank ``target`` needs of the old rank ``source``."""
+
+    source: int
+    target: int
+    name: str
+    num_bytes: int = 0
+    moves: list[tuple[Move, int]] = dataclasses.field(default_factory=list)
+    """Each with the offset in bytes of its first array; the others follow it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """An array of a move in one of several open files."""
+
+    move: Move
+    array: int
+    file: int
+    """Its index among them."""
+    at: int
+    """The first byte in it."""
+
+
+OpenFile = tuple[int, int]
+"""A descriptor, and the file's bytes."""
 
 
 class PublishedShards:
@@ -33,131 +68,104 @@ class PublishedShards:
     def __init__(self, folder: str | os.PathLike[str], token: str, moves: Sequence[Move], arrays: Mapping[int, int]):
         self._folder, self._token = Path(folder), token
         self._arrays = arrays
-        self._places: dict[Move, int] = {}
-        self.num_bytes: dict[int, int] = {}
-        """Size of the file of each old rank that has one."""
+        of_pairs: dict[tuple[int, int], list[Move]] = {}
         for move in moves:
-            at = self.num_bytes.get(move.source, 0)
-            self._places[move] = at
-            self.num_bytes[move.source] = at + move.numel * arrays[move.param] * _ITEM_BYTES
+            of_pairs.setdefault((move.source, move.target), []).append(move)
+        self.files = [file for pair, some in of_pairs.items() for file in self._divided(*pair, some)]
 
-    def path(self, rank: int) -> Path:
-        """The file of an old rank."""
-        return self._folder / f"patrickstar-{self._token}-rank{rank}"
+    def _divided(self, source: int, target: int, moves: Sequence[Move]) -> list[ShardFile]:
+        total = sum(map(self._size, moves))
+        number = max(min(total // _FILE_BYTES, _MOST_FILES), 1)
+        names = (f"patrickstar-{self._token}-rank{source}-for{target}-{index}" for index in range(number))
+        files = [ShardFile(source, target, name) for name in names]
+        for move in moves:  # neighbours in different ones, which are filled alike
+            file = min(files, key=lambda one: one.num_bytes)
+            file.moves.append((move, file.num_bytes))
+            file.num_bytes += self._size(move)
+        return [file for file in files if file.moves]
 
-    def span(self, source: int, target: int) -> tuple[int, int]:
-        """Where what the new rank ``target`` needs lies in the file of ``source``: its first byte, and its bytes."""
-        pieces = [move for move in self._places if (move.source, move.target) == (source, target)]
-        size = sum(move.numel * self._arrays[move.param] for move in pieces) * _ITEM_BYTES
-        return (self._places[pieces[0]] if pieces else 0), size  # one piece: moves are sorted
+    def _size(self, move: Move) -> int:
+        return move.numel * self._arrays[move.param] * _ITEM_BYTES
 
-    def write(self, rank: int, read: Callable[[int, int, int, int], torch.Tensor]) -> None:
-        """Writes the file of an old rank, if it has one.
+    def path(self, file: ShardFile) -> Path:
+        """Where it is."""
+        return self._folder / file.name
+
+    def of_source(self, rank: int) -> list[ShardFile]:
+        """The files of an old rank."""
+        return [file for file in self.files if file.source == rank]
+
+    def write(self, rank: int, fill: Callable[[list[Piece], list[OpenFile]], None]) -> None:
+        """Writes the files of an old rank.
 
         Args:
             rank: the old rank.
-            read: gives elements [begin, end) of an array of a parameter, float32: ``read(param, array, begin, end)``.
+            fill: gives the files, which are empty, their size, and writes each piece where it says.
 
         Raises:
-            OSError: there is no room, or no such folder.
+            OSError: there is no such folder.
+            SystemError: of the core: there is no room.
         """
-        if rank not in self.num_bytes:
-            return
-        with self.path(rank).open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, self.num_bytes[rank])  # no room is said now, and not by SIGBUS later
-            for move in self._places:
-                if move.source == rank:
-                    for array in range(self._arrays[move.param]):
-                        values = read(move.param, array, move.begin, move.end)
-                        file.write(memoryview(values.contiguous().view(torch.uint8).numpy()))
+        with self._opened(self.of_source(rank), os.O_RDWR | os.O_CREAT | os.O_EXCL) as (pieces, files):
+            fill(pieces, files)
 
-    def has(self, rank: int) -> bool:
-        """Whether the file of an old rank is there as it was written.
+    @contextlib.contextmanager
+    def opened(self, target: int) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
+        """All that a new rank needs of others, to be read; it is there."""
+        with self._opened([file for file in self.files if file.target == target], os.O_RDONLY) as found:
+            yield found
 
-        Raises:
-            OSError: it is there and was not written to its end.
-        """
-        if not self.path(rank).exists():
-            return False
-        found = self.path(rank).stat().st_size
-        if found != self.num_bytes[rank]:
-            raise OSError(f"{self.path(rank)} has {found} bytes instead of {self.num_bytes[rank]}")
-        return True
+    @contextlib.contextmanager
+    def _opened(self, some: Sequence[ShardFile], flags: int) -> Iterator[tuple[list[Piece], list[OpenFile]]]:
+        with contextlib.ExitStack() as closing:
+            files, pieces = [], []
+            for index, file in enumerate(some):
+                descriptor = os.open(self.path(file), flags, 0o600)
+                closing.callback(os.close, descriptor)
+                files.append((descriptor, file.num_bytes))
+                for move, at in file.moves:
+                    size = move.numel * _ITEM_BYTES
+                    arrays = range(self._arrays[move.param])
+                    pieces += [Piece(move, array, index, at + array * size) for array in arrays]
+            yield pieces, files
 
-    def read(self, move: Move, array: int) -> torch.Tensor:
-        """The elements of a move of one of the parameter's arrays, float32, as a view of the file's memory."""
-        at = self._places[move] + array * move.numel * _ITEM_BYTES
-        size = self.num_bytes[move.source] // _ITEM_BYTES
-        whole = torch.from_file(str(self.path(move.source)), shared=True, size=size, dtype=torch.float32)
-        return whole[at // _ITEM_BYTES :][: move.numel]
-
-    def remove(self) -> None:
-        """Removes the files of all ranks; those who have them mapped keep what they have."""
-        for rank in self.num_bytes:
-            self.path(rank).unlink(missing_ok=True)
-
-
-SHARDS_NAME = "shards"
-"""What a :class:`FileServer` of an old rank calls its file."""
-
-
-class ReachedShards:
-    """What a new rank needs of others: in their files, where its folder has them, else in files of its own.
-
-    Args:
-        published: the files of all.
-        folder: of this process.
-        token: of the resize.
-        target: the new rank.
-        moves: all of them, sorted.
-        arrays: how many arrays each parameter has.
-    """
-
-    def __init__(
-        self,
-        published: PublishedShards,
-        folder: str | os.PathLike[str],
-        token: str,
-        target: int,
-        moves: Sequence[Move],
-        arrays: Mapping[int, int],
-    ):
-        own = [move for move in moves if move.target == target]
-        self._published, self._target, self._token = published, target, token
-        self._fetched = PublishedShards(folder, f"{token}-for{target}", own, arrays)
-        self._sources = sorted({move.source for move in own})
-        self._has_fetched: set[int] = set()
-
-    def reach(self, addresses: Sequence[str], timeout_seconds: float) -> None:
-        """All of it is there when this returns.
+    def reach(self, target: int, addresses: Sequence[str], timeout_seconds: float) -> None:
+        """All that the new rank ``target`` needs of others is in the folder when this returns.
 
         Args:
+            target: the new rank.
             addresses: of the old ranks' file servers.
             timeout_seconds: without progress.
 
         Raises:
-            OSError: something is neither in the folder nor to be fetched.
+            OSError: something is neither in the folder nor to be fetched, or was not written to its end.
         """
-        for source in self._sources:
-            if self._published.has(source):
-                continue
-            begin, size = self._published.span(source, self._target)
-            self._has_fetched.add(source)
+        missing = [file for file in self.files if file.target == target and not self._has(file)]
+
+        def get(file: ShardFile) -> None:
             fetch(
-                addresses[source],
+                addresses[file.source],
                 self._token,
-                SHARDS_NAME,
-                self._fetched.path(source),
-                client=str(self._target),
-                begin=begin,
-                size=size,
+                file.name,
+                self.path(file),
+                client=str(target),
                 timeout_seconds=timeout_seconds,
             )
 
-    def read(self, move: Move, array: int) -> torch.Tensor:
-        """As :meth:`PublishedShards.read`."""
-        return (self._fetched if move.source in self._has_fetched else self._published).read(move, array)
+        if missing:
+            with concurrent.futures.ThreadPoolExecutor(_FETCHES) as threads:
+                for _ in threads.map(get, missing):
+                    pass
+
+    def _has(self, file: ShardFile) -> bool:
+        if not self.path(file).exists():
+            return False
+        found = self.path(file).stat().st_size
+        if found != file.num_bytes:
+            raise OSError(f"{self.path(file)} has {found} bytes instead of {file.num_bytes}")
+        return True
 
     def remove(self) -> None:
-        """Removes what was fetched."""
-        self._fetched.remove()
+        """Removes the files of all ranks; those who have them open keep what they have."""
+        for file in self.files:
+            self.path(file).unlink(missing_ok=True)

@@ -41,6 +41,7 @@ def build_core(
     chunk_ranks: ChunkRanks,
     budgets: Budgets,
     chunk_numel: int | None = None,
+    kept_memory: _C.KeptRegions | None = None,
 ) -> Core:
     """The core for ``module``, whose parameters go where ``params`` says; their values are not in it yet. Speaks to no
     other rank.
@@ -53,6 +54,7 @@ def build_core(
         chunk_ranks: those that share its chunks.
         budgets: of memory.
         chunk_numel: the size of chunks in elements; None: what suits the budgets.
+        kept_memory: of a core before this one.
 
     Raises:
         MemoryBudgetError: the model cannot fit the budgets.
@@ -70,7 +72,8 @@ def build_core(
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
         names = [spec.name for spec in params.chunked]
-        runtime = _C.Runtime(layout, names, _owned_params(module, params), options, collectives)
+        owned = _owned_params(module, params)
+        runtime = _C.Runtime(layout, names, owned, options, collectives, kept_memory)
     except BaseException:
         segments.close()
         raise

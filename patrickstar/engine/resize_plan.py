@@ -15,7 +15,7 @@ from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeE
 from patrickstar.elastic.transfers import own_address
 from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
-from patrickstar.ranks.distributed import Place
+from patrickstar.ranks.distributed import Place, serve_world
 
 MEMORY = "memory"
 """What a process that joins says of it: :class:`MemoryFacts`."""
@@ -66,6 +66,7 @@ class ResizePlan:
     """By new rank."""
     host: str
     port: int
+    """Where rank 0 serves the store of the new world; 0 for one rank."""
     chunk_numel: int
     micro_batches: dict[str, int]
     """By name of what is carried: the most samples that a micro-batch may have, where it asks for that."""
@@ -116,9 +117,7 @@ def make_plan(
     joining = iter([said["host"] for said in guests.values()])
     hosts = [here if rank is not None else next(joining) for rank in former]
     host = "127.0.0.1" if set(hosts) == {here} else own_address(options.towards())
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = serve_world(host, session.config.rank_timeout_seconds) if len(former) > 1 else 0
     trained = [spec.trained for spec in session.params_now().chunked]
     return ResizePlan(
         token=uuid.uuid4().hex,

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from patrickstar import _C
 from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, kept
 from patrickstar.elastic.phases import Membership, Phase, Resized
-from patrickstar.elastic.published import DEFAULT_FOLDER, SHARDS_NAME, PublishedShards, ReachedShards
+from patrickstar.elastic.published import DEFAULT_FOLDER, OpenFile, Piece, PublishedShards
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
 from patrickstar.elastic.transfers import FileServer, own_address
@@ -66,12 +67,15 @@ from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
-from patrickstar.ranks.distributed import move_to_world, open_ranks
+from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 
 _REFUSAL = "refusal"  # a key of an invitation
+_Range = tuple[int, _C.ArrayKind, int, int, int, int]
+"""As ``_C.Runtime.read_ranges`` takes them: parameter, kind, begin, end, file, where."""
+_IN_MEMORY = -1
 
 logger = logging.getLogger("patrickstar")
 
@@ -98,9 +102,6 @@ class _Shards:
             for index, count in enumerate(plan.step_counts)
         }
         self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
-        self.reached: ReachedShards | None = None
-        if new is not None:
-            self.reached = ReachedShards(self.files, folder, plan.token, new, self.moves, self.arrays)
         self._state_files = [state_path(folder, plan.token)]
         if new is not None:
             self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
@@ -121,24 +122,30 @@ class _Shards:
     def remove(self) -> None:
         """Removes all files of this resize from this process's folder, those of others too."""
         self.files.remove()
-        if self.reached is not None:
-            self.reached.remove()
         for path in self._state_files:
             path.unlink(missing_ok=True)
 
+    def remove_reached(self, new: int) -> None:
+        """Removes what the new rank was to read in this process's folder: nobody else reads it."""
+        for file in self.files.files:
+            if file.target == new:
+                self.files.path(file).unlink(missing_ok=True)
+
     def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
         """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
-        files = {SHARDS_NAME: self.files.path(old), STATE_NAME: self._state_files[0]}
+        files = {file.name: self.files.path(file) for file in self.files.of_source(old)}
+        files[STATE_NAME] = self._state_files[0]
         try:
             return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
         except OSError as error:
             logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
             return None
 
-    def is_needed(self, old: int, server: FileServer | None) -> bool:
-        """Whether some new rank will read the file of an old one in the folder: it has not fetched its pieces."""
-        readers = {str(move.target) for move in self.moves if move.source == old}
-        return server is None or not all(server.has_given(SHARDS_NAME, reader) for reader in readers)
+    def remove_given(self, old: int, server: FileServer) -> None:
+        """Removes those files of an old rank that their new ranks have fetched: nobody reads them in the folder."""
+        for file in self.files.of_source(old):
+            if server.has_given(file.name, str(file.target)):
+                self.files.path(file).unlink(missing_ok=True)
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
@@ -194,7 +201,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         try:
             with all_or_none(session, "shards were not published"):
                 check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
-                shards.files.write(control.rank, lambda *what: _own_values(session, shards.old[control.rank], *what))
+                _publish(session, shards, control.rank)
                 if is_leader:
                     write_state(session, state_path(options.folder, plan.token), options.carried)
             server = shards.serve(options, plan.token, control.rank)
@@ -205,8 +212,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if is_leader and meeting is not None:
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
-                if shards.reached is not None:
-                    shards.reached.reach(addresses, options.timeout_seconds)
+                if new is not None:
+                    shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
                     meeting.answers(plan.guests, options.timeout_seconds)
 
@@ -217,6 +224,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             is_decided = True  # by the leader as well: all have told each other that nothing failed
         finally:
             if not is_decided:
+                if is_leader:
+                    forget_world(plan.host, plan.port)
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
@@ -224,8 +233,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 shards.remove()  # whoever comes first: the leader may be gone
             if server is not None:
                 server.close()
-        if new is None and not shards.is_needed(control.rank, server):
-            shards.files.path(control.rank).unlink(missing_ok=True)  # nobody on this host will
+        if new is None and server is not None:
+            shards.remove_given(control.rank, server)
         return _change(session, plan, shards, control.rank, new, options)
 
 
@@ -253,10 +262,9 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         problem: str | None = None
         folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
         shards = _Shards(session, plan, rank, folder)
-        assert shards.reached is not None
         try:
             _check_carried(options.carried, len(plan.former))
-            shards.reached.reach(invitation["addresses"], options.timeout_seconds)
+            shards.files.reach(rank, invitation["addresses"], options.timeout_seconds)
             state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
             check_state(state, options.carried)
         except Exception as error:
@@ -265,7 +273,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         options.note_phase(Phase.DECIDE)
         decision = meeting.decision(plan.token, options.timeout_seconds)
     if decision is Decision.STAY or problem is not None:
-        shards.reached.remove()
+        shards.remove_reached(rank)
         raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
     return _change(session, plan, shards, None, rank, options, state)
 
@@ -282,9 +290,9 @@ def _change(
     """After the decision; see [Note: order of a resize]. ``state``: what a process that joins takes over."""
     try:
         options.note_phase(Phase.CLOSE)
-        held = _Held(session, shards, old, new)
+        held = _Held(shards, old, new)
         managed = managed_states(session) if state is None else state["managed"]
-        former = session.vacate()
+        vacated = session.vacate(lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
         if new is None:
             session.closed = True
@@ -307,7 +315,8 @@ def _change(
             mesh = MeshRanks(ranks, mesh_of(config, len(ranks.members)))
             chunk_ranks = ChunkRanks.along(mesh, Axis.DATA, Axis.SEQUENCE)
             here = ranks.context
-            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks)
+            held_bytes = _held_on_host(ranks, vacated.memory.num_bytes)
+            mine = make_budgets(config, here.device, here.local_world_size, here.num_device_ranks, held_bytes)
             budgets = common_budgets(ranks, mine)
             matrices = make_matrices(config, mesh)
             check_same_model(ranks, session.plan_of_params)
@@ -319,12 +328,10 @@ def _change(
                 matrices,
                 budgets,
                 plan.chunk_numel,
-                former,
-                lambda param: held.fill(session, param, 0),
+                vacated,
+                lambda: held.fill(session),
             )
             for param, count in enumerate(plan.step_counts):
-                for array in range(1, shards.arrays[param]):
-                    held.fill(session, param, array)
                 if shards.arrays[param] > 1:
                     session.runtime.set_step_count(param, count)
             for param, states in zip(session.managed.params, managed, strict=True):
@@ -356,48 +363,66 @@ def _change(
 
 
 class _Held:
-    """What a process has of its new shards: what it keeps, in memory of its own, and others' files."""
+    """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
 
-    def __init__(self, session: Session, shards: _Shards, old: int | None, new: int | None):
-        """While the old core is open; ``old``, ``new``: this process's ranks, None: it is none."""
-        self._reached = shards.reached
+    def __init__(self, shards: _Shards, old: int | None, new: int | None):
+        """``old``, ``new``: this process's ranks, None: it is none."""
+        self._shards, self._old, self._new = shards, old, new
         self._parts = shards.new[new] if new is not None else []
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
-        self._kept_at: dict[int, int] = {}
-        self._moves: dict[int, list[Move]] = {}
-        for move in shards.moves:
-            if move.target == new:
-                self._moves.setdefault(move.param, []).append(move)
-        if old is None or new is None:
-            return
-        for param, part in enumerate(self._parts):
-            begin, end = kept(part, shards.old[old][param])
-            self._kept_at[param] = begin
-            for array in range(shards.arrays[param]) if begin < end else ():
-                self._kept[param, array] = _own_values(session, shards.old[old], param, array, begin, end)
+        self._kept: dict[tuple[int, int], list[_Range]] = {}
+        self._memory: list[_C.HostMapping | _C.KeptRegions] = []
 
-    def fill(self, session: Session, param: int, array: int) -> None:
-        """Writes this rank's part of an array of a parameter, and lets go of it."""
-        begin, end = self._parts[param]
-        with _C.HostAllocations():
-            values = torch.empty(max(end - begin, 1), dtype=torch.float32)  # an address also where there is no part
-            own = self._kept.pop((param, array), None)
-            if own is not None:
-                values[self._kept_at[param] - begin :][: own.numel()] = own
-            for move in self._moves.get(param, ()):
-                values[move.begin - begin :][: move.numel] = self._reached.read(move, array)
-        # The core takes the whole parameter's address and reads this rank's part of it.
-        address = values.data_ptr() - begin * torch.float32.itemsize
-        session.runtime.write_values(param, _arrays(session)[array], address, _C.Tier.HOST)
+    def set_aside(self, session: Session) -> _C.KeptRegions:
+        """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
+        if self._old is None or self._new is None:
+            return session.runtime.keep_memory()
+        both = enumerate(zip(self._parts, self._shards.old[self._old], strict=True))
+        parts = {param: kept(*parts) for param, parts in both}
+        sizes = {
+            (param, array): (end - begin) * torch.float32.itemsize
+            for param, (begin, end) in parts.items()
+            for array in range(self._shards.arrays[param] if begin < end else 0)
+        }
+        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # untouched but for what is not on the host
+        ranges: list[_Range] = []
+        at = mapping.address
+        for (param, array), size in sizes.items():
+            ranges.append((param, _arrays(session)[array], *parts[param], _IN_MEMORY, at))
+            at += size
+        addresses, regions, free = session.runtime.set_aside(ranges)
+        for key, one, address in zip(sizes, ranges, addresses, strict=True):
+            self._kept[key] = [(*one[:-1], address)]
+        self._memory = [mapping, regions]
+        return free
+
+    def fill(self, session: Session) -> None:
+        """Writes this rank's part of all arrays, and lets go of what was kept."""
+        kinds = _arrays(session)
+        with self._shards.files.opened(self._new) as (pieces, files):
+            sources = self._kept
+            for piece in pieces:
+                move, kind = piece.move, kinds[piece.array]
+                found = (move.param, kind, move.begin, move.end, piece.file, piece.at)
+                sources.setdefault((move.param, piece.array), []).append(found)
+            ranges: list[_Range] = []
+            for param, (begin, _) in enumerate(self._parts):
+                for array in range(self._shards.arrays[param]):
+                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk has the state all the same
+                    ranges += sources.get((param, array), [nothing])
+            session.runtime.write_ranges(ranges, files)
+        self._kept.clear()
+        self._memory.clear()
 
 
-def _own_values(session: Session, parts: Sequence[Part], param: int, array: int, begin: int, end: int) -> torch.Tensor:
-    """Elements [begin, end) of this rank's part, float32, in memory of their own."""
-    first, last = parts[param]
-    with _C.HostAllocations():
-        values = torch.empty(last - first, dtype=torch.float32)
-        session.runtime.read_own_values(param, _arrays(session)[array], values.data_ptr())
-        return values[begin - first : end - first].clone()
+def _publish(session: Session, shards: _Shards, rank: int) -> None:
+    """Writes the files of an old rank."""
+    kinds = _arrays(session)
+
+    def fill(pieces: list[Piece], files: list[OpenFile]) -> None:
+        ranges = [(p.move.param, kinds[p.array], p.move.begin, p.move.end, p.file, p.at) for p in pieces]
+        session.runtime.read_ranges(ranges, files)
+
+    shards.files.write(rank, fill)
 
 
 def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
@@ -414,6 +439,16 @@ def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> l
         shards = (layout.shard_of(param) for param in range(len(params.chunked)))
         found.append([(begin, begin + numel) for begin, numel, _ in shards])
     return found
+
+
+def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:
+    """Of all ranks on this host, what they have kept of their former cores' memory: ``num_bytes`` on this one."""
+    here = socket.gethostname()
+    if len(ranks.members) == 1:
+        return num_bytes
+    told = ranks.control.exchange(json.dumps([here, num_bytes]).encode(), "memory that is used again")
+    with reading("memory that is used again"):
+        return sum(int(size) for host, size in map(json.loads, told) if host == here)
 
 
 def _send_away(meeting: Rendezvous, guests: Iterable[int], why: str) -> None:

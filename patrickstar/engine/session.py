@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -73,6 +73,16 @@ class StepOutcome:
     """Global L2 norm of the unscaled gradients before clipping; not finite when the step was skipped."""
     applied: bool = True
     """Whether parameters were updated; so it is taken to be before the first step, and after loading."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vacated:
+    """What is left of a session between two cores."""
+
+    params: list[FormerHandle]
+    """What parameters in chunks were, by id."""
+    memory: _C.KeptRegions
+    """Of the host, that the former core had, for the next one; given back to the system when nobody has it."""
 
 
 class _Teardown:
@@ -184,9 +194,16 @@ class Session:
         """What the log says of forwards, backwards and steps."""
         note_open_session(self)
 
-    def _open_core(self, budgets: Budgets, chunk_numel: int | None) -> None:
+    def _open_core(self, budgets: Budgets, chunk_numel: int | None, kept_memory: _C.KeptRegions | None = None) -> None:
         core = build_core(
-            self.module, self.plan_of_params, self.config, self.ranks.context, self.chunk_ranks, budgets, chunk_numel
+            self.module,
+            self.plan_of_params,
+            self.config,
+            self.ranks.context,
+            self.chunk_ranks,
+            budgets,
+            chunk_numel,
+            kept_memory,
         )
         self._teardown = _Teardown()
         self._teardown.callback(self.matrices.close)
@@ -202,17 +219,19 @@ class Session:
         ]
         return SortedParams(chunked=chunked, managed=self.managed.params)
 
-    def vacate(self) -> list[FormerHandle]:
+    def vacate(self, set_aside: Callable[[], _C.KeptRegions]) -> Vacated:
         """Closes the core and what depends on the present ranks; the module's parameters have no memory then. For
-        :meth:`reopen` with others. All ranks must call it.
+        :meth:`reopen` with others. All ranks must call it. ``set_aside`` is called last before that, and gives what
+        memory of the core the next one may use.
         """
         self._kept_plan.close()
         self.plan_of_params = self.params_now()
         assert self._params is not None  # complete
+        memory = set_aside()
         former = self._params.vacate()
         self._teardown.close()
         self.ranks.close()
-        return former
+        return Vacated(former, memory)
 
     def reopen(
         self,
@@ -221,13 +240,13 @@ class Session:
         matrices: Matrices,
         budgets: Budgets,
         chunk_numel: int,
-        former: Sequence[FormerHandle],
-        fill: Callable[[int], None],
+        vacated: Vacated,
+        fill: Callable[[], None],
     ) -> None:
-        """After :meth:`vacate`, with other ranks; ``fill`` writes a parameter's value by its id."""
+        """After :meth:`vacate`, with other ranks; ``fill`` writes the values of all parameters."""
         self.mesh, self.ranks, self.chunk_ranks, self.matrices = mesh, mesh.everybody, chunk_ranks, matrices
-        self._open_core(budgets, chunk_numel)
-        self.adopt(None).take_over(former, fill)
+        self._open_core(budgets, chunk_numel, vacated.memory)
+        self.adopt(None).take_over(vacated.params, fill)
         self.complete(None)
         self.stage, self._gradient_scale = Stage.IDLE, None
         self.tell_groups()

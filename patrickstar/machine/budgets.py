@@ -30,10 +30,17 @@ _COLLECTIVES_RESERVE_BYTES = 3 * 2**29
 _CONTEXT_BYTES = 2**29
 
 
-def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1, num_device_ranks: int = 1) -> Budgets:
+def make_budgets(
+    config: Config,
+    device: torch.device,
+    num_local_ranks: int = 1,
+    num_device_ranks: int = 1,
+    held_bytes: int = 0,
+) -> Budgets:
     """The budgets of ``config`` on ``device``: ``device_memory`` and ``host_memory``, which are each rank's, else the
     ratios that it gives, else what is free; the ``num_local_ranks`` of this machine share the host's, and the
-    ``num_device_ranks`` on one GPU share that one's. None of them may take memory before all have asked.
+    ``num_device_ranks`` on one GPU share that one's. None of them may take memory before all have asked, but for the
+    ``held_bytes`` of the host that they have together and go on using.
 
     Engines of one process share one budget: what this configuration does not give is that of those that are open.
     """
@@ -56,7 +63,7 @@ def make_budgets(config: Config, device: torch.device, num_local_ranks: int = 1,
         host_bytes = shared[1]
     else:
         ratio = tracer.overall_cpu_mem_ratio
-        host_bytes = default_budget_bytes() if ratio is None else int(usable_bytes() * ratio)
+        host_bytes = default_budget_bytes(held_bytes) if ratio is None else int(usable_bytes() * ratio)
         host_bytes //= max(sharers, num_local_ranks)
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes)
 

@@ -89,11 +89,12 @@ def mem_available_bytes() -> int:
     return next(kibibytes, total_bytes() // 1024) * 1024
 
 
-def default_budget_bytes() -> int:
+def default_budget_bytes(held_bytes: int = 0) -> int:
     """What an engine takes of the host when nobody says: what is available, less a reserve of 5 % of what may be used,
     at least 1 GiB, for the data loader, libraries and the kernel's file cache; at least a tenth of what is available.
+    ``held_bytes`` that are taken count as available: whoever asks has them.
     """
-    return budget_within(available_bytes(), reserve_bytes())
+    return budget_within(min(available_bytes() + held_bytes, usable_bytes()), reserve_bytes())
 
 
 def reserve_bytes() -> int:

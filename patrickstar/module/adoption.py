@@ -205,18 +205,18 @@ class AdoptedParams:
         self._taken.clear()
         return former
 
-    def take_over(self, former: Sequence[FormerHandle], fill: Callable[[int], None]) -> None:
+    def take_over(self, former: Sequence[FormerHandle], fill: Callable[[], None]) -> None:
         """Parameters that :meth:`vacate` has left are views of these chunks.
 
         Args:
             former: what it gave.
-            fill: writes the value of a parameter, by its id, into this runtime.
+            fill: writes the values of all parameters into this runtime.
         """
         self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
+        fill()
         for chunk, params in enumerate(self._chunks):
             for param_id in params:
                 was, offset = former[param_id], self.layout.placement(param_id)[1]
-                fill(param_id)
                 self._become_view(param_id, chunk, offset, was)
                 self._taken.add(param_id)
             self._missing[chunk] = 0

@@ -375,6 +375,27 @@ def move_to_world(place: Place) -> None:
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
+def serve_world(host: str, timeout_seconds: float) -> int:
+    """Serves the store of a world to come, of which this process will be rank 0; gives the port. Whoever comes to it
+    before this process does then finds it at once. Where nothing comes of it: :func:`forget_world`.
+
+    Raises:
+        RankFailure: nothing can be served there.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise _C.RankFailure(f"no store can be served at {host} ({first_line(error)})") from error
+    _stores[host, store.port] = store
+    return store.port
+
+
+def forget_world(host: str, port: int) -> None:
+    """Ends the store of a world that :func:`serve_world` serves and that nobody has entered."""
+    _stores.pop((host, port), None)
+
+
 def num_ranks_to_come() -> int:
     """How many ranks `open_ranks` will find, before it is called."""
     if dist.is_available() and dist.is_initialized():

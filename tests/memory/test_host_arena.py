@@ -98,3 +98,31 @@ def test_a_region_that_cannot_be_prepared_leaves_nothing_mapped(ahead):
     assert arena.unreserved_bytes == 20 * size
     arena.allocate(size)
     assert arena.mapped_bytes == size
+
+
+def test_regions_go_from_one_arena_to_another():
+    """What a former arena gives back serves blocks of the next one, without more than these need."""
+    size = 2**20
+    kept = _C.KeptRegions()
+    former = _C.HostArena(64 * size, prepares=True)
+    former.keep_regions(kept)
+    blocks = [former.allocate(4 * size) for _ in range(5)]
+    former.free(blocks.pop())
+    former.trim()
+    assert (kept.num_bytes, former.mapped_bytes) == (4 * size, 16 * size)
+    del former  # with blocks in it
+    assert kept.num_bytes == 20 * size
+    arena = _C.HostArena(64 * size, prepares=True)
+    arena.reuse_regions(kept)
+    arena.reserve([size] * 6)
+    assert (arena.mapped_bytes, kept.num_bytes) == (8 * size, 12 * size)  # two regions, prepared as they are
+    assert arena.unreserved_bytes == 56 * size
+    other = _C.HostArena(6 * size, prepares=True)
+    other.reuse_regions(kept)
+    other.reserve([size] * 5)
+    assert (other.mapped_bytes, kept.num_bytes) == (4 * size, 8 * size)  # a second one would exceed the limit
+    assert other.unreserved_bytes == size
+    assert other.peak_mapped_bytes == 4 * size
+    other.release_reused()
+    arena.release_reused()
+    assert arena.allocate_prepared(2 * size) != 0
