@@ -188,3 +188,11 @@ def check_operands(what: str, a: torch.Tensor, b: torch.Tensor, group: MeshGroup
             f"{what}: blocks of shapes {list(a.shape)} and {list(b.shape)} on a mesh of {over[0]} x {over[1]} are of "
             f"matrices whose common dimension is {whole[0]} and {whole[1]}"
         )
+
+
+def check_bias(what: str, bias: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
+    """Raises ValueError unless a bias, if there is one, has ``size`` elements of ``dtype``."""
+    if bias is not None and (bias.shape != (size,) or bias.dtype != dtype):
+        raise ValueError(
+            f"{what}: a bias of shape {list(bias.shape)} and {bias.dtype}; give this rank's {size} elements of {dtype}"
+        )
