@@ -41,7 +41,9 @@ def product_onto(out: torch.Tensor, others: Sequence[torch.Tensor], a: torch.Ten
         out.copy_(total)
 
 
-def tokens_into(out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def tokens_into(
+    out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
     """``out = tokens matrix + bias`` of [b, t, k] and [k, n], into [b, t, n], either of which may be some tokens of
     longer sequences: then sample by sample without copies, or by a copy where samples are small.
     """
@@ -56,9 +58,7 @@ def tokens_into(out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, b
         out.copy_(found.view(out.shape))
 
 
-def tokens_onto(
-    out: torch.Tensor, others: Sequence[torch.Tensor], tokens: torch.Tensor, matrix: torch.Tensor
-) -> None:
+def tokens_onto(out: torch.Tensor, others: Sequence[torch.Tensor], tokens: torch.Tensor, matrix: torch.Tensor) -> None:
     """As :func:`product_onto`, of [b, t, k], [k, n] and a contiguous [b, t, n]."""
     total = _sum_of(others)
     if not _is_flat(tokens) and is_filling(out[0].numel()):

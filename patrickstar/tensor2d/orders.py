@@ -1,18 +1,22 @@
 """In which order the ranks of one line multiply what they have and what comes: the only place that says so.
 
-[Note: own first, own last] Where others' parts come to a rank, it multiplies its own first, while the next one's is on
-its way, then those of the ranks behind it, round the line (:func:`arriving`); so no product but the last step's waits,
-and in every exchange each rank sends to one other and receives of one. Where sums go to their owners, it computes the
-others' summands first, the next rank's before all, and its own last, on top of what came (:func:`scattered`): two
-pieces of the output suffice to hide all messages behind products, since the second piece's travel while the first one's
-own product is computed. What is added up is added in one order, that of ranks and then the own product, whatever comes
-first and whatever memory is left, so that it always has the same bits.
+[Note: own first, own last] Where others' parts come to a rank, it multiplies its own first, while the next ones are on
+their way, then those of the ranks behind it, round the line (:func:`arriving`); so its first product never waits, and
+in every exchange each rank sends to one other and receives of one. Where sums go to their owners, it computes the
+others' summands first, the next rank's before all, and its own last, on top of what came (:func:`scattered`), in pieces
+of the output, so that the last message too is behind products. What is added up is added in one order, that of ranks
+and then the own product, whatever comes first and whatever memory is left, so that it always has the same bits.
+
+[Note: two products behind a message] A product that is on all multiprocessors of a GPU lets no message begin before it
+ends, and a message that is ready when a product is, mostly comes second. So two products are computed between the
+moment that a message may begin and the one that waits for it: sums have three pieces, a part is multiplied in two while
+the next one comes, and what is gathered for pieces is begun for all of them at once.
 
 [Note: few pieces] A message takes multiprocessors from the products beside it, each piece of a product leaves some idle
-at its end, and each message waits for its launch. So nothing is cut finer than hiding takes. Where a rank needs a part
-of everybody before it can begin, the first piece is small, since nothing hides it, and each one behind it at most three
-times as large as the product that hides it (:data:`GROWING`). Pieces whose product would not fill a GPU are made larger
-(:data:`_FILLING`): sizes decide, and all ranks have the same.
+at its end, and each message waits for its launch. So nothing is cut finer than that takes. Where a rank needs a part of
+everybody before it can begin, the first piece is small, since nothing hides it, and each one behind it at most three
+times as large as the one whose product hides it (:data:`GROWING`). Pieces whose product would not fill a GPU are made
+larger (:data:`_FILLING`): sizes decide, and all ranks have the same.
 """
 
 from __future__ import annotations
@@ -26,12 +30,16 @@ from patrickstar.ranks.exchanges import PendingExchange
 from patrickstar.tensor2d.lines import Line
 
 Piece = TypeVar("Piece")
-Whole = TypeVar("Whole")
 
-GROWING = ((1, 3, 6, 6), (1, 3), (1, 1))
+Shares = Sequence[tuple[int, ...]]
+"""In which a dimension may be cut, the finest first; empty: not at all."""
+
+GROWING: Shares = ((1, 3, 6, 6), (1, 3), (1, 1))
 """Shares of pieces of which the first is not hidden, from the finest cut on."""
-HALVES = ((1, 1),)
-"""Shares of pieces that hide each other."""
+BEFORE_OTHERS: Shares = ((1, 3), (1, 1))
+"""Of the product of one rank's part while the next one's is on its way, which may begin behind the first piece."""
+SUMS: Shares = ((1, 1, 1), (1, 1))
+"""Of sums that go to their owners."""
 
 _FILLING = 2**22
 """Elements of an output that keep a GPU busy: 128 tiles of 128 x 256, about as many as it has multiprocessors."""
@@ -44,13 +52,13 @@ def is_filling(elements: int) -> bool:
     return elements >= _FILLING
 
 
-def cut(size: int, width: int, choices: Sequence[tuple[int, ...]], *, in_tiles: bool = True) -> list[slice]:
+def cut(size: int, width: int, choices: Shares, *, in_tiles: bool = True) -> list[slice]:
     """Cuts a dimension of an output into pieces ([Note: few pieces]).
 
     Args:
         size: of the dimension.
         width: elements of the output for each index of it.
-        choices: shares of pieces, the finest first; the first one is taken whose smallest piece fills a GPU.
+        choices: of which the first one is taken whose smallest piece fills a GPU.
         in_tiles: whether pieces end at multiples of a tile; not where the dimension is one of samples.
 
     Returns:
@@ -64,21 +72,6 @@ def cut(size: int, width: int, choices: Sequence[tuple[int, ...]], *, in_tiles: 
         if smallest > 0 and is_filling(smallest * width):
             return pieces
     return [slice(0, size)]
-
-
-def one_ahead(pieces: Sequence[Piece], begin: Callable[[Piece], Callable[[], Whole]]) -> Iterator[tuple[Piece, Whole]]:
-    """Each piece with what was gathered for it: the next one is begun before the product of this one is computed.
-
-    Args:
-        pieces: one or more.
-        begin: lets a piece travel, and returns what waits for it.
-    """
-    coming = begin(pieces[0])
-    for index, piece in enumerate(pieces):
-        now = coming
-        if index + 1 < len(pieces):
-            coming = begin(pieces[index + 1])
-        yield piece, now()
 
 
 def begin_gathering(
@@ -107,20 +100,24 @@ def begin_gathering(
     return wait
 
 
-def arriving(mine: torch.Tensor, line: Line) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each rank and its tensor, of the shape of ``mine``, one ahead of its product ([Note: own first, own last])."""
+def arriving(mine: torch.Tensor, line: Line) -> Iterator[tuple[int, torch.Tensor, Shares]]:
+    """Each rank, its tensor, of the shape of ``mine``, and how its product is cut, in the order of [Note: own first,
+    own last].
+    """
     if line.size > 1:
         mine = mine.contiguous()
         line.meet()
     here = mine
     for step in range(line.size):
-        if step + 1 < line.size:
-            coming = torch.empty_like(mine)
-            pending = line.swap_apart(-(step + 1), mine, coming, "panels")
-        yield (line.rank + step) % line.size, here
-        if step + 1 < line.size:
-            pending.wait()
-            here = coming
+        rank = (line.rank + step) % line.size
+        if step + 1 == line.size:
+            yield rank, here, ()
+            return
+        coming = torch.empty_like(mine)
+        pending = line.swap_apart(-(step + 1), mine, coming, "panels")
+        yield rank, here, BEFORE_OTHERS
+        pending.wait()
+        here = coming
 
 
 def scattered(

@@ -1,7 +1,8 @@
 """Panels of divided matrices on their way along a line, and partial sums on theirs to the rank that keeps them.
 
 [Note: one panel ahead] Panel l + 1 travels while panel l is multiplied, and the partial sums of product l travel while
-product l + 1 is computed. Each has two buffers, so that memory does not grow with the number of panels.
+product l + 1 is computed. Each has two buffers, so that memory does not grow with the number of panels. This is
+how products on several rows and columns are made, and how embeddings send rows; for one line see orders.py.
 """
 
 from __future__ import annotations

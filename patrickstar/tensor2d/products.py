@@ -27,7 +27,6 @@ float32 ([Note: one panel ahead]) are for meshes of several rows and columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ import torch
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.local_products import add_product, product_into, product_onto
-from patrickstar.tensor2d.orders import GROWING, HALVES, arriving, begin_gathering, cut, one_ahead, scattered
+from patrickstar.tensor2d.orders import GROWING, SUMS, arriving, begin_gathering, cut, scattered
 from patrickstar.tensor2d.panels import (
     Panels,
     PartialSums,
@@ -155,8 +154,10 @@ class _MultiplyTransposed(torch.autograd.Function):
         out = a.new_empty(a.shape[0], b.shape[0] * place.rows // place.columns)
         if place.columns == 1:  # of one rank too
             parts = out.chunk(place.rows, 1)
-            for rank, rows in arriving(b, group.along_rows):
-                product_into(parts[rank], a, rows.t(), None if bias is None else bias.chunk(place.rows)[rank])
+            for rank, features, shares in arriving(b, group.along_rows):
+                part_of_bias = None if bias is None else bias.chunk(place.rows)[rank]
+                for rows in cut(*parts[rank].shape, shares):
+                    product_into(parts[rank][rows], a[rows], features.t(), part_of_bias)
         elif place.rows == 1:
             _summed_by_rows(out, a, b, bias, group.along_columns)
         else:
@@ -186,8 +187,9 @@ class _TransposedMultiply(torch.autograd.Function):
         out = a.new_empty(a.shape[1] * place.columns // place.rows, b.shape[1])
         if place.rows == 1:  # of one rank too
             parts = out.chunk(place.columns)
-            for rank, columns in arriving(a, group.along_columns):
-                product_into(parts[rank], columns.t(), b)
+            for rank, columns, shares in arriving(a, group.along_columns):
+                for rows in cut(*parts[rank].shape, shares):
+                    product_into(parts[rank][rows], columns[:, rows].t(), b)
         elif place.columns == 1:
             _summed_by_panels(out, a, b, group.along_rows)
         else:
@@ -209,39 +211,27 @@ class _TransposedMultiply(torch.autograd.Function):
 def _by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
     """A B of whole rows of A, gathered for some rows of the output at a time."""
     a = a.contiguous()
-
-    def begin(rows: slice) -> Callable[[], torch.Tensor]:
-        coming = begin_gathering(a[rows], line)
-        return lambda: torch.cat(coming(), 1)
-
     line.meet()
-    for rows, whole in one_ahead(cut(*out.shape, GROWING), begin):
-        product_into(out[rows], whole, b, bias)
+    coming = [(rows, begin_gathering(a[rows], line)) for rows in cut(*out.shape, GROWING)]
+    for rows, wait in coming:
+        product_into(out[rows], torch.cat(wait(), 1), b, bias)
 
 
 def _by_columns(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
     """A B of whole columns of B, gathered for some columns of the output at a time."""
-
-    def begin(columns: slice) -> Callable[[], torch.Tensor]:
+    line.meet()
+    coming = []
+    for columns in cut(out.shape[1], out.shape[0], GROWING):
         mine = b[:, columns]
         whole = mine.new_empty(line.size, *mine.shape)
         whole[line.rank] = mine
-        coming = begin_gathering(whole[line.rank], line, whole)
-
-        def wait() -> torch.Tensor:
-            coming()
-            return whole.flatten(0, 1)
-
-        return wait
-
-    line.meet()
-    for columns, whole in one_ahead(cut(out.shape[1], out.shape[0], GROWING), begin):
-        product_into(out[:, columns], a, whole, None if bias is None else bias[columns])
+        coming.append((columns, whole, begin_gathering(whole[line.rank], line, whole)))
+    for columns, whole, wait in coming:
+        wait()
+        product_into(out[:, columns], a, whole.flatten(0, 1), None if bias is None else bias[columns])
 
 
-def _summed_by_rows(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line
-) -> None:
+def _summed_by_rows(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, line: Line) -> None:
     """A Bᵀ where each rank keeps some columns of the sum over ranks, in pieces of its rows."""
     panels = b.chunk(line.size)
 
@@ -250,7 +240,7 @@ def _summed_by_rows(
         if bias is not None:
             out[rows] += bias
 
-    pieces = cut(*out.shape, HALVES)
+    pieces = cut(*out.shape, SUMS)
     scattered(line, pieces, lambda owner, rows: a[rows] @ panels[owner].t(), out.__getitem__, add_own)
 
 
@@ -259,7 +249,7 @@ def _summed_by_panels(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, line:
     panels = a.t().chunk(line.size)
     scattered(
         line,
-        cut(*out.shape, HALVES),
+        cut(*out.shape, SUMS),
         lambda owner, rows: panels[owner][rows] @ b,
         out.__getitem__,
         lambda rows, others: product_onto(out[rows], others, panels[line.rank][rows], b),

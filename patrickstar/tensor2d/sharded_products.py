@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.local_products import tokens_into, tokens_onto
-from patrickstar.tensor2d.orders import HALVES, arriving, begin_gathering, cut, scattered
+from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering, cut, scattered
 
 TOKENS = 1
 """The dimension of activations that is sharded."""
@@ -56,8 +56,8 @@ class _ColumnProduct(torch.autograd.Function):
         batch, length, _ = hidden.shape
         out = hidden.new_empty(batch, length * line.size, weight.shape[0])
         parts = out.chunk(line.size, TOKENS)
-        for rank, tokens in arriving(hidden, line):
-            tokens_into(parts[rank], tokens, weight.t(), bias)
+        for rank, tokens, shares in arriving(hidden, line):
+            _multiply(parts[rank], tokens, weight.t(), bias, shares)
         return out
 
     @staticmethod
@@ -97,15 +97,24 @@ class _RowProduct(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         parts = {}
         if needs_hidden or needs_weight:
-            for rank, tokens in arriving(grad, line):
+            for rank, tokens, shares in arriving(grad, line):
                 if grad_hidden is not None:
-                    tokens_into(grad_hidden.chunk(line.size, TOKENS)[rank], tokens, weight.t())
+                    part = grad_hidden.chunk(line.size, TOKENS)[rank]
+                    _multiply(part, tokens, weight.t(), None, shares)
                 if needs_weight:
                     parts[rank] = tokens
         grad_weight = None
         if needs_weight:
             grad_weight = _product_of_tokens(hidden, _in_order([parts[rank] for rank in range(line.size)]))
         return grad_hidden, grad_weight, grad.sum((0, TOKENS)) if needs_bias else None, None
+
+
+def _multiply(
+    out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, choices: Shares
+) -> None:
+    """``out = tokens matrix + bias``; of a single sample in pieces of such shares."""
+    for piece in cut(*out.shape[1:], choices) if len(out) == 1 else [slice(None)]:
+        tokens_into(out[:, piece], tokens[:, piece], matrix, bias)
 
 
 def _in_order(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -132,10 +141,8 @@ def _scattered_product(
         tokens_into(out, whole, matrix, bias)
         return out
     along_samples = batch > 1  # so that pieces are contiguous
-    if along_samples:
-        pieces = cut(batch, length * features, HALVES, in_tiles=False)
-    else:
-        pieces = cut(length, features, HALVES)
+    size, width = (batch, length * features) if along_samples else (length, features)
+    pieces = cut(size, width, SUMS, in_tiles=not along_samples)
 
     def part(of: torch.Tensor, piece: slice) -> torch.Tensor:
         return of[piece] if along_samples else of[:, piece]
