@@ -13,6 +13,7 @@ others go on.
 * TFLOPS: of matrix products, three times forward's, and of the causal half of attention, per GPU.
 * exposed: the median less what the profiler saw rank 0 compute in one iteration more; collectives: of that iteration,
   when nothing but these ran. On the CPU neither is known.
+* kernels: the longest of that iteration by name, of the fastest system and of the fastest one of PatrickStar.
 * of best: the fastest system's time over this one's. peak: of the GPU's memory, parameters and gradients included.
 * gap: the largest relative difference of the norms of output and gradients to those of the first system that ran.
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             results, reason = _run_system(system, device_type, args)
             for result in results:
                 found.setdefault((system, result["tokens"]), []).append(result)
+                print(_progress(system, result), file=sys.stderr, flush=True)
             if reason is not None:
                 failures[system] = reason
                 print(f"{system}: {reason}", file=sys.stderr, flush=True)
@@ -106,6 +108,16 @@ def _run_system(system: str, device_type: str, args: argparse.Namespace) -> tupl
             results=str(Path(folder, "results")),
         )
         return run_ranks("benchmark.tensor2d_worker", job, args.timeout)
+
+
+def _progress(system: str, result: dict[str, Any]) -> str:
+    """Of one round, before the others come."""
+    text = f"{system}, {result['tokens']} tokens: {statistics.median(result['seconds']) * 1e3:.2f} ms"
+    profile = result["profile"]
+    if profile is None:
+        return text
+    computing, alone = (profile[key] * 1e3 for key in ("computing_seconds", "collectives_only_seconds"))
+    return f"{text}, computing {computing:.2f}, nothing but collectives {alone:.2f}"
 
 
 def _row(system: str, parts: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -163,4 +175,20 @@ def format_table(result: dict[str, Any]) -> str:
             + ("  OTHER NUMBERS" if row["gap"] > _WIDEST_GAP else "")
         )
     lines += [f"{failure['system']} failed: {failure['reason']}" for failure in result["failures"]]
+    for tokens in sorted({row["tokens"] for row in result["rows"]}):
+        lines += _kernels([row for row in result["rows"] if row["tokens"] == tokens])
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _kernels(rows: list[dict[str, Any]]) -> list[str]:
+    """Of the fastest system of these, and of the fastest one of PatrickStar."""
+    by_time = sorted((row for row in rows if row["profile"] is not None), key=lambda row: row["median_seconds"])
+    ours = [row for row in by_time if not row["system"].startswith("dtensor")]
+    lines = []
+    for row in {row["system"]: row for row in (*by_time[:1], *ours[:1])}.values():
+        lines.append(f"longest kernels of {row['system']}, {row['tokens']} tokens, on rank 0:")
+        lines += [
+            f"{kernel['seconds'] * 1e3:>10.2f} ms{kernel['number']:>6} x  {kernel['name']}"
+            for kernel in row["profile"]["kernels"]
+        ]
+    return lines

@@ -18,7 +18,7 @@ from benchmark.rank_jobs import add_result, work
 from benchmark.systems.gpu_activity import profile_step
 from patrickstar.ranks.mesh import Mesh
 from patrickstar.tensor2d import MLP2D, Attention2D, LayerNorm2D, MeshGroup, divide_activation, load_whole
-from patrickstar.tensor2d.lines import TorchLine
+from patrickstar.tensor2d.lines import TorchLine, open_group
 from patrickstar.tensor2d.one_dimension import MLP1D, Attention1D, tall_group
 
 _GELU = functools.partial(nn.functional.gelu, approximate="tanh")
@@ -142,7 +142,7 @@ def _shard(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _one(job: Job, device: torch.device) -> Divided:
-    group = tall_group(TorchLine(dist.new_group()))
+    group = tall_group(TorchLine(open_group()))
     return Divided(_ours(job, device, group, Attention1D, MLP1D), "1D", _shard)
 
 

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 _LAUNCH_MICROSECONDS = 20  # of a gap: longer ones are not the pause between two kernels that were queued
 _NUM_GAPS = 24
+_NUM_KERNELS = 15
 _COLLECTIVE_PREFIX = "nccl"
 _DIRECTIONS = {"HtoD": "uploaded", "DtoH": "downloaded"}
 
@@ -28,8 +29,8 @@ NUM_PROFILED_STEPS = 2
 
 
 def profile_step(step: Callable[[], None]) -> dict[str, Any]:
-    """Runs ``step`` twice, the second time under the profiler, and returns :func:`summarize` of that. ``step`` has to
-    synchronise.
+    """Runs ``step`` twice, the second time under the profiler, and returns :func:`summarize` of that, with
+    ``"kernels"``, the :func:`longest_kernels`. ``step`` has to synchronise.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -41,7 +42,8 @@ def profile_step(step: Callable[[], None]) -> dict[str, Any]:
             for _ in range(NUM_PROFILED_STEPS):
                 step()
                 profiler.step()
-        return summarize(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        return {**summarize(events), "kernels": longest_kernels(events)}
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -76,6 +78,20 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     figures["gap_seconds"] = sum(gaps.values())
     figures["gaps"] = dict(gaps.most_common(_NUM_GAPS))
     return figures
+
+
+def longest_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kernels, collectives too, that took most of the time of a trace in Chrome's format: ``name``, ``seconds`` of
+    all that have it, which may have run side by side, and their ``number``; the longest first.
+    """
+    seconds, number = Counter[str](), Counter[str]()
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") == "kernel":
+            name = _short(event["name"])
+            seconds[name] += event["dur"] / 1e6
+            number[name] += 1
+    longest = seconds.most_common(_NUM_KERNELS)
+    return [{"name": name, "seconds": total, "number": number[name]} for name, total in longest]
 
 
 def _covered_and_gaps(kernels: list[tuple[float, float, str]]) -> tuple[float, Counter[str]]:

@@ -106,11 +106,13 @@ class _OnThread:
 
 
 class StreamExchanges:
-    """On a GPU: a stream sends and receives, behind what the current stream has when an exchange begins."""
+    """On a GPU: a stream sends and receives, behind what the current stream has when an exchange begins. It has
+    priority, so that a message does not wait for all blocks of a kernel that computes beside it to begin.
+    """
 
     def __init__(self, communicator: _C.collective.Communicator, device: torch.device):
         self._communicator = communicator
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self.rank = communicator.rank
         self.size = communicator.size
 

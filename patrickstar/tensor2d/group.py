@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from patrickstar.ranks.exchanges import open_exchanges
 from patrickstar.ranks.mesh import Axis, Mesh, MeshRanks
-from patrickstar.tensor2d.lines import Line, TorchLine
+from patrickstar.tensor2d.lines import Line, TorchLine, open_group
 
 _LINES = ((Axis.ROWS,), (Axis.COLUMNS,), (Axis.ROWS, Axis.COLUMNS))
 
@@ -83,7 +83,7 @@ class MeshGroup:
         for axes in _LINES:
             line = Line()
             for ranks in mesh.division(*axes):
-                group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                group = open_group(ranks) if len(ranks) > 1 else None
                 if group is not None and dist.get_rank() in ranks:
                     line = TorchLine(group)
             lines.append(line)

@@ -2,8 +2,9 @@
 values from each to each.
 
 [Note: sums by their owner] A sum over ranks is made by the rank that keeps it: the others' summands come as they are,
-in the type of the operands, and are added in float32 in the order of ranks, rounded once. What libraries sum on the way
-is rounded at each rank, in an order that depends on the network. The bytes are the same.
+in the type of the operands, and are added in float32 in the order of ranks, together with its own, which is not rounded
+before; the sum is rounded once. What libraries sum on the way is rounded at each rank, in an order that depends on the
+network. The bytes are the same.
 
 [Note: copies of copies] In a line of more than three ranks the owner of a panel does not send all copies: in each round
 whoever has it sends it to one who does not, so that ceil(log2 n) rounds serve n ranks, and no rank sends more copies
@@ -133,6 +134,21 @@ class Line:
         if self._exchanges is None:
             raise RuntimeError("a line of one rank has nobody to exchange tensors with")
         return self._exchanges.begin(sends, receives)
+
+
+def open_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A group of torch.distributed for a :class:`TorchLine`; all ranks of the world call this at the same point.
+
+    [Note: messages first] Over NCCL its stream has priority: a message is a kernel of a few blocks, which otherwise
+    waits until the last blocks of a product that began a moment before have found a multiprocessor.
+
+    Args:
+        ranks: of the world; None: all.
+    """
+    options = None
+    if dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(None if ranks is None else list(ranks), pg_options=options)
 
 
 class _Rounds:

@@ -1,8 +1,16 @@
 """Norms of activations whose features are divided over the columns of a mesh.
 
-Statistics are sums over the columns, in float32 for 16-bit activations. The variance is the mean of squares of what is
-left without the mean, in a second pass: mean(x²) - mean(x)², which takes one exchange less, loses all digits where the
-mean is large. Backward takes one exchange for both of its sums.
+On a mesh of one column each rank has whole features, and norms are PyTorch's (on the CPU of 32 bits and more).
+
+Elsewhere statistics are of all columns, in float32 for 16-bit activations. Each rank has the mean of its own features
+and the squares of what is left without it, in a second pass: mean(x²) - mean(x)² loses all digits where the mean is
+large. Of both, in one exchange, follow those of all features (Chan, Golub and LeVeque, *Updating Formulae and a
+Pairwise Algorithm for Computing Sample Variances*, 1979). Backward takes one exchange for both of its sums too.
+
+[Note: tokens as channels] On a GPU backward is that of PyTorch's synchronised batch norm, whose statistics come from
+several ranks as well, with tokens in the place of channels: its kernels read activations and gradients once each, where
+elementwise operations would write and read all that lies between in float32. They take the gradient times the weight,
+which is therefore rounded to the type of the activations, as where a norm and its weight are two layers.
 """
 
 from __future__ import annotations
@@ -10,13 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
 
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.panels import check_divides, sum_dtype
-from patrickstar.tensor2d.sums import replicated
+from patrickstar.tensor2d.sums import replicated, replicated_together
 
 
 class _Norm2D(Layer2D):
@@ -40,6 +50,11 @@ class _Norm2D(Layer2D):
         self.weight.fill_(1.0)
         if self.bias is not None:
             self.bias.zero_()
+
+    def is_whole(self, hidden: torch.Tensor) -> bool:
+        """Whether PyTorch's own norm is right for ``hidden``, whose backward on the CPU has statistics of 16 bits."""
+        has_wide_statistics = hidden.device.type != "cpu" or hidden.dtype == sum_dtype(hidden.dtype)
+        return self.group.place.columns == 1 and has_wide_statistics
 
     def extra_repr(self) -> str:
         """Size of the whole layer."""
@@ -68,9 +83,10 @@ class LayerNorm2D(_Norm2D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype stay."""
-        weight = replicated(self.weight, self.group.along_rows)
-        bias = None if self.bias is None else replicated(self.bias, self.group.along_rows)
-        return _LayerNorm.apply(hidden, weight, bias, self.group.along_columns, self.features, self.eps)
+        weight, bias = replicated_together((self.weight, self.bias), self.group.along_rows)
+        if self.is_whole(hidden) and weight.dtype == hidden.dtype:
+            return nn.functional.layer_norm(hidden, (self.features,), weight, bias, self.eps)
+        return _LayerNorm.apply(hidden, weight, bias, self.group.along_columns, self.eps)
 
 
 class RMSNorm2D(_Norm2D):
@@ -94,7 +110,10 @@ class RMSNorm2D(_Norm2D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype stay."""
-        normed = _RMSNorm.apply(hidden, self.group.along_columns, self.features, self.eps)
+        if self.is_whole(hidden):
+            normed = nn.functional.rms_norm(hidden, (self.features,), eps=self.eps)
+        else:
+            normed = _RMSNorm.apply(hidden, self.group.along_columns, self.features, self.eps)
         return normed * replicated(self.weight, self.group.along_rows)
 
 
@@ -103,35 +122,30 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        line: Line,
-        features: int,
-        eps: float,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, line: Line, eps: float
     ) -> torch.Tensor:
-        wide = hidden.to(sum_dtype(hidden.dtype))
-        mean = line.sum(wide.sum(-1, keepdim=True)) / features
-        centred = wide - mean
-        rstd = torch.rsqrt(line.sum(centred.square().sum(-1, keepdim=True)) / features + eps)
+        tokens = _rows(hidden)
+        mean, rstd = _statistics(tokens, line, eps)
         ctx.save_for_backward(hidden, weight, mean, rstd)
-        ctx.line, ctx.features, ctx.has_bias = line, features, bias is not None
-        out = centred * rstd * weight
-        return (out if bias is None else out + bias).to(hidden.dtype)
+        ctx.line, ctx.has_bias = line, bias is not None
+        normed = (tokens - mean[:, None]).mul_(rstd[:, None])
+        out = torch.empty_like(tokens)
+        if bias is None:
+            torch.mul(normed, weight, out=out)
+        else:
+            torch.addcmul(bias, normed, weight, out=out)
+        return out.view(hidden.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight, mean, rstd = ctx.saved_tensors
-        wide, x = grad.to(rstd.dtype), (hidden.to(rstd.dtype) - mean) * rstd
-        tokens = list(range(wide.dim() - 1))
-        grad_weight = (wide * x).sum(tokens).to(weight.dtype)
-        grad_bias = wide.sum(tokens).to(weight.dtype) if ctx.has_bias else None
-        wide = wide * weight
-        sums = torch.stack([wide.sum(-1, keepdim=True), (wide * x).sum(-1, keepdim=True)])
-        of_grad, along = ctx.line.sum(sums) / ctx.features
-        grad_hidden = (rstd * (wide - of_grad - x * along)).to(grad.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        grad, tokens = _rows(grad), _rows(hidden)
+        of_norm = (grad * weight).to(tokens.dtype)
+        of_grad, along = ctx.line.sum(torch.stack(_sums_of_gradient(of_norm, tokens, mean, rstd)))
+        grad_hidden = _gradient(of_norm, tokens, mean, rstd, (of_grad, along), tokens.shape[1] * ctx.line.size)
+        grad_weight, grad_bias = _gradients_of_parameters(grad, tokens, mean, rstd, weight, ctx.has_bias)
+        return grad_hidden.view(hidden.shape), grad_weight, grad_bias, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -139,16 +153,86 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, line: Line, features: int, eps: float) -> torch.Tensor:
-        wide = hidden.to(sum_dtype(hidden.dtype))
-        scale = torch.rsqrt(line.sum(wide.square().sum(-1, keepdim=True)) / features + eps)
-        normed = (wide * scale).to(hidden.dtype)
+        wide = sum_dtype(hidden.dtype)
+        squares = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide).square_()
+        scale = torch.rsqrt(line.sum(squares) / features + eps)
+        normed = torch.mul(hidden, scale, out=torch.empty_like(hidden))
         ctx.save_for_backward(normed, scale)
         ctx.line, ctx.features = line, features
         return normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         normed, scale = ctx.saved_tensors
-        wide, x = grad.to(scale.dtype), normed.to(scale.dtype)
-        along = ctx.line.sum((wide * x).sum(-1, keepdim=True)) / ctx.features
-        return (scale * (wide - x * along)).to(grad.dtype), None, None, None
+        mine, tokens, scale = _rows(grad), _rows(normed), scale.flatten()
+        _, along = _sums_of_gradient(mine, tokens, torch.zeros_like(scale), scale)
+        # With these in the place of a norm's sums, which has a mean and of which tokens are not normed yet.
+        sums = torch.zeros_like(along), ctx.line.sum(along) / scale.square()
+        grad_hidden = _gradient(mine, tokens, sums[0], scale, sums, ctx.features)
+        return grad_hidden.view(grad.shape), None, None, None
+
+
+def _rows(activations: torch.Tensor) -> torch.Tensor:
+    """[..., h/c] as [t, h/c], contiguous."""
+    return activations.reshape(-1, activations.shape[-1]).contiguous()
+
+
+def _statistics(tokens: torch.Tensor, line: Line, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means and reciprocal deviations [t] of all columns' features, of [t, h/c] here. On the CPU PyTorch's statistics
+    are in the type of the activations.
+    """
+    here = tokens.shape[1]
+    wide = tokens if tokens.is_cuda else tokens.to(sum_dtype(tokens.dtype))
+    _, mean, rstd = torch.native_layer_norm(wide, (here,), None, None, eps)
+    squares = here * (rstd.flatten().square().reciprocal() - eps)
+    means, all_squares = torch.stack(line.gather(torch.stack([mean.flatten(), squares]))).unbind(1)
+    mean = means.mean(0)
+    total = all_squares.sum(0) + here * (means - mean).square().sum(0)
+    return mean, torch.rsqrt(total / (here * line.size) + eps)
+
+
+def _sums_of_gradient(
+    grad: torch.Tensor, tokens: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token the sums [t] of g and of g (x - mean) over the features here ([Note: tokens as channels])."""
+    if grad.is_cuda:
+        return torch.batch_norm_backward_reduce(grad[None], tokens[None], mean, rstd, None, True, False, False)[:2]
+    wide = grad.to(mean.dtype)
+    return wide.sum(1), (wide * (tokens - mean[:, None])).sum(1)
+
+
+def _gradient(
+    grad: torch.Tensor,
+    tokens: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    features: int,
+) -> torch.Tensor:
+    """rstd (g - mean(g) - (x - mean) rstd² mean(g (x - mean))), of the sums over all features."""
+    if grad.is_cuda:
+        count = torch.full((1,), features, dtype=torch.int32, device=grad.device)
+        return torch.batch_norm_backward_elemt(grad[None], tokens[None], mean, rstd, None, *sums, count)[0]
+    of_grad, along = sums[0] / features, sums[1] * rstd.square() / features
+    found = grad - of_grad[:, None] - (tokens - mean[:, None]) * along[:, None]
+    return (found * rstd[:, None]).to(grad.dtype)
+
+
+def _gradients_of_parameters(
+    grad: torch.Tensor,
+    tokens: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sums over tokens, of g x̂ and g."""
+    if grad.is_cuda and weight.dtype == grad.dtype:
+        wanted, shape = [False, True, has_bias], [tokens.shape[1]]
+        by_token = mean[:, None], rstd[:, None]
+        found = torch.ops.aten.native_layer_norm_backward(grad, tokens, shape, *by_token, weight, weight, wanted)
+        return found[1], found[2] if has_bias else None
+    normed = (tokens - mean[:, None]) * rstd[:, None]
+    of_bias = grad.to(mean.dtype).sum(0).to(weight.dtype) if has_bias else None
+    return (grad * normed).sum(0).to(weight.dtype), of_bias

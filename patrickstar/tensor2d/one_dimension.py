@@ -105,8 +105,7 @@ class ColumnLinear1D(_Linear1D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s/p, in] -> [b, s, out/p]."""
-        out = column_product(hidden, self.weight, self.group.along_rows)
-        return out if self.bias is None else out + self.bias
+        return column_product(hidden, self.weight, self.group.along_rows, self.bias)
 
 
 class RowLinear1D(_Linear1D):
@@ -141,8 +140,8 @@ class RowLinear1D(_Linear1D):
             ValueError: ranks do not divide the tokens.
         """
         check_divides("RowLinear1D: tokens of a sequence", hidden.shape[TOKENS], self.group.place, "rows")
-        out = row_product(hidden, self.weight, self.group.along_rows)
-        return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
+        bias = None if self.bias is None else replicated(self.bias, self.group.along_rows)
+        return row_product(hidden, self.weight, self.group.along_rows, bias)
 
 
 class Attention1D(Attention):
@@ -257,5 +256,4 @@ class LMHead1D(Layer2D):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s/p, h] -> [b, s, v/p]."""
-        out = column_product(hidden, self.weight, self.group.along_rows)
-        return out if self.bias is None else out + self.bias
+        return column_product(hidden, self.weight, self.group.along_rows, self.bias)

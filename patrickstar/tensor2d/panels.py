@@ -1,7 +1,8 @@
 """Panels of divided matrices on their way along a line, and partial sums on theirs to the rank that keeps them.
 
 [Note: one panel ahead] Panel l + 1 travels while panel l is multiplied, and the partial sums of product l travel while
-product l + 1 is computed. Each has two buffers, so that memory does not grow with the number of panels.
+product l + 1 is computed. Each has two buffers, so that memory does not grow with the number of panels. This is
+how products on several rows and columns are made, and how embeddings send rows; for one line see orders.py.
 """
 
 from __future__ import annotations
@@ -187,4 +188,12 @@ def check_operands(what: str, a: torch.Tensor, b: torch.Tensor, group: MeshGroup
         raise ValueError(
             f"{what}: blocks of shapes {list(a.shape)} and {list(b.shape)} on a mesh of {over[0]} x {over[1]} are of "
             f"matrices whose common dimension is {whole[0]} and {whole[1]}"
+        )
+
+
+def check_bias(what: str, bias: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
+    """Raises ValueError unless a bias, if there is one, has ``size`` elements of ``dtype``."""
+    if bias is not None and (bias.shape != (size,) or bias.dtype != dtype):
+        raise ValueError(
+            f"{what}: a bias of shape {list(bias.shape)} and {bias.dtype}; give this rank's {size} elements of {dtype}"
         )

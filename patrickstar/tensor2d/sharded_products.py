@@ -4,147 +4,158 @@
     shard = row_product(wide, second, line)            # [b, s, in/p], [in/p, out] -> [b, s/p, out]
 
 [Note: tokens of one rank at a time] Tokens that are gathered travel rank by rank, one ahead of their product, and sums
-that are scattered leave rank by rank behind it, so that messages hide behind products as panels do. Inputs are kept
-sharded, and gathered again in backward.
+that are scattered leave rank by rank behind it, so that messages hide behind products ([Note: own first, own last]).
+Inputs are kept sharded, and gathered again in backward, where they come while the gradient of the input is computed: a
+weight's gradient is one product of the tokens of all ranks, in their order in the sequences.
 
 [Note: everybody to another one] Each rank begins with another one's tokens: in every exchange all ranks send to as many
-others, one each, so that none is served or asked by all at once. What is added up is added in the order of ranks, so
-exchanges changes no bit of them; the gradient of a weight, which each rank has alone, in that in which tokens come.
+others, one each, so that none is served or asked by all at once.
+
+[Note: the bias of a sum] The second layer's bias, which all ranks have, comes with the summand of the rank before the
+one that keeps the sum, whose product adds it for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from patrickstar.ranks.exchanges import PendingExchange
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.panels import sum_dtype
-from patrickstar.tensor2d.products import add_product
+from patrickstar.tensor2d.local_products import tokens_into, tokens_onto
+from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering, cut, scattered
 
 TOKENS = 1
 """The dimension of activations that is sharded."""
 
 
-def column_product(hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
-    """X Wᵀ [b, s, out/p] of shards [b, s/p, in] of X and the weight's [out/p, in]."""
-    return _ColumnProduct.apply(hidden, weight, line)
+def column_product(
+    hidden: torch.Tensor, weight: torch.Tensor, line: Line, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X Wᵀ + bias [b, s, out/p] of shards [b, s/p, in] of X, the weight's [out/p, in] and [out/p]."""
+    return _ColumnProduct.apply(hidden, weight, bias, line)
 
 
-def row_product(hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
-    """This rank's tokens [b, s/p, out] of X W, of [b, s, in/p] and [in/p, out]."""
-    return _RowProduct.apply(hidden, weight, line)
+def row_product(
+    hidden: torch.Tensor, weight: torch.Tensor, line: Line, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's tokens [b, s/p, out] of X W + bias, of [b, s, in/p], [in/p, out] and [out]."""
+    return _RowProduct.apply(hidden, weight, bias, line)
 
 
 class _ColumnProduct(torch.autograd.Function):
     """X Wᵀ of shards [b, s/p, in] of X and [out/p, in]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, line: Line
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.line = line
-        parts = {rank: tokens @ weight.t() for rank, tokens in _gathered(hidden, line)}
-        return torch.cat([parts[rank] for rank in range(line.size)], dim=TOKENS)
+        batch, length, _ = hidden.shape
+        out = hidden.new_empty(batch, length * line.size, weight.shape[0])
+        parts = out.chunk(line.size, TOKENS)
+        for rank, tokens, shares in arriving(hidden, line):
+            _multiply(parts[rank], tokens, weight.t(), bias, shares)
+        return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        grad_hidden, grad_weight = None, None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = _scattered_product(grad, weight, ctx.line)
-        if ctx.needs_input_grad[1]:
-            total = _empty_gradient(weight)
-            parts = grad.chunk(ctx.line.size, TOKENS)
-            for index, (rank, tokens) in enumerate(_gathered(hidden, ctx.line)):
-                add_product(total, parts[rank].flatten(0, 1).t(), tokens.flatten(0, 1), beta=min(index, 1))
-            grad_weight = total.to(weight.dtype)
-        return grad_hidden, grad_weight, None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        line, grad = ctx.line, grad.contiguous()
+        coming = None
+        if needs_weight:
+            if line.size > 1:
+                line.meet()
+            coming = begin_gathering(hidden.contiguous(), line)
+        grad_hidden = _scattered_product(grad, weight, line) if needs_hidden else None
+        grad_bias = grad.sum((0, TOKENS)) if needs_bias else None
+        grad_weight = None if coming is None else _product_of_tokens(grad, _in_order(coming()))
+        return grad_hidden, grad_weight, grad_bias, None
 
 
 class _RowProduct(torch.autograd.Function):
     """Shards [b, s/p, out] of X W, of [b, s, in/p] and [in/p, out]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, line: Line) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, line: Line
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.line = line
-        return _scattered_product(hidden, weight, line)
+        return _scattered_product(hidden, weight, line, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grads_hidden = {}
-        total = _empty_gradient(weight) if needs_weight else None
-        tokens = hidden.chunk(ctx.line.size, TOKENS)
-        for index, (rank, part) in enumerate(_gathered(grad, ctx.line)):
-            if needs_hidden:
-                grads_hidden[rank] = part @ weight.t()
-            if total is not None:
-                add_product(total, tokens[rank].flatten(0, 1).t(), part.flatten(0, 1), beta=min(index, 1))
-        grad_hidden = torch.cat([grads_hidden[rank] for rank in range(ctx.line.size)], TOKENS) if needs_hidden else None
-        return grad_hidden, None if total is None else total.to(weight.dtype), None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        line = ctx.line
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
+        parts = {}
+        if needs_hidden or needs_weight:
+            for rank, tokens, shares in arriving(grad, line):
+                if grad_hidden is not None:
+                    part = grad_hidden.chunk(line.size, TOKENS)[rank]
+                    _multiply(part, tokens, weight.t(), None, shares)
+                if needs_weight:
+                    parts[rank] = tokens
+        grad_weight = None
+        if needs_weight:
+            grad_weight = _product_of_tokens(hidden, _in_order([parts[rank] for rank in range(line.size)]))
+        return grad_hidden, grad_weight, grad.sum((0, TOKENS)) if needs_bias else None, None
 
 
-def _gathered(shard: torch.Tensor, line: Line) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each rank and its tokens, this one's first, there until the next but one come ([Note: tokens of one rank at a
-    time], [Note: everybody to another one]).
+def _multiply(
+    out: torch.Tensor, tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, choices: Shares
+) -> None:
+    """``out = tokens matrix + bias``; of a single sample in pieces of such shares."""
+    for piece in cut(*out.shape[1:], choices) if len(out) == 1 else [slice(None)]:
+        tokens_into(out[:, piece], tokens[:, piece], matrix, bias)
+
+
+def _in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole sequences of the tokens of each rank."""
+    return torch.cat(parts, TOKENS) if len(parts) > 1 else parts[0]
+
+
+def _product_of_tokens(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight, Aᵀ B over all tokens: one product, whose sum is rounded once."""
+    return a.flatten(0, 1).t() @ b.flatten(0, 1)
+
+
+def _scattered_product(
+    whole: torch.Tensor, matrix: torch.Tensor, line: Line, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens, and the bias ([Note: own first, own
+    last], [Note: the bias of a sum]).
     """
-    mine = shard.contiguous()
-    buffers = [torch.empty_like(mine) for _ in range(min(line.size - 1, 2))]
-    if line.size > 1:
-        line.meet()
-    here = mine
-    for step in range(line.size):
-        if step + 1 < line.size:
-            coming = buffers[step % 2]
-            pending = line.swap_apart(-(step + 1), mine, coming, "panels")
-        yield (line.rank + step) % line.size, here
-        if step + 1 < line.size:
-            pending.wait()
-            here = coming
-
-
-def _scattered_product(whole: torch.Tensor, matrix: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum over ranks of ``whole @ matrix``, of which this rank has its tokens: the others' first, so that this
-    rank's own are computed while the last sums are on their way ([Note: sums by their owner], [Note: everybody to
-    another one]).
-    """
+    batch, length = whole.shape[0], whole.shape[TOKENS] // line.size
+    features = matrix.shape[1]
+    out = whole.new_empty(batch, length, features)
     tokens = whole.chunk(line.size, TOKENS)
-    summands: dict[int, torch.Tensor] = {}
-    pending: PendingExchange | None = None
-    for step in range(1, line.size):
-        theirs = (tokens[(line.rank + step) % line.size] @ matrix).contiguous()
-        if pending is None:
-            line.meet()
-        sender = (line.rank - step) % line.size
-        summands[sender] = torch.empty_like(theirs)
-        before, pending = pending, line.swap_apart(step, theirs, summands[sender], "partial sums")
-        if before is not None:
-            before.wait()
-    summands[line.rank] = _wide_product(tokens[line.rank], matrix)
-    if pending is not None:
-        pending.wait()
     if line.size == 1:
-        return summands[line.rank].to(whole.dtype)
-    total = summands[0].to(sum_dtype(whole.dtype), copy=True)
-    for rank in range(1, line.size):
-        total += summands[rank]
-    return total.to(whole.dtype)
+        tokens_into(out, whole, matrix, bias)
+        return out
+    along_samples = batch > 1  # so that pieces are contiguous
+    size, width = (batch, length * features) if along_samples else (length, features)
+    pieces = cut(size, width, SUMS, in_tiles=not along_samples)
 
+    def part(of: torch.Tensor, piece: slice) -> torch.Tensor:
+        return of[piece] if along_samples else of[:, piece]
 
-def _wide_product(tokens: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Not rounded to 16 bits."""
-    if sum_dtype(tokens.dtype) == tokens.dtype:
-        return tokens @ matrix
-    shape = (*tokens.shape[:-1], matrix.shape[1])
-    total = torch.empty(shape, dtype=sum_dtype(tokens.dtype), device=tokens.device)
-    add_product(total.flatten(0, 1), tokens.flatten(0, 1), matrix, beta=0)
-    return total
+    def summand(owner: int, piece: slice) -> torch.Tensor:
+        mine = part(tokens[owner], piece)
+        found = mine.new_empty(*mine.shape[:2], features)
+        is_before = owner == (line.rank + 1) % line.size
+        tokens_into(found, mine, matrix, bias if is_before else None)
+        return found
 
+    def add_own(piece: slice, others: list[torch.Tensor]) -> None:
+        tokens_onto(part(out, piece), others, part(tokens[line.rank], piece), matrix)
 
-def _empty_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """In which the products of all tokens are added up, in float32 for 16-bit types, and rounded once."""
-    return torch.empty(weight.shape, dtype=sum_dtype(weight.dtype), device=weight.device)
+    scattered(line, pieces, summand, lambda piece: part(out, piece), add_own)
+    return out

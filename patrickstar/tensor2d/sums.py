@@ -14,18 +14,30 @@ def replicated(parameter: torch.Tensor, line: Line) -> torch.Tensor:
     """A parameter that all ranks of ``line`` have, each of which uses it for activations of its own: its gradient is
     the sum of theirs, in float32 for 16-bit types and rounded once, with the same bits on all of them.
     """
-    return _Replicated.apply(parameter, line) if line.size > 1 else parameter
+    return _Replicated.apply(line, parameter)[0] if line.size > 1 else parameter
+
+
+def replicated_together(
+    parameters: tuple[torch.Tensor, torch.Tensor | None], line: Line
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As :func:`replicated`, of a weight and a bias of one shape, if there is one, whose sums take one exchange."""
+    weight, bias = parameters
+    if bias is None or line.size == 1:
+        return replicated(weight, line), bias
+    return _Replicated.apply(line, weight, bias)
 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, line: Line) -> torch.Tensor:
+    def forward(ctx: Any, line: Line, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.line = line
-        return parameter.view_as(parameter)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        return ctx.line.sum(grad.to(sum_dtype(grad.dtype))).to(grad.dtype), None
+    def backward(ctx: Any, *grads: torch.Tensor):  # type: ignore[override]
+        wide = sum_dtype(grads[0].dtype)
+        total = ctx.line.sum(torch.stack([grad.to(wide) for grad in grads]))
+        return None, *(part.to(grad.dtype) for part, grad in zip(total, grads, strict=True))
 
 
 def total_for_everybody(value: torch.Tensor, line: Line) -> torch.Tensor:

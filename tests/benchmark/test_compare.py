@@ -11,7 +11,7 @@ from benchmark.common import SHAPES, model_flops, token_batch
 from benchmark.compare_report import Comparison, format_table
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.events import Outcome
-from benchmark.systems.gpu_activity import summarize
+from benchmark.systems.gpu_activity import longest_kernels, summarize
 from benchmark.systems.launcher import run_system
 from benchmark.systems.run import Run
 from benchmark.systems.weights import build_meta_model, fill_parameters
@@ -210,3 +210,14 @@ def test_gpu_activity():
     }
     with pytest.raises(RuntimeError, match="no kernel"):
         summarize([])
+
+
+def test_longest_kernels():
+    copy = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<direct_copy_kernel_cuda()>>(int)"
+    names = [copy, "nvjet_tst_128x256", "nvjet_tst_128x256", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage)"]
+    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": 0, "dur": 1e6} for name in names]
+    many = [{"ph": "X", "cat": "kernel", "name": f"k{index}", "ts": 0, "dur": index} for index in range(20)]
+    found = longest_kernels([*many, *events, {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 0, "dur": 9e9}])
+    assert found[0] == {"name": "nvjet_tst_128x256", "seconds": 2.0, "number": 2}
+    assert {one["name"] for one in found[1:3]} == {"direct_copy_kernel_cuda", "ncclDevKernel_SendRecv"}
+    assert [one["name"] for one in found[3:]] == [f"k{index}" for index in range(19, 7, -1)]

@@ -32,7 +32,7 @@ def test_systems_compute_the_same_and_those_that_fail_are_named(monkeypatch, cap
     assert [failure["system"] for failure in result["failures"]] == ["square"]
     table = tensor2d.format_table(result)
     assert re.search(r"square failed: rank \d: ValueError: 2 ranks are no square mesh", table)
-    assert "OTHER NUMBERS" not in table
+    assert "OTHER NUMBERS" not in table and "longest kernels" not in table
 
 
 @pytest.mark.slow
@@ -45,3 +45,19 @@ def test_a_system_takes_its_turns(monkeypatch, capsys):
 def test_tokens_that_are_no_whole_sequences_are_refused(monkeypatch, capsys):
     with pytest.raises(ValueError, match="--tokens 20 are no whole sequences of 8"):
         measured(monkeypatch, capsys, "--tokens", "20")
+
+
+def test_kernels_of_the_fastest_and_of_ours_are_under_the_table():
+    def row(system, seconds):
+        kernels = [{"name": f"kernel of {system}", "seconds": seconds / 2, "number": 3}]
+        return {"system": system, "tokens": 16, "median_seconds": seconds, "profile": {"kernels": kernels}}
+
+    rows = [row("columns", 0.4), row("dtensor", 0.1), row("rows", 0.2), row("dtensor-compiled-async", 0.3)]
+    assert tensor2d._kernels(rows) == [
+        "longest kernels of dtensor, 16 tokens, on rank 0:",
+        "     50.00 ms     3 x  kernel of dtensor",
+        "longest kernels of rows, 16 tokens, on rank 0:",
+        "    100.00 ms     3 x  kernel of rows",
+    ]
+    assert len(tensor2d._kernels([row("columns", 0.4), row("rows", 0.2)])) == 2
+    assert tensor2d._kernels([{"system": "rows", "profile": None, "median_seconds": 1.0}]) == []

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from patrickstar.ranks.mesh import Mesh, MeshRanks
-from patrickstar.tensor2d import MeshGroup, clip_grad_norm, divide_batch
+from patrickstar.tensor2d import MeshGroup, clip_grad_norm, divide_batch, orders
 from tests.distributed import run_ranks
 from tests.gpu.test_exchanges import on_gpus, open_on, run  # noqa: F401
 from tests.gpu.test_ranks import NUM_RANKS, see_gpus
 from tests.tensor2d.models import MODELS, batch, make_loss, plain_loss
 from tests.tensor2d.on_meshes import open_mesh
+from tests.tensor2d.test_layers import NORM_LIMITS, norm_gaps
 from tests.tensor2d.test_models import build, compare_once
 from tests.tensor2d.test_products import LIMITS, errors_of_products
 
@@ -32,6 +33,12 @@ def over_torch(rows, columns):
     torch.cuda.set_device(device)
     group = open_mesh(rows, columns, "nccl")
     return errors_of_products(group, device), {name: compare_once(name, group, device)[0] for name in MODELS}
+
+
+def over_torch_in_pieces(rows, columns):
+    """As large products are cut."""
+    orders._FILLING, orders._TILE = 1, 1
+    return over_torch(rows, columns)
 
 
 def train(group, device):
@@ -89,3 +96,17 @@ MESHES = [mesh for mesh in ((1, 2), (2, 1), (2, 2), (1, 4)) if mesh[0] * mesh[1]
 def test_products_and_models_over_torch(rows, columns):
     for found in run_ranks(rows * columns, over_torch, rows, columns, timeout_seconds=300, environment=see_gpus):
         check(*found)
+
+
+@pytest.mark.parametrize(("rows", "columns"), MESHES)
+def test_products_in_pieces_over_torch(rows, columns):
+    for found in run_ranks(
+        rows * columns, over_torch_in_pieces, rows, columns, timeout_seconds=300, environment=see_gpus
+    ):
+        check(*found)
+
+
+@pytest.mark.parametrize("dtype", NORM_LIMITS)
+def test_norms_that_columns_divide(dtype):
+    """By PyTorch's kernels of a synchronised batch norm, which the CPU has not."""
+    assert {key: value for key, value in norm_gaps(dtype, "cuda").items() if not value <= NORM_LIMITS[dtype]} == {}

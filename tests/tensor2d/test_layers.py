@@ -28,8 +28,10 @@ from patrickstar.tensor2d import (
     initialise_normal,
     losses,
     match_replicas,
+    norms,
     whole_values,
 )
+from patrickstar.tensor2d.lines import Line
 from tests.tensor2d.on_meshes import draw, gap, on_mesh, open_mesh, whole_activation
 
 PLACES = Place(2, 3).everybody()
@@ -211,6 +213,39 @@ def at(rows, columns):
     group = MeshGroup.alone()
     group.place = Place(rows, columns)
     return group
+
+
+def norm_gaps(dtype, device):
+    """Of norms that are computed as where columns divide them, on one rank: outputs and gradients against PyTorch's in
+    float64, of tokens with means far from 0 too.
+    """
+    hidden, grad = (draw(3, 5, 64, seed=seed).to(dtype).to(device) for seed in (0, 1))
+    hidden[1] += 4
+    weight, bias = (draw(64, seed=seed).to(dtype).to(device) for seed in (2, 3))
+    found = {}
+    for name, parameters in {"layer": [weight, bias], "layer without bias": [weight], "rms": []}.items():
+        leaves = [part.detach().requires_grad_() for part in (hidden, *parameters)]
+        plain = [part.detach().double().requires_grad_() for part in leaves]
+        if name == "rms":
+            out = norms._RMSNorm.apply(leaves[0], Line(), 64, 1e-6)
+            expected = nn.functional.rms_norm(plain[0], (64,), eps=1e-6)
+        else:
+            out = norms._LayerNorm.apply(*leaves, *[None] * (3 - len(leaves)), Line(), 1e-5)
+            expected = nn.functional.layer_norm(plain[0], (64,), *plain[1:])
+        values = [out, *torch.autograd.grad(out, leaves, grad)]
+        others = [expected, *torch.autograd.grad(expected, plain, grad.double())]
+        assert {value.dtype for value in values} == {dtype}
+        for index, (value, other) in enumerate(zip(values, others, strict=True)):
+            found[name, index] = gap(value, other)
+    return found
+
+
+NORM_LIMITS = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", NORM_LIMITS)
+def test_norms_that_columns_divide(dtype):
+    assert {key: value for key, value in norm_gaps(dtype, "cpu").items() if not value <= NORM_LIMITS[dtype]} == {}
 
 
 REFUSED = [

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from patrickstar.tensor2d import orders
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.sharded_products import column_product, row_product
 from tests.tensor2d.on_meshes import draw, gap
@@ -93,3 +94,29 @@ def test_everybody_sends_to_another_one(size, dtype):
     for exchange in sent:
         assert {of for of, _ in exchange} == {to for _, to in exchange} == set(range(size))
         assert len(exchange) == size and all(of != to for of, to in exchange)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_products_in_pieces_are_those_of_one_process(size, batch, monkeypatch):
+    """As large ones are cut: samples one by one, or tokens of a single one; in place, with biases."""
+    monkeypatch.setattr(orders, "_FILLING", 1)
+    monkeypatch.setattr(orders, "_TILE", 1)
+    hidden, first, second = draw(batch, 4 * size, 6), draw(3 * size, 6), draw(3 * size, 6)
+    biases, grad = (draw(3 * size, seed=2), draw(6, seed=3)), draw(batch, 4 * size, 6, seed=1)
+    whole = [part.clone().requires_grad_() for part in (hidden, first, second, *biases)]
+    out = (whole[0] @ whole[1].t() + whole[3]) @ whole[2] + whole[4]
+    expected = [out, *torch.autograd.grad(out, whole, grad)]
+
+    def share(line):
+        parts = (hidden.chunk(size, 1), first.chunk(size), second.chunk(size), biases[0].chunk(size))
+        mine = [*(part[line.rank].clone().requires_grad_() for part in parts), biases[1].clone().requires_grad_()]
+        out = row_product(column_product(mine[0], mine[1], line, mine[3]), mine[2], line, mine[4])
+        return [out, *torch.autograd.grad(out, mine, grad.chunk(size, 1)[line.rank])]
+
+    found, sent = on_threads(size, share)
+    wholes = [torch.cat([rank[index] for rank in found], dim) for index, dim in enumerate((1, 1, 0, 0, 0))]
+    wholes.append(sum(rank[5] for rank in found))
+    for value, other in zip(wholes, expected, strict=True):
+        assert gap(value, other) <= 1e-12
+    assert len(sent) == (3 + 2 * 3) * (size - 1)  # tokens are gathered three times, and two sums have three pieces

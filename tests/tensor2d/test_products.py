@@ -1,5 +1,6 @@
 """The three products and their gradients against the matrices as a whole, on meshes of any shape."""
 
+import collections
 import itertools
 
 import pytest
@@ -13,6 +14,7 @@ from patrickstar.tensor2d import (
     divide_activation,
     multiply,
     multiply_transposed,
+    orders,
     transposed_multiply,
 )
 from patrickstar.tensor2d.panels import check_divides
@@ -112,6 +114,56 @@ def test_products_as_one_process_computes_them(rows, columns):
         assert bytes_here["turned is right"] == bytes_here["its gradient is right"] == 0.0
 
 
+def try_products_in_pieces(rows, columns):
+    """As :func:`try_products`, of products cut as large ones are; and how many messages came for each."""
+    orders._FILLING, orders._TILE = 1, 1
+    group = open_mesh(rows, columns)
+    messages = collections.Counter()
+    for axis in (group.along_rows, group.along_columns):
+
+        def counted(step, outgoing, incoming, kind, swap=axis.swap_apart):
+            messages[kind] += 1
+            return swap(step, outgoing, incoming, kind)
+
+        axis.swap_apart = counted
+    found = {}
+    for name, (product, _, *shapes) in PRODUCTS.items():
+        messages.clear()
+        product(*(divide_activation(draw(*shape), group.place) for shape in shapes), group)
+        found[name] = dict(messages)
+    return errors_of_products(group), received(group), found
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 2), (2, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (3, 1)))]
+)
+def test_products_in_pieces(rows, columns):
+    steps = rows * columns - 1
+    for errors, bytes_here, messages in on_mesh(rows, columns, try_products_in_pieces):
+        assert {key: error for key, error in errors.items() if not error <= LIMITS[key[1]]} == {}
+        along_columns, along_rows = (columns - 1) / (rows * columns), (rows - 1) / (rows * columns)
+        assert bytes_here["A B"] == 8 * (along_columns * M * K + along_rows * K * N)
+        assert bytes_here["A B^T"] == 8 * (along_columns * M * N + along_rows * N * K)
+        assert bytes_here["A^T B"] == 8 * (along_columns * K * M + along_rows * M * N)
+        sums = "A B^T" if rows == 1 else "A^T B"
+        pieces = {"A B": {"panels": (2 if rows == 1 else 4) * steps}, sums: {"partial sums": 3 * steps}}
+        assert messages == {name: pieces.get(name, {"panels": steps}) for name in PRODUCTS}
+
+
+def test_pieces_fill_a_gpu():
+    assert orders.cut(8192, 512, orders.SUMS) == [slice(0, 8192)]
+    assert orders.cut(8192, 1024, orders.SUMS) == [slice(0, 4096), slice(4096, 8192)]
+    assert orders.cut(16384, 8192, orders.GROWING) == [
+        slice(0, 1024),
+        slice(1024, 4096),
+        slice(4096, 10240),
+        slice(10240, 16384),
+    ]
+    assert [piece.stop for piece in orders.cut(4, 2**22, orders.SUMS, in_tiles=False)] == [1, 2, 4]
+    assert orders.cut(1, 2**30, orders.SUMS, in_tiles=False) == [slice(0, 1)]
+    assert orders.cut(8192, 8192, ()) == [slice(0, 8192)]
+
+
 def sums_of_16_bits(rows, columns):
     """1 + 2^-8 + 2^-8, a summand of each panel or rank: 1 where bfloat16 is rounded in between."""
     group = open_mesh(rows, columns)
@@ -125,6 +177,28 @@ def sums_of_16_bits(rows, columns):
 
 def test_sums_of_16_bits_are_rounded_once():
     assert on_mesh(1, 3, sums_of_16_bits) == [(1 + 2.0**-7, 1 + 2.0**-7)] * 3
+
+
+def sums_of_two(rows, columns):
+    """1 + 2^-8 of the first rank and 2^-8 of the second, with a bias of 0; and with one of -1 that is added too."""
+    group = open_mesh(rows, columns)
+    if columns == 1:
+        block = divide_activation(torch.tensor([[1.0], [2.0**-8], [2.0**-8], [0.0]]).bfloat16(), group.place)
+        return transposed_multiply(block.repeat(1, 2), torch.ones(len(block), 1).bfloat16(), group)[0, 0].item()
+    block = divide_activation(torch.tensor([[1.0, 2.0**-8, 2.0**-8, 0.0]]).bfloat16(), group.place)
+    ones = divide_activation(torch.ones(4, 4).bfloat16(), group.place)
+    bias = torch.full((2,), -1.0).bfloat16()
+    return (
+        multiply_transposed(block, ones, group)[0, 0].item(),
+        multiply(block, ones, group)[0, 0].item(),
+        multiply(block, ones, group, bias)[0, 0].item(),
+    )
+
+
+def test_sums_on_top_of_what_came_are_rounded_once():
+    """By the rank that keeps them: the first one's own summand is not rounded before."""
+    assert on_mesh(1, 2, sums_of_two)[0] == (1 + 2.0**-7, 1 + 2.0**-7, 2.0**-7)
+    assert on_mesh(2, 1, sums_of_two)[0] == 1 + 2.0**-7
 
 
 def over_own_groups(rows, columns):
@@ -146,6 +220,8 @@ def test_bad_blocks_are_refused_before_anything_travels():
         multiply(torch.ones(2, 3), torch.ones(4, 5), group)
     with pytest.raises(ValueError, match="of one dtype"):
         multiply(torch.ones(2, 3), torch.ones(3, 5).double(), group)
+    with pytest.raises(ValueError, match=r"a bias of shape \[3\] and torch.float32; give this rank's 5 elements"):
+        multiply(torch.ones(2, 3), torch.ones(3, 5), group, torch.ones(3))
     with pytest.raises(ValueError, match=r"30 cannot be cut into lcm\(4, 3\) = 12 panels .* take 24, or a mesh of "):
         check_divides("features", 30, Place(4, 3))
     check_divides("features", 36, Place(4, 3))
