@@ -156,12 +156,12 @@ def test_ratio_and_scaling():
 
 
 def test_shapes():
-    billions = {"llama-8b": 8.03, "qwen-14b": 14.77}
+    billions = {"llama-8b": 8.03, "qwen-14b": 14.77, "31b": 30.63, "llama-70b": 70.55}
     for name, shape in SHAPES.items():
         if shape.hidden > 2000:
             expected = billions.get(name) or float(name.removesuffix("b"))
             assert shape.num_parameters() / 1e9 == pytest.approx(expected, rel=0.005)
-    for name in ("0.1b", *billions):
+    for name in ("0.1b", "llama-8b", "qwen-14b", "llama-70b"):
         shape = SHAPES[name]
         assert sum(param.numel() for param in build_meta_model(shape).parameters()) == shape.num_parameters()
 
