@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
 
-// Of a parameter whose master is split, in host memory.
+// Of a parameter on its way through host memory.
 constexpr int64_t kPieceNumel = int64_t{1} << 20;
 struct SplitPiece {
   explicit SplitPiece(int64_t param_numel)
@@ -237,14 +237,19 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
     pager_.ensure_block(id);
   }
   if (shard.numel > 0) {
-    void* data = static_cast<char*>(record.block.data) + shard.offset * element_size(dtype);
-    std::vector<float> staged;
-    if (values.where == Tier::kDevice) {
-      staged.resize(static_cast<size_t>(shard.numel));
-      copy_to_host(staged.data(), {values.data, values.where}, float_bytes(shard.numel));
-      values.data = staged.data();
+    char* const data = static_cast<char*>(record.block.data) + shard.offset * element_size(dtype);
+    std::vector<float> staged(values.where == Tier::kDevice ? static_cast<size_t>(std::min(kPieceNumel, shard.numel))
+                                                            : 0);
+    const int64_t most = staged.empty() ? shard.numel : static_cast<int64_t>(staged.size());
+    for (int64_t begin = 0; begin < shard.numel; begin += most) {
+      const int64_t numel = std::min(most, shard.numel - begin);
+      const float* from = values.data + begin;
+      if (!staged.empty()) {
+        copy_to_host(staged.data(), {from, values.where}, float_bytes(numel));
+        from = staged.data();
+      }
+      memory_.host_compute().cast_from_float(from, data + begin * element_size(dtype), dtype, numel);
     }
-    memory_.host_compute().cast_from_float(values.data, data, dtype, shard.numel);
   }
   memory_.drop_slot(id);
   record.set_on_host();

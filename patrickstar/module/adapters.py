@@ -7,7 +7,7 @@ get the values of what they are copies of. PEFT itself is not needed: its layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,45 +45,50 @@ def copies_of_tensors(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.T
             yield from zip(copy.buffers(), original.buffers(), strict=True)
 
 
-def draw_values(root: nn.Module, layer: nn.Module) -> None:
-    """Initialises the adapters of ``layer``, which have memory, as PEFT did when it made them.
-
-    Raises:
-        ValueError: PEFT made them of the base's values, or not by LoRA.
-    """
-    name = next(name for name, module in root.named_modules() if module is layer)
-    if not hasattr(layer, "reset_lora_parameters"):
-        raise _without_values(name, f"a {type(layer).__name__}")
-    configs = _configs(root)
-    for adapter in dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]):
-        init = getattr(configs.get(adapter), "init_lora_weights", True)
-        variant = getattr(layer, "lora_variant", {}).get(adapter)
-        if variant is not None:
-            raise _without_values(name, f"{type(variant).__name__} of adapter {adapter!r}")
-        if init is False:
-            for leaf in (layer.lora_A, layer.lora_B):
-                if adapter in leaf:
-                    leaf[adapter].reset_parameters()
-        elif init is not True and str(init).lower() != "gaussian":
-            raise _without_values(name, f"init_lora_weights={init!r} of adapter {adapter!r}")
-        layer.reset_lora_parameters(adapter, init)
-
-
-def _without_values(name: str, what: str) -> ValueError:
-    return ValueError(
-        f"{name} is on the meta device and has adapters that are made of their base's values ({what}), which are not "
-        "in memory yet; load the model with from_pretrained of transformers, and say quantization in the "
-        "configuration where it is wanted"
-    )
-
-
-def _configs(root: nn.Module) -> dict[str, Any]:
+def adapter_configs(root: nn.Module) -> dict[str, Any]:
+    """PEFT's configuration of each adapter around modules of ``root``, by the adapter's name."""
     found: dict[str, Any] = {}
     for module in root.modules():
         configs = getattr(module, "peft_config", None)
         if isinstance(configs, dict):
             found |= configs
     return found
+
+
+def draw_values(root: nn.Module, layer: nn.Module, configs: Mapping[str, Any]) -> None:
+    """Initialises the adapters of ``layer``, which have memory, as PEFT did when it made them.
+
+    Args:
+        root: for the name in errors.
+        layer: a module of ``root``.
+        configs: what :func:`adapter_configs` found.
+
+    Raises:
+        ValueError: PEFT made them of the base's values, or not by LoRA.
+    """
+    if not hasattr(layer, "reset_lora_parameters"):
+        raise _without_values(root, layer, f"a {type(layer).__name__}")
+    for adapter in dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A]):
+        init = getattr(configs.get(adapter), "init_lora_weights", True)
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if variant is not None:
+            raise _without_values(root, layer, f"{type(variant).__name__} of adapter {adapter!r}")
+        if init is False:
+            for leaf in (layer.lora_A, layer.lora_B):
+                if adapter in leaf:
+                    leaf[adapter].reset_parameters()
+        elif init is not True and str(init).lower() != "gaussian":
+            raise _without_values(root, layer, f"init_lora_weights={init!r} of adapter {adapter!r}")
+        layer.reset_lora_parameters(adapter, init)
+
+
+def _without_values(root: nn.Module, layer: nn.Module, what: str) -> ValueError:
+    name = next(name for name, module in root.named_modules() if module is layer)
+    return ValueError(
+        f"{name} is on the meta device and has adapters that are made of their base's values ({what}), which are not "
+        "in memory yet; load the model with from_pretrained of transformers, and say quantization in the "
+        "configuration where it is wanted"
+    )
 
 
 def _post_order(module: nn.Module) -> list[nn.Module]:

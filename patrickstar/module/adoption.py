@@ -71,7 +71,8 @@ class AdoptedParams:
         """
         ids = {spec.param: index for index, spec in enumerate(self.specs)}
         if self._deferred is not None:
-            for params in self._deferred.units(self._device, _UNIT_BYTES):
+            quantized = {spec.param for spec in self.specs if spec.quantization is not _C.QuantType.NONE}
+            for params in self._deferred.units(self._device, _UNIT_BYTES, read_on_host=quantized):
                 yield [ids[param] for param in params if param in ids]
         for params in self._chunks:  # what is left: those that had values from the start
             yield [param_id for param_id in params if param_id not in self._taken]

@@ -61,9 +61,8 @@ class FirstRankValues:
 
     def _lead(self) -> None:
         for ids in self._batches:
-            sources = {param_id: self._params.source(param_id) for param_id in ids}
-            if ids:
-                self._tell(sources)
+            if ids and self._control.size > 1:
+                self._tell({param_id: self._params.source(param_id) for param_id in ids})
             self._params.take(ids)
         self._control.exchange(_END, "which values come next")
 

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.module.adapters import adapted_layers, adapter_modules, copies_of_tensors, draw_values, is_adapted
+from patrickstar.module.adapters import (
+    adapted_layers,
+    adapter_configs,
+    adapter_modules,
+    copies_of_tensors,
+    draw_values,
+    is_adapted,
+)
 from patrickstar.module.compiled.dynamo import is_wrapper
 
 
@@ -74,6 +81,7 @@ class DeferredInit:
         self._sources = self._find_sources()
         """Of what comes with values: where they are, and under which name."""
         self._adapted = adapted_layers(module)
+        self._adapter_configs = adapter_configs(module) if self._adapted else {}
 
     @classmethod
     def of(cls, module: nn.Module) -> DeferredInit | None:
@@ -81,13 +89,17 @@ class DeferredInit:
         tensors = [*module.parameters(), *module.buffers()]
         return cls(module) if any(tensor.is_meta for tensor in tensors) else None
 
-    def units(self, device: torch.device, max_bytes: int) -> Iterator[list[nn.Parameter]]:
+    def units(
+        self, device: torch.device, max_bytes: int, read_on_host: Collection[nn.Parameter] = ()
+    ) -> Iterator[list[nn.Parameter]]:
         """Fills unit after unit on ``device``, children before their parents; the parameters of one are those that the
         caller must take the memory of before the next.
 
         Args:
             device: where initialisers run.
             max_bytes: of a unit's parameters, where its modules are that small.
+            read_on_host: parameters that the caller wants in host memory: where values come with them, they are left
+                there as they were read, not to be written, and the caller checks that they are numbers.
 
         Raises:
             ValueError: an initialiser leaves a parameter or a buffer without a value.
@@ -98,10 +110,14 @@ class DeferredInit:
             modules = [module for module in unit if module not in initialised]
             initialised.update(modules)
             with _C.HostAllocations(), torch.no_grad(), device:
-                fresh = {param: self._names.pop(param) for param in _own_params(modules) if param in self._names}
-                for param in fresh:
-                    param.data = _without_values(param, device)
                 without_values = [module for module in modules if self._needs_values(module)]
+                fresh = {param: self._names.pop(param) for param in _own_params(modules) if param in self._names}
+                read = self._as_they_are(set(read_on_host).intersection(fresh, self._sources), without_values)
+                for param in fresh.keys() - read:
+                    param.data = _without_values(param, device)
+                for param in read:
+                    values, key = self._sources[param]
+                    param.data = values.read(key).to(param.dtype).reshape(param.shape)
                 buffers = _materialize_buffers(modules, device)
                 self._buffers |= buffers
                 for module in without_values:
@@ -110,10 +126,11 @@ class DeferredInit:
                 for layer in dict.fromkeys(
                     self._adapted[module] for module in without_values if module in self._adapted
                 ):
-                    draw_values(self._module, layer)
-                self._read_values(fresh, buffers)
+                    draw_values(self._module, layer, self._adapter_configs)
+                self._read_values(fresh.keys() - read, buffers)
                 named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
-                _check_values({**{name: param for param, name in fresh.items()}, **named})
+                checked = {name: param for param, name in fresh.items() if param not in read}
+                _check_values({**checked, **named})
             yield list(fresh)
 
     def undo(self) -> None:
@@ -125,6 +142,11 @@ class DeferredInit:
                     child._parameters[name] = before[param]
         for (owner, name), buffer in self._buffers.items():
             owner._buffers[name] = buffer
+
+    def _as_they_are(self, params: set[nn.Parameter], initialised: list[nn.Module]) -> set[nn.Parameter]:
+        """Of ``params`` those that no initialiser can write: it would write what they were read from."""
+        modules = (inner for module in initialised if module not in self._adapted for inner in module.modules())
+        return params.difference(_own_params([*modules]))
 
     def _read_values(
         self, params: Iterable[nn.Parameter], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from patrickstar.module.materialize import DeferredInit, attach_values
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.training import make_config
@@ -141,3 +142,44 @@ def test_a_module_partly_on_meta():
         values = engine.state_dict()
         assert_same_bits(values["0.weight"], first)
         assert values["1.weight"].abs().max() > 0
+
+
+class TwoLayers(nn.Module):
+    """The weight of one layer is initialised again by the module around it, which has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.rewritten = nn.Linear(4, 4, bias=False), Rewriting()
+
+
+class Rewriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.empty(4))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.inner.weight)
+
+
+class KnownValues(dict):
+    """By name, and what they are read as."""
+
+    def read(self, name):
+        return self[name]
+
+
+def test_values_that_stay_in_host_memory_are_not_copied():
+    """Unless an initialiser might write them, where they come from."""
+    model = on_meta(TwoLayers)()
+    values = KnownValues({name: torch.randn(4, 4) for name in ("plain.weight", "rewritten.inner.weight")})
+    before = {name: tensor.clone() for name, tensor in values.items()}
+    attach_values(model, values)
+    deferred = DeferredInit(model)
+    wanted = {model.plain.weight, model.rewritten.inner.weight}
+    for _ in deferred.units(torch.device("cpu"), 2**20, read_on_host=wanted):
+        pass
+    assert model.plain.weight.data_ptr() == values["plain.weight"].data_ptr()
+    assert model.rewritten.inner.weight.data_ptr() != values["rewritten.inner.weight"].data_ptr()
+    assert_same_bits({name: model.get_parameter(name).detach() for name in values}, before)
+    assert_same_bits(dict(values), before)
