@@ -11,7 +11,7 @@ computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two
 DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of
 a GPT-2 by what its optimizer states are stored in), ``eight_bit`` (AdamW with moments of 8 bits step by step beside
 bitsandbytes' and torchao's), ``disk`` (a step whose optimizer states are on a disk, against sequential reads and writes
-there).
+there), ``qlora`` (adapters on a frozen base in 4 bits of which a part is on the GPU, against one that is there).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ CASES = (
     "quality",
     "eight_bit",
     "disk",
+    "qlora",
 )
 
 
