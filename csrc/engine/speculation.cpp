@@ -41,6 +41,7 @@ void Speculation::expect(std::vector<GroupOptions> groups, ScaleBounds scales) {
 }
 
 void Speculation::choose(const std::vector<NewBytes>& sizes) {
+  free_completed();
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
   chosen_ = std::move(choice.chosen);

@@ -83,12 +83,16 @@ int64_t Unfreezing::free_host_bytes() const {
 void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chunks) {
   int64_t needed = 0;
   for (ChunkId chunk : chunks) {
-    if (residency_.home_of_new_states(chunk) == Tier::kHost) needed += optimizer_bytes(then.chunk(chunk));
+    if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
+    needed += optimizer_bytes(then.chunk(chunk));
+    // Its value has left the host ([Note: frozen values that stay]), or was never there.
+    const ArrayId param{chunk, layout().param_home()};
+    if (!memory_.array(param).block) needed += layout().num_bytes(param);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();
   PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
-           " bytes of host memory for optimizer states, but of host_memory (", memory_.arena().limit_bytes(),
+           " bytes of host memory for optimizer states and values, but of host_memory (", memory_.arena().limit_bytes(),
            " bytes) ", std::max<int64_t>(free, 0), " are free; raise host_memory to at least ",
            memory_.arena().limit_bytes() + needed - free, " bytes, or freeze them again with requires_grad_(False)");
 }
