@@ -202,11 +202,8 @@ bool Residency::is_time_to_return() {
 
 void Residency::move_states_to_device(ChunkId chunk) {
   if (layout().chunk(chunk).is_quantized()) {
-    const ArrayId codes{chunk, ArrayKind::kQuantized};
-    pager_.bring(codes);
-    memory_.drop_block(codes);
-    store().set_home(chunk, Tier::kDevice);
-    has_left_host_ = true;
+    pager_.bring({chunk, ArrayKind::kQuantized});
+    leave_host(chunk);
     return;
   }
   const bool was_on_disk = store().home(chunk) == Tier::kDisk;
@@ -247,10 +244,15 @@ void Residency::leave_frozen_to_device(const Plan& plan) {
     const bool lies_twice = layout().value_home(chunk) == id && record.on_device && record.on_host;
     if (layout().chunk(chunk).trainable || !lies_twice || store().home(chunk) == Tier::kDevice) continue;
     if (leaves[static_cast<size_t>(id.index())] != 0) continue;
-    memory_.drop_block(id);
-    store().set_home(chunk, Tier::kDevice);
-    has_left_host_ = true;
+    leave_host(chunk);
   }
+}
+
+void Residency::leave_host(ChunkId chunk) {
+  if (store().home(chunk) == Tier::kHost) pager_.keep_place(chunk);
+  memory_.drop_block(layout().value_home(chunk));
+  store().set_home(chunk, Tier::kDevice);
+  has_left_host_ = true;
 }
 
 void Residency::limit_payloads(const Timeline& last) {

@@ -63,7 +63,7 @@ class Residency {
   void move_states_to_device(ChunkId chunk);
   // [Note: frozen values that stay] After a step that went as `plan` says, which is that of the next one too: what it
   // keeps of frozen values on the device throughout is at home there from now on, without a copy on the host. What
-  // leaves in spite of that (another plan, pressure) goes down once, as far as the host has room, and keeps its copy.
+  // leaves in spite of that (another plan, pressure) goes down once and keeps its copy (Pager::keep_place).
   // Several ranks have no values that stay, and while margins are looked at ([Note: settling]) plans still change.
   // Returns whether the host has more room since the last call.
   bool leave_to_device(const Plan& plan);
@@ -93,6 +93,8 @@ class Residency {
   // Whose states left the device under pressure.
   bool any_away() const;
   void leave_frozen_to_device(const Plan& plan);
+  // A frozen chunk, whose values are on the device.
+  void leave_host(ChunkId chunk);
 
   Pager& pager_;
   ChunkMemory& memory_;

@@ -58,9 +58,10 @@ void Speculation::reserve(std::vector<int64_t> blocks) {
   size_t count = 0;
   for (; count < blocks.size(); ++count) {
     reserved += blocks[count] + HostArena::kBlockAlignment;
-    if (reserved > arena_.unreserved_bytes()) break;
+    if (HostArena::most_region_bytes(reserved) > arena_.unreserved_bytes()) break;
   }
   blocks.resize(count);
+  if (blocks.empty()) return arena_.prepare_ahead();
   arena_.reserve(blocks);  // for whoever allocates
   arena_.prepare_ahead();
 }

@@ -85,9 +85,8 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   for (ChunkId chunk : chunks) {
     if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
     needed += optimizer_bytes(then.chunk(chunk));
-    // Its value has left the host ([Note: frozen values that stay]), or was never there.
     const ArrayId param{chunk, layout().param_home()};
-    if (!memory_.array(param).block) needed += layout().num_bytes(param);
+    if (!memory_.array(param).block && !pager_.keeps_place(chunk)) needed += layout().num_bytes(param);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();

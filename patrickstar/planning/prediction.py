@@ -467,10 +467,11 @@ class Predictor:
         return _C.initial_placement(self._layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
 
     def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
-        """When states and codes have moved to the device, and others from the disk to where these were on the host.
-        Frozen values that a plan keeps on the device leave the host too, which is not counted.
+        """When states have moved to the device, and others from the disk to where these were on the host. Frozen values
+        and codes that are on the device keep their place on the host; that updates ahead may have it is not counted.
         """
-        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, on_device, strict=True)]
+        moved = (at and not _is_quantized(chunk) for chunk, at in zip(self._chunks, on_device, strict=True))
+        homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, moved, strict=True)]
         if _C.Tier.DISK not in homes:
             return homes
         room = setting.host_bytes - self._initial_placement(setting)[1]
