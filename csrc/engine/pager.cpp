@@ -29,7 +29,12 @@ bool is_optimizer_state(ArrayKind kind) {
 
 Pager::Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder,
              Collectives& collectives)
-    : memory_(memory), disk_(disk), speculation_(speculation), recorder_(recorder), collectives_(collectives) {
+    : memory_(memory),
+      disk_(disk),
+      speculation_(speculation),
+      recorder_(recorder),
+      collectives_(collectives),
+      keeps_place_(static_cast<size_t>(memory.layout().num_chunks()), 0) {
   memory_.device().join(*this);
 }
 
@@ -430,6 +435,7 @@ int64_t Pager::guest_room_bytes() const {
 }
 
 bool Pager::is_promised(ArrayId id) const {
+  if (keeps_place(id.chunk)) return id == layout().value_home(id.chunk) && !memory_.array(id).block;
   if (store().home(id.chunk) == Tier::kDevice || is_on_disk(id)) return false;
   if (is_optimizer_state(id.kind)) return true;
   if (store().chunk(id.chunk).is_quantized()) return id.kind == ArrayKind::kQuantized && !memory_.array(id).block;

@@ -11,8 +11,8 @@
 // [Note: homes on the host] Where chunks are at home on the host, it has memory for each of their arrays, and only that
 // is promised. What comes down from the device beside it (of chunks that are at home there, or a second array in the
 // place of one) is a guest: it gets what no home will need. So an update always finds its memory, and what finds none
-// stays on the device. Memory of updates ahead of the step is taken from them where a home needs it, and for a guest
-// when nothing else can leave the device.
+// stays on the device. Frozen chunks that leave the host keep their place (keep_place()). Memory of updates ahead of
+// the step is taken from them where a home needs it, and for a guest when nothing else can leave the device.
 //
 // A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays
 // are other ranks' to give:
@@ -85,8 +85,14 @@ class Pager final : public Tenant {
   HostBlock try_allocate_home(int64_t num_bytes);
   // What there is of it, as far as it is in one piece.
   int64_t guest_room_bytes() const;
-  // Of arrays that are at home on the host, what has no block yet.
+  // Of arrays that are at home on the host, or keep their place there, what has no block.
   int64_t promised_host_bytes() const;
+  // The frozen chunk's values leave the host for the device, and may come back: updates ahead may have their place
+  // meanwhile, guests may not.
+  void keep_place(ChunkId chunk) { keeps_place_[static_cast<size_t>(chunk)] = 1; }
+  bool keeps_place(ChunkId chunk) const {
+    return keeps_place_[static_cast<size_t>(chunk)] != 0 && !store().chunk(chunk).trainable;
+  }
   // Makes an optimizer array of zeros on `tier`, unless it exists. Moments are made at their first use, so that before
   // training the arena holds masters only.
   void ensure_state(ArrayId id, Tier tier);
@@ -173,7 +179,8 @@ class Pager final : public Tenant {
   NextUse next_use_;
   bool replaying_ = false;
   bool running_ = false;
-  std::vector<ArrayId> postponed_;  // prefetches that came too early
+  std::vector<ArrayId> postponed_;    // prefetches that came too early
+  std::vector<uint8_t> keeps_place_;  // by chunk: on the host
   int64_t payload_limit_bytes_ = INT64_MAX;
   int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
 };

@@ -202,9 +202,8 @@ bool Residency::is_time_to_return() {
 
 void Residency::move_states_to_device(ChunkId chunk) {
   if (layout().chunk(chunk).is_quantized()) {
-    // Beside the copy on the host, so that they can leave without one.
     pager_.bring({chunk, ArrayKind::kQuantized});
-    store().set_home(chunk, Tier::kDevice);
+    leave_host(chunk);
     return;
   }
   const bool was_on_disk = store().home(chunk) == Tier::kDisk;
@@ -223,6 +222,37 @@ void Residency::move_states_to_device(ChunkId chunk) {
   if (layout().chunk(chunk).keeps_param()) pager_.bring({chunk, layout().param_home()});
   memory_.drop_block({chunk, layout().param_home()});
   store().set_home(chunk, Tier::kDevice);
+}
+
+bool Residency::leave_to_device(const Plan& plan) {
+  if (num_looks_ < kLooks) return false;
+  if (!layout().is_sharded()) leave_frozen_to_device(plan);
+  if (!std::exchange(has_left_host_, false)) return false;
+  memory_.arena().trim();
+  return true;
+}
+
+void Residency::leave_frozen_to_device(const Plan& plan) {
+  std::vector<uint8_t> leaves(static_cast<size_t>(store().num_arrays()), 0);
+  for (const MomentPlan& moment : plan.moments) {
+    for (ArrayId id : moment.evict) leaves[static_cast<size_t>(id.index())] = 1;
+    for (ArrayId id : moment.evict_ahead) leaves[static_cast<size_t>(id.index())] = 1;
+  }
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    const ArrayId id{chunk, ArrayKind::kParam};
+    const ArrayRecord& record = memory_.array(id);
+    const bool lies_twice = layout().value_home(chunk) == id && record.on_device && record.on_host;
+    if (layout().chunk(chunk).trainable || !lies_twice || store().home(chunk) == Tier::kDevice) continue;
+    if (leaves[static_cast<size_t>(id.index())] != 0) continue;
+    leave_host(chunk);
+  }
+}
+
+void Residency::leave_host(ChunkId chunk) {
+  if (store().home(chunk) == Tier::kHost) pager_.keep_place(chunk);
+  memory_.drop_block(layout().value_home(chunk));
+  store().set_home(chunk, Tier::kDevice);
+  has_left_host_ = true;
 }
 
 void Residency::limit_payloads(const Timeline& last) {

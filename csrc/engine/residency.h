@@ -6,6 +6,7 @@
 //                           from the disk to where these were on the host
 //   after the next few      the same once more, where they leave more room than the first did ([Note: settling])
 //   after an unfreezing     the same once more, for what is new
+//   once that is over       frozen values that stay leave the host ([Note: frozen values that stay])
 //   under pressure          states leave the device (engine/shared_device.h); they come back when steps went without
 //   after every step        poses the planner's problem for the next
 //
@@ -60,6 +61,12 @@ class Residency {
   // Where those of a chunk that was frozen belong: on the device where nothing bounds it, else on the host.
   Tier home_of_new_states(ChunkId chunk) const;
   void move_states_to_device(ChunkId chunk);
+  // [Note: frozen values that stay] After a step that went as `plan` says, which is that of the next one too: what it
+  // keeps of frozen values on the device throughout is at home there from now on, without a copy on the host. What
+  // leaves in spite of that (another plan, pressure) goes down once and keeps its copy (Pager::keep_place).
+  // Several ranks have no values that stay, and while margins are looked at ([Note: settling]) plans still change.
+  // Returns whether the host has more room since the last call.
+  bool leave_to_device(const Plan& plan);
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
@@ -85,6 +92,9 @@ class Residency {
   std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
   // Whose states left the device under pressure.
   bool any_away() const;
+  void leave_frozen_to_device(const Plan& plan);
+  // A frozen chunk, whose values are on the device.
+  void leave_host(ChunkId chunk);
 
   Pager& pager_;
   ChunkMemory& memory_;
@@ -93,6 +103,7 @@ class Residency {
   int num_looks_ = 0;              // at the margin, of steps after the first
   int steps_away_ = 0;             // since states left the device
   int num_returns_ = 0;
+  bool has_left_host_ = false;  // frozen values or codes, whose memory was not given back yet
 };
 
 }  // namespace patrickstar

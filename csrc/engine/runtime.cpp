@@ -100,7 +100,8 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   open.memory.tracer().end_step(open.recorder.last(), outcome);
   open.residency.limit_payloads(open.recorder.last());
   if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
-  open.planner.end_step(previous, agreed(votes));
+  const bool holds = open.planner.end_step(previous, agreed(votes));
+  if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
 }
 
 }  // namespace

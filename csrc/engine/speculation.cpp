@@ -41,6 +41,7 @@ void Speculation::expect(std::vector<GroupOptions> groups, ScaleBounds scales) {
 }
 
 void Speculation::choose(const std::vector<NewBytes>& sizes) {
+  free_completed();
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
   chosen_ = std::move(choice.chosen);
@@ -57,9 +58,10 @@ void Speculation::reserve(std::vector<int64_t> blocks) {
   size_t count = 0;
   for (; count < blocks.size(); ++count) {
     reserved += blocks[count] + HostArena::kBlockAlignment;
-    if (reserved > arena_.unreserved_bytes()) break;
+    if (HostArena::most_region_bytes(reserved) > arena_.unreserved_bytes()) break;
   }
   blocks.resize(count);
+  if (blocks.empty()) return arena_.prepare_ahead();
   arena_.reserve(blocks);  // for whoever allocates
   arena_.prepare_ahead();
 }

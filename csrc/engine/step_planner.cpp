@@ -71,7 +71,7 @@ void StepPlanner::measure(bool alike) {
   stage_ = Stage::kMeasured;
 }
 
-void StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
+bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
   ++num_steps_;
   const bool alike = same_structure(previous, recorder_.last());
   all_can_measure_ = agreed.can_measure;
@@ -85,6 +85,7 @@ void StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
   const bool holds = agreed.has_plan && !agreed.times && alike && !tide_rose(previous, recorder_.last()) &&
                      !(times_ && times_->shape.updates != agreed_updates_);
   if (!holds) make_next_plan();
+  return holds;
 }
 
 void StepPlanner::adopt(std::optional<StepTimes> times) {

@@ -40,7 +40,8 @@ class StepPlanner {
   // It is recorded; the step before it went as `previous` says. What this rank alone knows of the next plan.
   PlanVote vote(const Timeline& previous);
   // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
-  void end_step(const Timeline& previous, const PlanVote& agreed);
+  // Returns whether the plan holds for the next step as well.
+  bool end_step(const Timeline& previous, const PlanVote& agreed);
   // Before the first step, the recorder's timeline being that of an earlier run: plans for it, with that run's times,
   // if there are any, until a step of this one is measured. Throws ArgumentError when they are not those of the
   // timeline.

@@ -85,11 +85,13 @@ void Unfreezing::check_host(const Layout& then, const std::vector<ChunkId>& chun
   for (ChunkId chunk : chunks) {
     if (residency_.home_of_new_states(chunk) != Tier::kHost) continue;
     needed += home_bytes(then.chunk(chunk)) - then.chunk(chunk).num_bytes(ArrayKind::kParamShard);
+    const ArrayId param{chunk, layout().param_home()};
+    if (!memory_.array(param).block && !pager_.keeps_place(chunk)) needed += layout().num_bytes(param);
   }
   if (needed > free_host_bytes()) updates_.release_host_memory();
   const int64_t free = free_host_bytes();
   PS_CHECK(needed <= free, MemoryBudgetError, "the parameters that are unfrozen need ", needed,
-           " bytes of host memory for optimizer states, but of host_memory (", memory_.arena().limit_bytes(),
+           " bytes of host memory for optimizer states and values, but of host_memory (", memory_.arena().limit_bytes(),
            " bytes) ", std::max<int64_t>(free, 0), " are free; raise host_memory to at least ",
            memory_.arena().limit_bytes() + needed - free, " bytes, or freeze them again with requires_grad_(False)");
 }

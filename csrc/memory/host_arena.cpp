@@ -52,6 +52,10 @@ HostArena::~HostArena() {
 // Of two regions in a row at least one is more than half full.
 int64_t HostArena::most_rounding_bytes(int64_t total_bytes) { return (2 * total_bytes / kMaxRegionBytes + 2) * kPage; }
 
+int64_t HostArena::most_region_bytes(int64_t total_bytes) {
+  return round_up(total_bytes, kPage) + 2 * total_bytes / kMaxRegionBytes * kPage;
+}
+
 std::vector<HostBlock> HostArena::reserve(const std::vector<int64_t>& block_bytes) {
   int64_t total = 0;
   for (int64_t bytes : block_bytes) total += round_up(bytes, kBlockAlignment);
@@ -201,7 +205,7 @@ HostBlock HostArena::try_allocate_prepared(int64_t num_bytes) {
 }
 
 HostBlock HostArena::allocate_in_new_region(int64_t num_bytes) {
-  if (round_up(num_bytes, kBlockAlignment) > unreserved_bytes()) return {};
+  if (most_region_bytes(num_bytes) > unreserved_bytes()) return {};
   Region& region = add_region(num_bytes, Region::Origin::kOnDemand);
   prepare(region);
   return take(region, region.free.begin(), num_bytes);

@@ -131,6 +131,8 @@ class HostArena {
 
   // What reserving blocks of `total_bytes` takes beside them at most: regions are whole pages.
   static int64_t most_rounding_bytes(int64_t total_bytes);
+  // What regions of one block of so many bytes, or reserved ones of several (alignment included), are at most.
+  static int64_t most_region_bytes(int64_t total_bytes);
   // Blocks of these sizes, whose memory is mapped but not prepared. Those that are dropped leave room that is reserved
   // for whoever allocates next. Throws MemoryBudgetError when they exceed the limit.
   std::vector<HostBlock> reserve(const std::vector<int64_t>& block_bytes);

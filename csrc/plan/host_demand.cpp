@@ -52,7 +52,7 @@ int64_t host_peak_bytes(const Layout& layout, const std::vector<Tier>& first_hom
   std::vector<Tier> homes = first_homes;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
-    const bool moved = spec.trainable && states_on_device[static_cast<size_t>(chunk)] != 0;
+    const bool moved = states_on_device[static_cast<size_t>(chunk)] != 0;
     if (homes[static_cast<size_t>(chunk)] == Tier::kDevice) continue;
     const bool on_disk = homes[static_cast<size_t>(chunk)] == Tier::kDisk;
     mapped += on_disk ? bytes_beside_disk(layout, chunk, Backwards::kOne) : home_bytes(spec);

@@ -2,10 +2,10 @@
 // functions of sizes.
 //
 // [Note: the host's peak] Host memory is mapped when it is first needed and mapped memory is used again, so the peak is
-// a sum: places for all homes, which are there from the beginning also where states then move to the device; new values
-// of updates ahead of the step, as far as the memory that such states have left does not serve; gradients and their
-// sums where several backwards make a step; and gradients on their way. It is what an undisturbed run comes to: chunks
-// that leave the device under pressure come on top, within the limit.
+// a sum: places for all homes, which are there from the beginning also where states or frozen values then move to the
+// device; new values of updates ahead of the step, as far as the memory that these have left does not serve; gradients
+// and their sums where several backwards make a step; and gradients on their way. It is what an undisturbed run comes
+// to: chunks that leave the device under pressure come on top, within the limit.
 #pragma once
 
 #include <cstdint>

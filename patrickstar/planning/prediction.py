@@ -470,8 +470,8 @@ class Predictor:
         return _C.initial_placement(self._layout, limit, 0, setting.backwards, setting.disk_bytes)[1]
 
     def _later_homes(self, setting: Setting, first: Sequence[_C.Tier], on_device: Sequence[bool]) -> Sequence[_C.Tier]:
-        """When states have moved to the device, and others from the disk to where these were on the host; codes of
-        quantised chunks stay on the host, and those on the device are copies.
+        """When states have moved to the device, and others from the disk to where these were on the host. Frozen values
+        and codes that are on the device keep their place on the host; that updates ahead may have it is not counted.
         """
         moved = (at and not _is_quantized(chunk) for chunk, at in zip(self._chunks, on_device, strict=True))
         homes = [_C.Tier.DEVICE if at else home for home, at in zip(first, moved, strict=True)]
