@@ -66,10 +66,12 @@ void fill_margin(OpenEngine& open, const Timeline& step) {
   open.updates.forget_choice();
 }
 
-// A step's tide is known.
+// A step's tide is known. States of before the first step, of a checkpoint or of other ranks, are read by updates that
+// began in its backward, which are of no use where the states move.
 void place_states(OpenEngine& open, const Timeline& step) {
-  if (!std::exchange(open.has_new_states, false)) return open.residency.place_in_margin(step);
-  fill_margin(open, step);
+  if (std::exchange(open.has_new_states, false)) return fill_margin(open, step);
+  open.updates.cancel_all();
+  open.residency.place_in_margin(step);
 }
 
 void finish_step(OpenEngine& open, StepOutcome outcome) {

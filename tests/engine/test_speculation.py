@@ -329,3 +329,31 @@ def test_commit_and_gradients_that_are_not_finite(caplog):
 def test_commit_needs_a_factor_that_is_known(more):
     with pytest.raises(ValueError, match="before the norm of all gradients is known"):
         initialize_engine(MODELS["mlp"].build, 0, {"optimizer": {"speculation": "commit"}, **more})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_states_that_move_while_they_are_updated(precision):
+    """Where there are states before the first step updates begin in its backward, behind which states move."""
+    case = MODELS["gpt2"]
+
+    def part(before, **more):
+        config = make_config(precision, default_chunk_size=4096, **more)
+        config["optimizer"]["speculation"] = "always"
+        torch.manual_seed(0)
+        engine, optimizer = initialize_engine(case.build, 0, config)
+        with engine:
+            if before is not None:
+                engine.load_state_dict(before[0])
+                optimizer.load_state_dict(before[1])
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(2):
+                engine.backward(case.loss(engine(**case.batch(generator))))
+                optimizer.step()
+                optimizer.zero_grad()
+            return (engine.state_dict(), optimizer.state_dict()), engine.report()
+
+    before, _ = part(None)
+    expected, _ = part(before)
+    tight, report = part(before, device_memory="1MB")
+    assert report["num_device_state_chunks"] > 0
+    assert_same_bits(tight, expected)
