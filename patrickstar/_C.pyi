@@ -66,6 +66,13 @@ class MomentumRule(_Enum):
     SGD: ClassVar[MomentumRule]
     NESTEROV: ClassVar[MomentumRule]
 
+@final
+class GradientPlace(_Enum):
+    """Where a gradient waits for the step (csrc/chunk/layout.h)."""
+
+    OF_PARAM: ClassVar[GradientPlace]
+    OWN: ClassVar[GradientPlace]
+
 class StateFormat:
     """The types of a parameter's optimizer states (csrc/chunk/layout.h)."""
 
@@ -74,6 +81,7 @@ class StateFormat:
         master: StateType = StateType.FLOAT32,
         momentum: StateType = StateType.FLOAT32,
         variance: StateType = StateType.FLOAT32,
+        gradient: GradientPlace = GradientPlace.OF_PARAM,
     ) -> None: ...
     @property
     def master(self) -> StateType: ...
@@ -81,6 +89,8 @@ class StateFormat:
     def momentum(self) -> StateType: ...
     @property
     def variance(self) -> StateType: ...
+    @property
+    def gradient(self) -> GradientPlace: ...
 
 @final
 class ArrayKind(_Enum):

@@ -52,8 +52,8 @@ class ValueRanges {
     std::shared_ptr<KeptRegions> free;  // all others
   };
   // [Note: values set aside] The ranges' values stay in the arena's memory, close together, so that as many regions as
-  // can be are free: an array of which little is kept moves into memory that another one has left. Those that do not lie
-  // there as float32 are read to their addresses. Everything else of the engine is forgotten: only closing it comes
+  // can be are free: an array of which little is kept moves into memory that another one has left. Those that do not
+  // lie there as float32 are read to their addresses. Everything else of the engine is forgotten: only closing it comes
   // after this.
   SetAside set_aside(const std::vector<ValueRange>& ranges);
 

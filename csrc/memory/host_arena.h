@@ -93,8 +93,8 @@ struct RegionHooks {
   std::function<void(void* data, int64_t num_bytes)> dispose;
 };
 
-// Regions of an arena that has ended or gives memory back, prepared as they are, for another arena. What nobody takes is
-// given back to the system with this.
+// Regions of an arena that has ended or gives memory back, prepared as they are, for another arena. What nobody takes
+// is given back to the system with this.
 class KeptRegions {
  public:
   struct Region {

@@ -127,6 +127,7 @@ class PublishedShards:
                     size = move.numel * _ITEM_BYTES
                     arrays = range(self._arrays[move.param])
                     pieces += [Piece(move, array, index, at + array * size) for array in arrays]
+            pieces.sort(key=lambda piece: (piece.at, piece.file))  # so that all files are written at a time
             yield pieces, files
 
     def reach(self, target: int, addresses: Sequence[str], timeout_seconds: float) -> None:
