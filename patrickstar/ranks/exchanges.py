@@ -31,6 +31,9 @@ Messages = Sequence[tuple[int, torch.Tensor]]
 matched in the order of their lists.
 """
 
+Addresses = Sequence[tuple[int, int, int]]
+"""Of such tensors: ranks, addresses and bytes."""
+
 
 class PendingExchange(Protocol):
     """Begun by :meth:`Exchanges.begin`."""
@@ -93,8 +96,17 @@ class ThreadExchanges:
         self.size = communicator.size
 
     def begin(self, sends: Messages, receives: Messages) -> PendingExchange:
-        """Of tensors on the CPU."""
-        return _OnThread(self._thread.submit(_exchange, self._communicator, tuple(sends), tuple(receives)))
+        """Of tensors on the CPU. [Note: parameters that are sent] Asking a parameter of an engine where it lies is a
+        use of it, and the engine is told of uses by one thread, at points that all ranks have in common. Told by the
+        exchanges' thread, which has gradients on where an autograd.Function has them off, it took the use for one that
+        autograd had recorded, and nothing held the parameter in backward. So addresses are taken here.
+        """
+        tensors = (*sends, *receives)
+        return _OnThread(self._thread.submit(self._exchange, _addresses(sends), _addresses(receives), tensors))
+
+    def _exchange(self, sends: Addresses, receives: Addresses, tensors: Messages) -> None:
+        """On the thread. ``tensors`` are alive until it is over, whether somebody waits for it or not."""
+        self._communicator.exchange(sends, receives)
 
 
 class _OnThread:
@@ -122,7 +134,7 @@ class StreamExchanges:
         pending = _OnStream(self._communicator, self._stream, tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _exchange(self._communicator, sends, receives)
+            self._communicator.exchange(_addresses(sends), _addresses(receives))
         pending.done.record(self._stream)
         return pending
 
@@ -184,9 +196,5 @@ class _TorchWorks:
         self._tensors.clear()
 
 
-def _exchange(communicator: _C.collective.Communicator, sends: Messages, receives: Messages) -> None:
-    communicator.exchange(_addresses(sends), _addresses(receives))
-
-
-def _addresses(messages: Messages) -> list[tuple[int, int, int]]:
+def _addresses(messages: Messages) -> Addresses:
     return [(rank, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for rank, tensor in messages]

@@ -105,10 +105,8 @@ class Linear2D(Layer2D):
         """
         rows = hidden.reshape(-1, hidden.shape[-1])
         product = multiply if self.sent is Sent.INPUT else multiply_transposed
-        if self.group.place.rows == 1:
-            return product(rows, self.weight, self.group, self.bias).view(*hidden.shape[:-1], -1)
-        out = product(rows, self.weight, self.group).view(*hidden.shape[:-1], -1)
-        return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
+        bias = None if self.bias is None else replicated(self.bias, self.group.along_rows)
+        return product(rows, self.weight, self.group, bias).view(*hidden.shape[:-1], -1)
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer."""

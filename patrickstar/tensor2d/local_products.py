@@ -16,14 +16,6 @@ from patrickstar.tensor2d.orders import is_filling
 from patrickstar.tensor2d.panels import sum_dtype
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as no parameter. [Note: parameters before messages] An engine sees what touches a parameter, and may
-    wait for ranks that share its chunk; behind a product's first message nobody may do that ([Note: ranks that meet]).
-    So products take their operands so before they begin.
-    """
-    return tensor.detach()
-
-
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """``out = a b + bias``, rounded once; of a contiguous ``out`` cuBLAS adds the bias itself."""
     if bias is None:

@@ -86,8 +86,9 @@ class LMHead2D(Layer2D):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b/r, ..., h/c] -> [b/r, ..., v/c]."""
         weight = turned(self.weight, self.group) if self.is_tied else self.weight
-        out = multiply(hidden.reshape(-1, hidden.shape[-1]), weight, self.group).view(*hidden.shape[:-1], -1)
-        return out if self.bias is None else out + replicated(self.bias, self.group.along_rows)
+        bias = None if self.bias is None else replicated(self.bias, self.group.along_rows)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return multiply(rows, weight, self.group, bias).view(*hidden.shape[:-1], -1)
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer."""

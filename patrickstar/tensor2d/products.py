@@ -22,8 +22,7 @@ columns and (r - 1) / (r c) of another along rows:
 inner dimension, so that none is added up outside of a multiplication ([Note: float32 where sums meet]). What travels
 along an outer dimension, or is a sum, goes by ranks ([Note: own first, own last]); what travels along the inner one is
 gathered whole for some rows or columns of the output at a time ([Note: few pieces]). Panels that are added up in
-float32 ([Note: one panel ahead]) are for meshes of several rows and columns, and A Bᵀ on one column goes by panels too:
-with B by ranks, ranks that share chunks waited for each other for ever.
+float32 ([Note: one panel ahead]) are for meshes of several rows and columns.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import torch
 
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.local_products import add_product, plain, product_into, product_onto
+from patrickstar.tensor2d.local_products import add_product, product_into, product_onto
 from patrickstar.tensor2d.orders import GROWING, SUMS, arriving, begin_gathering, cut, scattered
 from patrickstar.tensor2d.panels import (
     Panels,
@@ -119,7 +118,6 @@ class _Multiply(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.group = group
-        a, b, bias = plain(a), plain(b), None if bias is None else plain(bias)
         out = a.new_empty(a.shape[0], b.shape[1])
         if group.place.size == 1:
             product_into(out, a, b, bias)
@@ -152,11 +150,14 @@ class _MultiplyTransposed(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.group = group
-        a, b, bias = plain(a), plain(b), None if bias is None else plain(bias)
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[0], b.shape[0] * place.rows // place.columns)
-        if place.size == 1:
-            product_into(out, a, b.t(), bias)
+        if place.columns == 1:  # of one rank too
+            parts = out.chunk(place.rows, 1)
+            for rank, features, shares in arriving(b, group.along_rows):
+                part_of_bias = None if bias is None else bias.chunk(place.rows)[rank]
+                for rows in cut(*parts[rank].shape, shares):
+                    product_into(parts[rank][rows], a[rows], features.t(), part_of_bias)
         elif place.rows == 1:
             _summed_by_rows(out, a, b, bias, group.along_columns)
         else:
@@ -182,7 +183,6 @@ class _TransposedMultiply(torch.autograd.Function):
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group: MeshGroup) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.group = group
-        a, b = plain(a), plain(b)
         place, count = group.place, group.place.num_panels
         out = a.new_empty(a.shape[1] * place.columns // place.rows, b.shape[1])
         if place.rows == 1:  # of one rank too

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from patrickstar.tensor2d.lines import Line
-from patrickstar.tensor2d.local_products import plain, tokens_into, tokens_onto
+from patrickstar.tensor2d.local_products import tokens_into, tokens_onto
 from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering, cut, scattered
 
 TOKENS = 1
@@ -53,7 +53,6 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.line = line
-        weight, bias = plain(weight), None if bias is None else plain(bias)
         batch, length, _ = hidden.shape
         out = hidden.new_empty(batch, length * line.size, weight.shape[0])
         parts = out.chunk(line.size, TOKENS)
@@ -64,7 +63,7 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        hidden, weight = (plain(tensor) for tensor in ctx.saved_tensors)
+        hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         line, grad = ctx.line, grad.contiguous()
         coming = None
@@ -87,13 +86,12 @@ class _RowProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.line = line
-        weight, bias = plain(weight), None if bias is None else plain(bias)
         return _scattered_product(hidden, weight, line, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
-        hidden, weight = (plain(tensor) for tensor in ctx.saved_tensors)
+        hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         line = ctx.line
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
