@@ -18,7 +18,7 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{4} << 20;     // that a thread copies at a time
+constexpr int64_t kPieceBytes = int64_t{4} << 20;      // that a thread copies at a time
 constexpr int64_t kStagingBytes = int64_t{128} << 20;  // of each of two: pieces of several files
 
 void write_file(int descriptor, const char* from, int64_t num_bytes, int64_t at) {

@@ -1,4 +1,4 @@
-"""Tensors on their way between ranks."""
+"""Tensors on their way between ranks ([Note: parameters that are sent])."""
 
 from __future__ import annotations
 
