@@ -94,7 +94,10 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   for (const ChunkSpec& chunk : layout.chunks()) {
     const bool waits = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
     const bool grad = waits || chunk.keeps_gradient();
-    usable -= lasting_bytes(chunk) + (grad && chunk.trainable ? chunk.num_bytes(ArrayKind::kGradShard) : 0);
+    const bool shard = layout.is_sharded() && chunk.keeps_param();  // of one rank it is among the values
+    usable -= lasting_bytes(chunk);
+    if (grad && chunk.trainable) usable -= chunk.num_bytes(ArrayKind::kGradShard);
+    if (shard && chunk.trainable) usable -= chunk.num_bytes(ArrayKind::kParamShard);
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
     ++count;

@@ -56,6 +56,22 @@ def test_gradients_stay_on_the_device_where_updates_wait_for_the_norm_all_the_sa
     assert most * STATES < MARGIN
 
 
+def test_a_share_of_the_values_counts_where_it_is_a_part_of_the_states():
+    """Of two ranks, 12 bytes per parameter of a share are on the device with float32 masters and with split ones."""
+
+    def count(master):
+        states = [_C.StateFormat(master)] * NUM_CHUNKS
+        one_each = [NUMEL] * NUM_CHUNKS, [_C.DType.BFLOAT16] * NUM_CHUNKS, [True] * NUM_CHUNKS
+        layout = _C.Layout.pack(*one_each, NUMEL, num_ranks=2, states=states)
+        budget = _C.DeviceBudget()
+        budget.limit_bytes, budget.follows_tide, budget.margin_use_ratio = TIDE + MARGIN, True, 1.0
+        budget.keeps_gradients = False  # updates are committed
+        moment = {"phase": _C.Phase.FORWARD, "tide_peak_bytes": TIDE, "accesses": []}
+        return _C.num_device_state_chunks(layout, [moment], budget)
+
+    assert 0 < count(_C.StateType.LOWER_HALF) == count(_C.StateType.FLOAT32) < NUM_CHUNKS
+
+
 def homes(layout, host_bytes, disk_bytes=2**40, device_bytes=0):
     found, on_host, on_disk = _C.initial_placement(layout, host_bytes, device_bytes, _C.Backwards.ONE, disk_bytes)
     return "".join(home.name[1] for home in found), on_host, on_disk  # hOst, dEvice, dIsk
