@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
-import os
 import statistics
 import sys
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from benchmark.common import SHAPES, model_flops, provenance
+from benchmark.fresh_process import in_fresh_process
 
 _GIB = 2**30
 
@@ -45,34 +43,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the variants in turn."""
     rows = []
     for kept in dict.fromkeys(args.keep_attention):
-        rows.append(_in_fresh_process(kept, args))
+        rows.append(in_fresh_process(_run_variant, kept, args))
     shape = dataclasses.replace(SHAPES[args.model], length=args.length)
     for row in rows:
         row["median_seconds"] = statistics.median(row["seconds"][1:] or row["seconds"])
         row["model_tflops"] = model_flops(shape, 1) / row["median_seconds"] / 1e12
         row["gap"] = max(abs(own / first - 1) for own, first in zip(row["losses"], rows[0]["losses"], strict=True))
     return {"case": "long", "model": args.model, "length": args.length, "rows": rows, **provenance()}
-
-
-def _in_fresh_process(kept: str, args: argparse.Namespace) -> dict[str, Any]:
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_send_variant, args=(kept, args, sender))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"the run with keep_attention {kept!r} ended with {process.exitcode}") from None
-    finally:
-        process.join()
-
-
-def _send_variant(kept: str, args: argparse.Namespace, sender: Connection) -> None:
-    sender.send(_run_variant(kept, args))
-    sender.close()
-    os._exit(0)  # a model whose engine is closed would be written out of its chunks first
 
 
 def _run_variant(kept: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
 import resource
 import statistics
 import sys
@@ -31,13 +29,13 @@ import tempfile
 import time
 import traceback
 import zlib
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmark.common import SHAPES, LlamaShape, provenance
+from benchmark.fresh_process import in_fresh_process
 from patrickstar import _C
 from patrickstar.planning.machines import MACHINES
 
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--batch-size is {args.batch_size}, which is no multiple of --micro-batch, {args.micro_batch}; give one"
         )
-    rows = [_in_fresh_process(system, args) for system in args.systems]
+    rows = [_figures(system, args) for system in args.systems]
     done = [row for row in rows if "error" not in row]
     resident = [row["step_seconds"] for row in done if row["system"] == _RESIDENT]
     for row in done:
@@ -106,32 +104,22 @@ def _shape(args: argparse.Namespace) -> LlamaShape:
     return dataclasses.replace(shape, length=args.length, layers=args.layers or shape.layers)
 
 
-def _in_fresh_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Its figures, or why there are none: the next system runs in any case."""
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_send_figures, args=(system, args, sender))
-    process.start()
-    sender.close()
+def _figures(system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Or why there are none: the next system runs in any case."""
     try:
-        row = receiver.recv()
-    except EOFError:
-        process.join()
-        row = {"system": system, "error": f"its process ended with {process.exitcode}"}
-    process.join()
+        row = in_fresh_process(_train_or_say_why_not, system, args)
+    except RuntimeError as error:
+        row = {"system": system, "error": str(error)}
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
 
 
-def _send_figures(system: str, args: argparse.Namespace, sender: Connection) -> None:
+def _train_or_say_why_not(system: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        sender.send(_train(system, args))
+        return _train(system, args)
     except BaseException as error:
         traceback.print_exc()
-        sender.send({"system": system, "error": f"{type(error).__name__}: {error}"})
-    sender.close()
-    sys.stderr.flush()
-    os._exit(0)  # a model whose engine is closed would be written out of its chunks first
+        return {"system": system, "error": f"{type(error).__name__}: {error}"}
 
 
 def _train(system: str, args: argparse.Namespace) -> dict[str, Any]:

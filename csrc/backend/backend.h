@@ -80,10 +80,9 @@ class Backend : public DeviceAllocator {
   virtual Mark mark(Queue queue) = 0;
   virtual double seconds_between(const Mark& begin, const Mark& end) = 0;
 
-  // Makes host memory fit for asynchronous copies, and undoes it.
+  // Makes host memory fit for asynchronous copies.
   virtual void pin(void* data, int64_t num_bytes) = 0;
-  virtual void unpin(void* data, int64_t num_bytes) = 0;
-  // unpin() without the backend, which may be gone by then.
+  // What undoes it, of any thread, when the backend may be gone; empty: nothing is to be done.
   virtual std::function<void(void* data, int64_t num_bytes)> unpinner() const = 0;
 
   // Whether take_tide_peak costs next to nothing and disturbs nobody (on CUDA it resets PyTorch's peak statistics).

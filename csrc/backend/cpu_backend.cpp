@@ -123,7 +123,6 @@ class CpuBackend final : public Backend {
   }
 
   void pin(void*, int64_t) override {}
-  void unpin(void*, int64_t) override {}
   std::function<void(void*, int64_t)> unpinner() const override { return nullptr; }
 
   void reclaim() override {}

@@ -239,7 +239,6 @@ class CudaBackend final : public Backend {
              cudaGetErrorString(error),
              "): the system has no more, or limits locked memory (ulimit -l); lower host_memory");
   }
-  void unpin(void* data, int64_t) override { cudaHostUnregister(data); }
   std::function<void(void*, int64_t)> unpinner() const override {
     return [device = device_](void* data, int64_t) {
       const c10::cuda::CUDAGuard guard(device);  // the thread may be one that has used no device yet

@@ -54,7 +54,6 @@ class DelayingBackend final : public Backend {
   Mark mark(Queue queue) override { return inner_->mark(queue); }
   double seconds_between(const Mark& begin, const Mark& end) override { return inner_->seconds_between(begin, end); }
   void pin(void* data, int64_t num_bytes) override { inner_->pin(data, num_bytes); }
-  void unpin(void* data, int64_t num_bytes) override { inner_->unpin(data, num_bytes); }
   std::function<void(void*, int64_t)> unpinner() const override { return inner_->unpinner(); }
   bool measures_tide_freely() const override { return inner_->measures_tide_freely(); }
   bool follows_tide() const override { return inner_->follows_tide(); }

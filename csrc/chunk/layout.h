@@ -63,6 +63,10 @@ class StateKinds {
   size_t size_ = 0;
 };
 
+// Where a gradient waits for the step: in the place of its parameter, which a float32 master gives back (or nowhere,
+// where updates are committed in backward), or in one of its own beside a parameter that nothing gives back.
+enum class GradientPlace : uint8_t { kOfParam, kOwn };
+
 // [Note: arrays of a parameter] Which arrays make up a trained parameter, beside its compute value and its gradient:
 // those of optimizer_arrays() whose type here is not kNone. Bytes, placements and plans follow from it, and whoever
 // does something to all of a chunk's states goes over kinds().
@@ -75,10 +79,6 @@ class StateKinds {
 //
 // Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
 // Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
-// Where a gradient waits for the step: in the place of its parameter, which a float32 master gives back (or nowhere,
-// where updates are committed in backward), or in one of its own beside a parameter that nothing gives back.
-enum class GradientPlace : uint8_t { kOfParam, kOwn };
-
 struct StateFormat {
   StateType master = StateType::kFloat32;
   StateType momentum = StateType::kFloat32;

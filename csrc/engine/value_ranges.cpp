@@ -64,7 +64,7 @@ class ValueRanges::Staging {
       if (half.filled != nullptr) backend_.settle(half.filled);
     }
     if (enqueued_ != nullptr) backend_.settle(enqueued_);
-    backend_.unpin(memory_.data(), memory_.num_bytes());
+    if (const auto unpin = backend_.unpinner()) unpin(memory_.data(), memory_.num_bytes());
   }
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

@@ -14,21 +14,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from patrickstar import _C
-from patrickstar.elastic.movement import Move, Part, assign_ranks, find_moves, kept
+from patrickstar.elastic.movement import assign_ranks
 from patrickstar.elastic.phases import Membership, Phase, Resized
-from patrickstar.elastic.published import DEFAULT_FOLDER, OpenFile, Piece, PublishedShards
+from patrickstar.elastic.published import DEFAULT_FOLDER
 from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
-from patrickstar.elastic.transfers import FileServer, own_address
+from patrickstar.elastic.transfers import FileServer
 from patrickstar.engine.axes import mesh_of
 from patrickstar.engine.divided_matrices import make_matrices
 from patrickstar.engine.engine_state import check_between_steps
@@ -36,7 +33,6 @@ from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_agreement import all_or_none, together
 from patrickstar.engine.resize_handover import (
-    STATE_NAME,
     check_state,
     managed_states,
     reached_state,
@@ -61,11 +57,10 @@ from patrickstar.engine.resize_room import (
     check_room,
     least_of_all,
 )
+from patrickstar.engine.resize_shards import Held, Shards, publish
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
-from patrickstar.machine.engine_options import state_scheme
 from patrickstar.module.first_rank_values import check_same_model
-from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
@@ -73,79 +68,6 @@ from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
 
 _REFUSAL = "refusal"  # a key of an invitation
-_Range = tuple[int, _C.ArrayKind, int, int, int, int]
-"""As ``_C.Runtime.read_ranges`` takes them: parameter, kind, begin, end, file, where."""
-_IN_MEMORY = -1
-
-logger = logging.getLogger("patrickstar")
-
-
-class _Shards:
-    """Who has which parts before and after, and the files in which they travel.
-
-    Args:
-        session: of this process.
-        plan: of the resize.
-        new: this process's new rank, or None: it leaves.
-        folder: of this process.
-    """
-
-    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
-        params = session.params_now()
-        old = _parts(session, params, plan.chunk_numel, plan.num_old)
-        self.new = _parts(session, params, plan.chunk_numel, len(plan.former))
-        self.old = old
-        self.moves = find_moves(old, self.new, plan.former)
-        trained = [spec.trained for spec in params.chunked]
-        self.arrays = {
-            index: len(_arrays(session)) if trained[index] and count > 0 else 1
-            for index, count in enumerate(plan.step_counts)
-        }
-        self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
-        self._state_files = [state_path(folder, plan.token)]
-        if new is not None:
-            self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
-
-    def num_bytes(self, moves: Sequence[Move]) -> int:
-        """That these moves take."""
-        return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
-
-    def copied_bytes(self, old: int, new: int | None) -> int:
-        """That an old rank has beside its core until it has closed that: what it publishes, and what it keeps."""
-        published = self.num_bytes([move for move in self.moves if move.source == old])
-        if new is None:
-            return published
-        parts = enumerate(zip(self.new[new], self.old[old], strict=True))
-        of_each = ((kept(*both), self.arrays[param]) for param, both in parts)
-        return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
-
-    def remove(self) -> None:
-        """Removes all files of this resize from this process's folder, those of others too."""
-        self.files.remove()
-        for path in self._state_files:
-            path.unlink(missing_ok=True)
-
-    def remove_reached(self, new: int) -> None:
-        """Removes what the new rank was to read in this process's folder: nobody else reads it."""
-        for file in self.files.files:
-            if file.target == new:
-                self.files.path(file).unlink(missing_ok=True)
-
-    def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
-        """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
-        files = {file.name: self.files.path(file) for file in self.files.of_source(old)}
-        files[STATE_NAME] = self._state_files[0]
-        try:
-            return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
-        except OSError as error:
-            logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
-            return None
-
-    def remove_given(self, old: int, server: FileServer) -> None:
-        """Removes those files of an old rank that their new ranks have fetched: nobody reads them in the folder."""
-        for file in self.files.of_source(old):
-            if server.has_given(file.name, str(file.target)):
-                self.files.path(file).unlink(missing_ok=True)
 
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
@@ -195,13 +117,13 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
 
         options.note_phase(Phase.PUBLISH)
         new = plan.new_rank(control.rank)
-        shards = _Shards(session, plan, new, options.folder)
+        shards = Shards(session, plan, new, options.folder)
         server: FileServer | None = None
         is_decided = False
         try:
             with all_or_none(session, "shards were not published"):
                 check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
-                _publish(session, shards, control.rank)
+                publish(session, shards, control.rank)
                 if is_leader:
                     write_state(session, state_path(options.folder, plan.token), options.carried)
             server = shards.serve(options, plan.token, control.rank)
@@ -261,7 +183,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         assert rank is not None
         problem: str | None = None
         folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
-        shards = _Shards(session, plan, rank, folder)
+        shards = Shards(session, plan, rank, folder)
         try:
             _check_carried(options.carried, len(plan.former))
             shards.files.reach(rank, invitation["addresses"], options.timeout_seconds)
@@ -281,7 +203,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
 def _change(
     session: Session,
     plan: ResizePlan,
-    shards: _Shards,
+    shards: Shards,
     old: int | None,
     new: int | None,
     options: ResizeOptions,
@@ -290,7 +212,7 @@ def _change(
     """After the decision; see [Note: order of a resize]. ``state``: what a process that joins takes over."""
     try:
         options.note_phase(Phase.CLOSE)
-        held = _Held(shards, old, new)
+        held = Held(shards, old, new)
         managed = managed_states(session) if state is None else state["managed"]
         vacated = session.vacate(lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
@@ -360,85 +282,6 @@ def _change(
         received_bytes=shards.num_bytes(received),
         total_bytes=total,
     )
-
-
-class _Held:
-    """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
-
-    def __init__(self, shards: _Shards, old: int | None, new: int | None):
-        """``old``, ``new``: this process's ranks, None: it is none."""
-        self._shards, self._old, self._new = shards, old, new
-        self._parts = shards.new[new] if new is not None else []
-        self._kept: dict[tuple[int, int], list[_Range]] = {}
-        self._memory: list[_C.HostMapping | _C.KeptRegions] = []
-
-    def set_aside(self, session: Session) -> _C.KeptRegions:
-        """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
-        if self._old is None or self._new is None:
-            return session.runtime.keep_memory()
-        both = enumerate(zip(self._parts, self._shards.old[self._old], strict=True))
-        parts = {param: kept(*parts) for param, parts in both}
-        sizes = {
-            (param, array): (end - begin) * torch.float32.itemsize
-            for param, (begin, end) in parts.items()
-            for array in range(self._shards.arrays[param] if begin < end else 0)
-        }
-        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # untouched but for what is not on the host
-        ranges: list[_Range] = []
-        at = mapping.address
-        for (param, array), size in sizes.items():
-            ranges.append((param, _arrays(session)[array], *parts[param], _IN_MEMORY, at))
-            at += size
-        addresses, regions, free = session.runtime.set_aside(ranges)
-        for key, one, address in zip(sizes, ranges, addresses, strict=True):
-            self._kept[key] = [(*one[:-1], address)]
-        self._memory = [mapping, regions]
-        return free
-
-    def fill(self, session: Session) -> None:
-        """Writes this rank's part of all arrays, and lets go of what was kept."""
-        kinds = _arrays(session)
-        with self._shards.files.opened(self._new) as (pieces, files):
-            sources = self._kept
-            for piece in pieces:
-                move, kind = piece.move, kinds[piece.array]
-                found = (move.param, kind, move.begin, move.end, piece.file, piece.at)
-                sources.setdefault((move.param, piece.array), []).append(found)
-            ranges: list[_Range] = []
-            for param, (begin, _) in enumerate(self._parts):
-                for array in range(self._shards.arrays[param]):
-                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk has the state all the same
-                    ranges += sources.get((param, array), [nothing])
-            session.runtime.write_ranges(ranges, files)
-        self._kept.clear()
-        self._memory.clear()
-
-
-def _publish(session: Session, shards: _Shards, rank: int) -> None:
-    """Writes the files of an old rank."""
-    kinds = _arrays(session)
-
-    def fill(pieces: list[Piece], files: list[OpenFile]) -> None:
-        ranges = [(p.move.param, kinds[p.array], p.move.begin, p.move.end, p.file, p.at) for p in pieces]
-        session.runtime.read_ranges(ranges, files)
-
-    shards.files.write(rank, fill)
-
-
-def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
-    """What travels of a parameter that was updated; of others, the first of them."""
-    return (_C.ArrayKind.MASTER, *session.states.arrays.values())
-
-
-def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
-    """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
-    scheme = state_scheme(session.config.optimizer)
-    found = []
-    for rank in range(num_ranks):
-        layout = make_layout(params, chunk_numel, num_ranks, rank, scheme)
-        shards = (layout.shard_of(param) for param in range(len(params.chunked)))
-        found.append([(begin, begin + numel) for begin, numel, _ in shards])
-    return found
 
 
 def _held_on_host(ranks: RankGroups, num_bytes: int) -> int:

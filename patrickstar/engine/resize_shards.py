@@ -1,0 +1,173 @@
+"""What of an engine's shards travels in a resize and what stays, and both on their way from the old core to the new."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from patrickstar import _C
+from patrickstar.elastic.movement import Move, Part, find_moves, kept
+from patrickstar.elastic.published import OpenFile, Piece, PublishedShards
+from patrickstar.elastic.transfers import FileServer, own_address
+from patrickstar.engine.resize_handover import STATE_NAME, state_path
+from patrickstar.engine.resize_plan import ResizeOptions, ResizePlan
+from patrickstar.engine.session import Session
+from patrickstar.machine.engine_options import state_scheme
+from patrickstar.module.preprocess import make_layout
+from patrickstar.ranks.failures import first_line
+
+logger = logging.getLogger("patrickstar")
+
+_Range = tuple[int, _C.ArrayKind, int, int, int, int]
+"""As ``_C.Runtime.read_ranges`` takes them: parameter, kind, begin, end, file, where."""
+_IN_MEMORY = -1
+
+
+class Shards:
+    """Who has which parts before and after, and the files in which they travel.
+
+    Args:
+        session: of this process.
+        plan: of the resize.
+        new: this process's new rank, or None: it leaves.
+        folder: of this process.
+    """
+
+    def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
+        params = session.params_now()
+        old = _parts(session, params, plan.chunk_numel, plan.num_old)
+        self.new = _parts(session, params, plan.chunk_numel, len(plan.former))
+        self.old = old
+        self.moves = find_moves(old, self.new, plan.former)
+        trained = [spec.trained for spec in params.chunked]
+        self.arrays = {
+            index: len(_arrays(session)) if trained[index] and count > 0 else 1
+            for index, count in enumerate(plan.step_counts)
+        }
+        self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
+        self._state_files = [state_path(folder, plan.token)]
+        if new is not None:
+            self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
+
+    def num_bytes(self, moves: Sequence[Move]) -> int:
+        """That these moves take."""
+        return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
+
+    def copied_bytes(self, old: int, new: int | None) -> int:
+        """That an old rank has beside its core until it has closed that: what it publishes, and what it keeps."""
+        published = self.num_bytes([move for move in self.moves if move.source == old])
+        if new is None:
+            return published
+        parts = enumerate(zip(self.new[new], self.old[old], strict=True))
+        of_each = ((kept(*both), self.arrays[param]) for param, both in parts)
+        return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
+
+    def remove(self) -> None:
+        """Removes all files of this resize from this process's folder, those of others too."""
+        self.files.remove()
+        for path in self._state_files:
+            path.unlink(missing_ok=True)
+
+    def remove_reached(self, new: int) -> None:
+        """Removes what the new rank was to read in this process's folder: nobody else reads it."""
+        for file in self.files.files:
+            if file.target == new:
+                self.files.path(file).unlink(missing_ok=True)
+
+    def serve(self, options: ResizeOptions, token: str, old: int) -> FileServer | None:
+        """Gives what an old rank has published to those that do not find it in their folder; None: it cannot."""
+        files = {file.name: self.files.path(file) for file in self.files.of_source(old)}
+        files[STATE_NAME] = self._state_files[0]
+        try:
+            return FileServer(own_address(options.towards()), token, files, options.timeout_seconds)
+        except OSError as error:
+            logger.warning("rank %d cannot serve its shards to other hosts: %s", old, first_line(error))
+            return None
+
+    def remove_given(self, old: int, server: FileServer) -> None:
+        """Removes those files of an old rank that their new ranks have fetched: nobody reads them in the folder."""
+        for file in self.files.of_source(old):
+            if server.has_given(file.name, str(file.target)):
+                self.files.path(file).unlink(missing_ok=True)
+
+
+class Held:
+    """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
+
+    def __init__(self, shards: Shards, old: int | None, new: int | None):
+        """``old``, ``new``: this process's ranks, None: it is none."""
+        self._shards, self._old, self._new = shards, old, new
+        self._parts = shards.new[new] if new is not None else []
+        self._kept: dict[tuple[int, int], list[_Range]] = {}
+        self._memory: list[_C.HostMapping | _C.KeptRegions] = []
+
+    def set_aside(self, session: Session) -> _C.KeptRegions:
+        """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
+        if self._old is None or self._new is None:
+            return session.runtime.keep_memory()
+        both = enumerate(zip(self._parts, self._shards.old[self._old], strict=True))
+        parts = {param: kept(*parts) for param, parts in both}
+        sizes = {
+            (param, array): (end - begin) * torch.float32.itemsize
+            for param, (begin, end) in parts.items()
+            for array in range(self._shards.arrays[param] if begin < end else 0)
+        }
+        mapping = _C.HostMapping(max(sum(sizes.values()), 1))  # untouched but for what is not on the host
+        ranges: list[_Range] = []
+        at = mapping.address
+        for (param, array), size in sizes.items():
+            ranges.append((param, _arrays(session)[array], *parts[param], _IN_MEMORY, at))
+            at += size
+        addresses, regions, free = session.runtime.set_aside(ranges)
+        for key, one, address in zip(sizes, ranges, addresses, strict=True):
+            self._kept[key] = [(*one[:-1], address)]
+        self._memory = [mapping, regions]
+        return free
+
+    def fill(self, session: Session) -> None:
+        """Writes this rank's part of all arrays, and lets go of what was kept."""
+        kinds = _arrays(session)
+        with self._shards.files.opened(self._new) as (pieces, files):
+            sources = self._kept
+            for piece in pieces:
+                move, kind = piece.move, kinds[piece.array]
+                found = (move.param, kind, move.begin, move.end, piece.file, piece.at)
+                sources.setdefault((move.param, piece.array), []).append(found)
+            ranges: list[_Range] = []
+            for param, (begin, _) in enumerate(self._parts):
+                for array in range(self._shards.arrays[param]):
+                    nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk has the state all the same
+                    ranges += sources.get((param, array), [nothing])
+            session.runtime.write_ranges(ranges, files)
+        self._kept.clear()
+        self._memory.clear()
+
+
+def publish(session: Session, shards: Shards, rank: int) -> None:
+    """Writes the files of an old rank."""
+    kinds = _arrays(session)
+
+    def fill(pieces: list[Piece], files: list[OpenFile]) -> None:
+        ranges = [(p.move.param, kinds[p.array], p.move.begin, p.move.end, p.file, p.at) for p in pieces]
+        session.runtime.read_ranges(ranges, files)
+
+    shards.files.write(rank, fill)
+
+
+def _arrays(session: Session) -> tuple[_C.ArrayKind, ...]:
+    """What travels of a parameter that was updated; of others, the first of them."""
+    return (_C.ArrayKind.MASTER, *session.states.arrays.values())
+
+
+def _parts(session: Session, params: Any, chunk_numel: int, num_ranks: int) -> list[list[Part]]:
+    """By rank and parameter: a pure function of the parameters, the size of chunks and the number of ranks."""
+    scheme = state_scheme(session.config.optimizer)
+    found = []
+    for rank in range(num_ranks):
+        layout = make_layout(params, chunk_numel, num_ranks, rank, scheme)
+        shards = (layout.shard_of(param) for param in range(len(params.chunked)))
+        found.append([(begin, begin + numel) for begin, numel, _ in shards])
+    return found
