@@ -1,7 +1,7 @@
 """Resizes of a run that goes on, to more ranks and back, beside the same by checkpoint and restart.
 
 A language model trains on some processes, each of which uses the GPU of its LOCAL_RANK where there is one. Others wait
-in ``Engine.join``. All train two steps after each change.
+in ``Engine.join``. All train four steps after each change.
 
 * seconds: from the first call of ``Engine.resize`` to the last return, of all processes.
 * by phase (``patrickstar.elastic.Phase``): of the process that took the longest in it, so that they may be more than

@@ -22,7 +22,7 @@ from patrickstar.elastic import Membership, Phase  # noqa: E402
 from patrickstar.runtime import initialize_engine  # noqa: E402
 
 IMPORTED = time.time()
-_STEPS_AFTER = 2
+_STEPS_AFTER = 4
 _READY_SECONDS = 300.0
 
 

@@ -229,11 +229,20 @@ void adopt_timeline(Runtime& self, const py::list& moments, const py::object& ti
 }
 
 using RangeTuple = std::tuple<ParamId, ArrayKind, int64_t, int64_t, int, int64_t>;
+using StoredTuple = std::tuple<int, int64_t, int64_t, uintptr_t, Tier>;
 using FileTuple = std::tuple<int, int64_t>;
 
 std::vector<ValueRange> value_ranges(const std::vector<RangeTuple>& ranges) {
   std::vector<ValueRange> result;
   for (const auto& [param, kind, begin, end, file, at] : ranges) result.push_back({param, kind, begin, end, file, at});
+  return result;
+}
+
+std::vector<StoredRange> stored_ranges(const std::vector<StoredTuple>& ranges) {
+  std::vector<StoredRange> result;
+  for (const auto& [array, begin, end, address, where] : ranges) {
+    result.push_back({array, begin, end, reinterpret_cast<const void*>(address), where});
+  }
   return result;
 }
 
@@ -326,6 +335,28 @@ void register_runtime(py::module_& module) {
              const py::gil_scoped_release release;
              self.write_ranges(value_ranges(ranges), range_files(files));
            })
+      .def("stored_bytes", &Runtime::stored_bytes, py::arg("param"), ReleaseGil(),
+           "Bytes of an element of each array that the parameter consists of; none: they cannot be copied as stored.")
+      .def("is_stored_on_device", &Runtime::is_stored_on_device, py::arg("param"), ReleaseGil())
+      .def("stored_on_device",
+           [](Runtime& self, ParamId param) {
+             std::vector<uintptr_t> addresses;
+             const py::gil_scoped_release release;
+             for (const void* data : self.stored_on_device(param)) addresses.push_back(reinterpret_cast<uintptr_t>(data));
+             return addresses;
+           })
+      .def("write_stored",
+           [](Runtime& self, ParamId param, const std::vector<StoredTuple>& ranges) {
+             const py::gil_scoped_release release;
+             self.write_stored(param, stored_ranges(ranges));
+           },
+           "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
+      .def("copy_on_device",
+           [](Runtime& self, uintptr_t to, uintptr_t from, int64_t num_bytes) {
+             self.copy_on_device(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);
+           },
+           py::arg("to"), py::arg("from_"), py::arg("num_bytes"), ReleaseGil())
+      .def("leave_stored", &Runtime::leave_stored, py::arg("chunk"), ReleaseGil())
       .def("set_aside",
            [](Runtime& self, const std::vector<RangeTuple>& ranges) {
              ValueRanges::SetAside aside;

@@ -101,6 +101,23 @@ void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   }
 }
 
+void ChunkValues::make_stored(ArrayId id, Tier home) {
+  if (store_.chunk(id.chunk).keeps_param()) make_kept_param(id.chunk, home);
+  if (id.kind != store_.layout().param_home()) pager_.ensure_state(id, home);
+  if (id.kind == ArrayKind::kMaster && !store_.chunk(id.chunk).keeps_param()) discard_compute_values(id.chunk);
+}
+
+void ChunkValues::write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
+  ArrayRecord& record = memory_.array(id);
+  if (!record.on_device || num_bytes == 0) {
+    if (num_bytes > 0) write_bytes(id, offset_bytes, from, num_bytes);
+    return;
+  }
+  memory_.await_on_device(id);
+  memory_.backend().copy(Queue::kCompute, static_cast<char*>(record.slot.data) + offset_bytes, from.data, num_bytes);
+  record.set_on_device();
+}
+
 void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;

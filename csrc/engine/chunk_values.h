@@ -38,6 +38,10 @@ class ChunkValues {
   void read_own(ParamId param, ArrayKind kind, float* values);
   // The float32 value becomes the compute value, which all of a frozen parameter is: it is trained from now on.
   void round_master(ParamId param);
+  // [Note: stored elements] An array of a trained chunk, made on `home` unless its states are somewhere already; and
+  // bytes of it as they are stored. On the device they are there when the compute queue gets there.
+  void make_stored(ArrayId id, Tier home);
+  void write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);
   // The parameter's gradient, as the step will use it, which is in the chunk's array `source`. With several ranks all
   // must call these, in the same order.
   void read_gradient(ParamId param, ArrayKind source, float* values);

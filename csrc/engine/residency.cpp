@@ -219,8 +219,9 @@ void Residency::move_states_to_device(ChunkId chunk) {
     if (!was_on_disk) memory_.drop_block(id);  // also the place of a state that is not made yet
   }
   if (was_on_disk) pager_.disk().forget(chunk);
-  if (layout().chunk(chunk).keeps_param()) pager_.bring({chunk, layout().param_home()});
-  memory_.drop_block({chunk, layout().param_home()});
+  const ArrayId param{chunk, layout().param_home()};
+  if (layout().chunk(chunk).keeps_param() && memory_.array(param).exists()) pager_.bring(param);
+  memory_.drop_block(param);
   store().set_home(chunk, Tier::kDevice);
 }
 

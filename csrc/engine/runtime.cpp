@@ -219,6 +219,42 @@ void Runtime::write_ranges(const std::vector<ValueRange>& ranges, const std::vec
   open->ranges.write(ranges, files);
 }
 
+std::vector<int64_t> Runtime::stored_bytes(ParamId param) {
+  const Entry open(*this);
+  return open->ranges.stored_bytes(param);
+}
+
+bool Runtime::is_stored_on_device(ParamId param) {
+  const Entry open(*this);
+  return open->ranges.is_stored_on_device(param);
+}
+
+std::vector<const void*> Runtime::stored_on_device(ParamId param) {
+  const Entry open = compute();
+  return open->ranges.stored_on_device(param);
+}
+
+void Runtime::write_stored(ParamId param, const std::vector<StoredRange>& ranges) {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->updates.cancel(open->layout().placement(param).chunk);
+  open->ranges.write_stored(param, ranges);
+}
+
+void Runtime::copy_on_device(void* to, const void* from, int64_t num_bytes) {
+  const Entry open = compute();
+  open->backend().copy(Queue::kCompute, to, from, num_bytes);
+}
+
+void Runtime::leave_stored(ChunkId chunk) {
+  const Entry open = compute();
+  open->tracker.release_all();
+  open->updates.forget_committed();
+  open->updates.cancel(chunk);
+  for (int kind = 0; kind < kNumArrayKinds; ++kind) open->memory.discard({chunk, static_cast<ArrayKind>(kind)});
+  open->memory.slots().trim(INT64_MAX);
+}
+
 ValueRanges::SetAside Runtime::set_aside(const std::vector<ValueRange>& ranges) {
   const Entry open = compute();
   open->tracker.release_all();

@@ -74,6 +74,16 @@ class Runtime final : public UseListener {
   // Many of this rank's at once (engine/value_ranges.h), for which no other rank is needed.
   void read_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
   void write_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  // [Note: stored elements], by parameter. Addresses hold until the chunk is released, and are complete for what runs
+  // on the compute queue after this.
+  std::vector<int64_t> stored_bytes(ParamId param);
+  bool is_stored_on_device(ParamId param);
+  std::vector<const void*> stored_on_device(ParamId param);
+  void write_stored(ParamId param, const std::vector<StoredRange>& ranges);
+  // Device memory, on the compute queue.
+  void copy_on_device(void* to, const void* from, int64_t num_bytes);
+  // Frees what the chunk has on the device and the host, whose values are elsewhere; close() comes soon.
+  void leave_stored(ChunkId chunk);
   // The same [Note: values set aside]; close() must come next.
   ValueRanges::SetAside set_aside(const std::vector<ValueRange>& ranges);
   // The gradient of a parameter that has one, after prepare_step(); with a loss scale, scaled. A gradient that is

@@ -2,7 +2,8 @@
 // changes. float32 at the border, as in engine/chunk_values.h; here from and to memory or files of any number.
 //
 // What is float32 where it lies, in host memory, is copied without anything in between; what is on the device goes
-// through two pieces of pinned memory in turn; all else as ChunkValues does it.
+// through two pieces of pinned memory in turn; all else as ChunkValues does it. What stays on devices does not pass
+// through host memory at all ([Note: stored elements]).
 //
 // [Note: a thread for each file] A file is written by one thread at a time, since the kernel lets no other one write to
 // it meanwhile; so whoever wants many threads gives many files. Any number read from one.
@@ -25,6 +26,18 @@ struct ValueRange {
   int64_t end;
   int file;    // index, or kInMemory
   int64_t at;  // where the elements are to be or are: an offset in the file, or an address
+};
+
+// [Note: stored elements] Of the arrays that a trained parameter consists of (its compute value, where that is kept, and
+// the optimizer's), elements as they are stored, which is the same on any number of ranks. Where all of a chunk's arrays
+// lie on the device they can be copied from device to device: by this rank's part of a parameter, element by element.
+// Blocks of 8 bits are none of them: where blocks begin depends on the rank.
+struct StoredRange {
+  int array;          // index among the parameter's
+  int64_t begin;      // elements [begin, end) of the parameter, of this rank's part
+  int64_t end;
+  const void* from;   // the first of them
+  Tier where;
 };
 
 struct RangeFile {
@@ -57,6 +70,16 @@ class ValueRanges {
   // after this.
   SetAside set_aside(const std::vector<ValueRange>& ranges);
 
+  // [Note: stored elements] Bytes of an element of each of the parameter's arrays; none where they cannot be copied so.
+  std::vector<int64_t> stored_bytes(ParamId param) const;
+  // Whether all arrays of the parameter's chunk can be copied so, and are on the device.
+  bool is_stored_on_device(ParamId param) const;
+  // Where this rank's part of each array begins on the device, complete on the compute queue.
+  std::vector<const void*> stored_on_device(ParamId param);
+  // Into the chunk, on its home; on the compute queue where that is the device. The ranges of each array are together
+  // this rank's part of it.
+  void write_stored(ParamId param, const std::vector<StoredRange>& ranges);
+
  private:
   struct Copy {
     char* memory;
@@ -67,6 +90,7 @@ class ValueRanges {
   class Staging;
 
   ParamShard shard_of(const ValueRange& range) const { return memory_.layout().shard_of(range.param); }
+  std::vector<ArrayId> stored_arrays(ParamId param) const;
   bool is_plain(const ValueRange& range) const;
   // The first element of this rank's part of a plain array in host memory, where this thread may read it; null: it is
   // not there.

@@ -16,6 +16,7 @@ from patrickstar.elastic.transfers import own_address
 from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
 from patrickstar.ranks.distributed import Place, serve_world
+from patrickstar.ranks.passing import PassingPlace
 
 MEMORY = "memory"
 """What a process that joins says of it: :class:`MemoryFacts`."""
@@ -76,6 +77,10 @@ class ResizePlan:
     """Of each parameter in chunks."""
     folder: str
     """Of the leader; a process that joins uses its own, if it has one, or this if it is there."""
+    step_plan: str
+    """The old ranks' plan of a step, as JSON, with which the new ones begin; "": they have none yet."""
+    on_device: list[int] = dataclasses.field(default_factory=list)
+    """Parameters that stay on devices ([Note: shards on devices])."""
 
     def new_rank(self, old: int | None, guest: int | None = None) -> int | None:
         """Of an old rank, or of a process that joins; None: it leaves."""
@@ -95,6 +100,21 @@ class ResizePlan:
             host=self.host,
             port=self.port,
         )
+
+    def passing_place(self, old: int | None, guest: int | None = None) -> PassingPlace:
+        """Of a process among all that take part: old ranks, then those that join."""
+        rank = old if old is not None else self.num_old + self.guests.index(_given(guest))
+        return PassingPlace(rank=rank, size=self.num_old + len(self.guests), host=self.host, port=self.port)
+
+    def passing_targets(self) -> dict[int, int]:
+        """By new rank, its :meth:`passing_place`'s rank."""
+        joining = iter(range(self.num_old, self.num_old + len(self.guests)))
+        return {new: next(joining) if old is None else old for new, old in enumerate(self.former)}
+
+
+def _given(guest: int | None) -> int:
+    assert guest is not None  # who is no old rank joins
+    return guest
 
 
 def make_plan(
@@ -132,7 +152,15 @@ def make_plan(
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
         folder=options.folder,
+        step_plan=_step_plan(session),
     )
+
+
+def _step_plan(session: Session) -> str:
+    """Without times: those of updates and messages are of another number of ranks."""
+    if not session.runtime.timeline():
+        return ""
+    return dataclasses.replace(session.plan(), times=None, prediction=None).to_json()
 
 
 def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:

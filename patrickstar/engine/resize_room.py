@@ -8,6 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.elastic.sampler import OfTide
@@ -66,11 +68,16 @@ class MemoryFacts:
     """That its chunks have of the host, and give back when it closes its core."""
     device_bytes: int
     """Its budget on its device so far."""
+    device: str
+    """The GPU, the same in all processes; "": it is simulated."""
+    free_device_bytes: int
+    """Of its device, that nobody has taken."""
 
     @classmethod
     def of(cls, session: Session) -> MemoryFacts:
         """Of this process."""
         report = session.report()
+        device, free = _device_facts(session.device)
         return cls(
             host=socket.gethostname(),
             available_bytes=available_bytes(),
@@ -78,7 +85,16 @@ class MemoryFacts:
             reserve_bytes=reserve_bytes(),
             held_bytes=report["host_bytes"],
             device_bytes=report["device_budget_bytes"],
+            device=device,
+            free_device_bytes=free,
         )
+
+
+def _device_facts(device: torch.device) -> tuple[str, int]:
+    if device.type != "cuda":
+        return "", _C.UNLIMITED
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + idle
 
 
 def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> list[Budgets]:
@@ -124,6 +140,18 @@ def check_expected_room(session: Session, staying: Sequence[MemoryFacts], ending
                 f"is expected to have {budgets.device_bytes} bytes of its device and {budgets.host_bytes} of its host "
                 f"({staying[rank].host}); keep more ranks, or free memory there"
             )
+
+
+def device_rooms(facts: Sequence[MemoryFacts], staying: Sequence[MemoryFacts]) -> list[int]:
+    """By new rank, what may be received on its device; nothing where processes share one, which has no room for both.
+
+    Args:
+        facts: by old rank.
+        staying: by new rank.
+    """
+    gpus = [one.device for one in facts] + [one.device for one in staying if one not in facts]
+    is_shared = len(set(gpus)) < len(gpus) and set(gpus) != {""}
+    return [0 if is_shared else one.free_device_bytes for one in staying]
 
 
 def check_copies(facts: Sequence[MemoryFacts], copied_bytes: Sequence[int]) -> None:

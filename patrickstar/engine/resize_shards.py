@@ -12,6 +12,7 @@ from patrickstar import _C
 from patrickstar.elastic.movement import Move, Part, find_moves, kept
 from patrickstar.elastic.published import OpenFile, Piece, PublishedShards
 from patrickstar.elastic.transfers import FileServer, own_address
+from patrickstar.engine.resize_devices import DeviceShards, stored_bytes, those_with_room
 from patrickstar.engine.resize_handover import STATE_NAME, state_path
 from patrickstar.engine.resize_plan import ResizeOptions, ResizePlan
 from patrickstar.engine.session import Session
@@ -38,32 +39,42 @@ class Shards:
 
     def __init__(self, session: Session, plan: ResizePlan, new: int | None, folder: str):
         params = session.params_now()
-        old = _parts(session, params, plan.chunk_numel, plan.num_old)
-        self.new = _parts(session, params, plan.chunk_numel, len(plan.former))
-        self.old = old
-        self.moves = find_moves(old, self.new, plan.former)
+        self.old, self.new, self.moves = all_moves(session, plan)
+        self.sizes = stored_bytes(session, plan.on_device)
         trained = [spec.trained for spec in params.chunked]
         self.arrays = {
             index: len(_arrays(session)) if trained[index] and count > 0 else 1
             for index, count in enumerate(plan.step_counts)
         }
-        self.files = PublishedShards(folder, plan.token, self.moves, self.arrays)
+        through_files = [move for move in self.moves if move.param not in self.sizes]
+        self.files = PublishedShards(folder, plan.token, through_files, self.arrays)
         self._state_files = [state_path(folder, plan.token)]
         if new is not None:
             self._state_files.append(state_path(folder, f"{plan.token}-for{new}"))
 
     def num_bytes(self, moves: Sequence[Move]) -> int:
         """That these moves take."""
-        return sum(move.numel * self.arrays[move.param] for move in moves) * torch.float32.itemsize
+        return sum(move.numel * self._element_bytes(move.param) for move in moves)
+
+    def _element_bytes(self, param: int) -> int:
+        return sum(self.sizes.get(param, ())) or self.arrays[param] * torch.float32.itemsize
 
     def copied_bytes(self, old: int, new: int | None) -> int:
-        """That an old rank has beside its core until it has closed that: what it publishes, and what it keeps."""
-        published = self.num_bytes([move for move in self.moves if move.source == old])
+        """That an old rank has on its host beside its core until it has closed that: what it publishes, and what it
+        keeps.
+        """
+        published = self.num_bytes([one for one in self.moves if one.source == old and one.param not in self.sizes])
         if new is None:
             return published
         parts = enumerate(zip(self.new[new], self.old[old], strict=True))
-        of_each = ((kept(*both), self.arrays[param]) for param, both in parts)
+        of_each = ((kept(*both), self.arrays[param]) for param, both in parts if param not in self.sizes)
         return published + sum((end - begin) * count for (begin, end), count in of_each) * torch.float32.itemsize
+
+    def on_devices(self, old: int | None, new: int | None) -> DeviceShards:
+        """Of a process of these ranks, None: it is none."""
+        return DeviceShards(
+            self.sizes, None if old is None else self.old[old], None if new is None else self.new[new]
+        )
 
     def remove(self) -> None:
         """Removes all files of this resize from this process's folder, those of others too."""
@@ -97,19 +108,20 @@ class Shards:
 class Held:
     """What a process has of its new shards: what it keeps, where the old core had it, and others' files."""
 
-    def __init__(self, shards: Shards, old: int | None, new: int | None):
-        """``old``, ``new``: this process's ranks, None: it is none."""
-        self._shards, self._old, self._new = shards, old, new
+    def __init__(self, shards: Shards, on_device: DeviceShards, old: int | None, new: int | None):
+        """``on_device``: what it has and got there; ``old``, ``new``: this process's ranks, None: it is none."""
+        self._shards, self._on_device, self._old, self._new = shards, on_device, old, new
         self._parts = shards.new[new] if new is not None else []
         self._kept: dict[tuple[int, int], list[_Range]] = {}
         self._memory: list[_C.HostMapping | _C.KeptRegions] = []
 
     def set_aside(self, session: Session) -> _C.KeptRegions:
         """What is kept of a core that is closed next. Gives the memory in which nothing of it is."""
+        self._on_device.set_aside(session)
         if self._old is None or self._new is None:
             return session.runtime.keep_memory()
         both = enumerate(zip(self._parts, self._shards.old[self._old], strict=True))
-        parts = {param: kept(*parts) for param, parts in both}
+        parts = {param: kept(*parts) for param, parts in both if param not in self._shards.sizes}
         sizes = {
             (param, array): (end - begin) * torch.float32.itemsize
             for param, (begin, end) in parts.items()
@@ -130,6 +142,7 @@ class Held:
     def fill(self, session: Session) -> None:
         """Writes this rank's part of all arrays, and lets go of what was kept."""
         kinds = _arrays(session)
+        self._on_device.fill(session)
         with self._shards.files.opened(self._new) as (pieces, files):
             sources = self._kept
             for piece in pieces:
@@ -138,12 +151,28 @@ class Held:
                 sources.setdefault((move.param, piece.array), []).append(found)
             ranges: list[_Range] = []
             for param, (begin, _) in enumerate(self._parts):
+                if param in self._shards.sizes:
+                    continue
                 for array in range(self._shards.arrays[param]):
                     nothing = (param, kinds[array], begin, begin, _IN_MEMORY, 0)  # the chunk has the state all the same
                     ranges += sources.get((param, array), [nothing])
             session.runtime.write_ranges(ranges, files)
         self._kept.clear()
         self._memory.clear()
+
+
+def all_moves(session: Session, plan: ResizePlan) -> tuple[list[list[Part]], list[list[Part]], list[Move]]:
+    """Each old rank's part of each parameter, each new one's, and what travels."""
+    params = session.params_now()
+    old = _parts(session, params, plan.chunk_numel, plan.num_old)
+    new = _parts(session, params, plan.chunk_numel, len(plan.former))
+    return old, new, find_moves(old, new, plan.former)
+
+
+def choose_params(session: Session, plan: ResizePlan, on_device: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """Of the parameters on all old ranks' devices, those that stay on devices; ``rooms`` by new rank, in bytes."""
+    _, _, moves = all_moves(session, plan)
+    return those_with_room(on_device, stored_bytes(session, on_device), moves, rooms)
 
 
 def publish(session: Session, shards: Shards, rank: int) -> None:

@@ -6,6 +6,10 @@ whoever needs them checks that they are in its folder, or fetches its pieces of 
 it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
 ``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.
 
+[Note: a plan for other ranks] The new core begins with the old ranks' plan of a step, if they had one: chunks and what
+a step does with them are the same, and tides are alike. So states go to devices as they come, and the first step
+replays a plan. Where it differs, it fetches on demand as any step does.
+
 A process that joins has an engine of its own alone, whose values count for nothing, and goes through the same steps.
 """
 
@@ -32,6 +36,7 @@ from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_agreement import all_or_none, together
+from patrickstar.engine.resize_devices import DeviceShards, on_all_devices, params_on_device
 from patrickstar.engine.resize_handover import (
     check_state,
     managed_states,
@@ -55,17 +60,20 @@ from patrickstar.engine.resize_room import (
     check_copies,
     check_expected_room,
     check_room,
+    device_rooms,
     least_of_all,
 )
-from patrickstar.engine.resize_shards import Held, Shards, publish
+from patrickstar.engine.resize_shards import Held, Shards, choose_params, publish
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import check_same_model
+from patrickstar.planning.step_plan import Plan
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
+from patrickstar.ranks.passing import PassingPlace, passing_communicator
 
 _REFUSAL = "refusal"  # a key of an invitation
 
@@ -96,6 +104,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             allowed = allowed_micro_batches(session, num_ranks, options.carried)
         allowed = least_of_all(together(session, json.dumps(allowed)))
         facts = _shared_facts(session)
+        on_device = on_all_devices(together(session, json.dumps(params_on_device(session))))
         with all_or_none(session, "the ranks were not gathered"):
             if is_leader:
                 guests: dict[int, dict[str, Any]] = {}
@@ -104,13 +113,15 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     guests = meeting.gather(num_joining, options.timeout_seconds)
                     try:
                         check_guests(session, guests, options.carried)
-                        _check_memory(session, former, facts, guests)
+                        _check_memory(session, _staying(former, facts, guests), former, facts)
                     except (ResizeError, _C.MemoryBudgetError) as error:
                         _send_away(meeting, guests, str(error))
                         raise
                 else:
-                    _check_memory(session, former, facts, {})
+                    _check_memory(session, _staying(former, facts, {}), former, facts)
                 plan = make_plan(session, former, guests, options, allowed)
+                rooms = device_rooms(facts, _staying(former, facts, guests))
+                plan = dataclasses.replace(plan, on_device=choose_params(session, plan, on_device, rooms))
         plan = _shared_plan(session, plan)
         if is_leader and meeting is not None:
             until_decided.enter_context(meeting.beating(plan.token))
@@ -118,6 +129,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         options.note_phase(Phase.PUBLISH)
         new = plan.new_rank(control.rank)
         shards = Shards(session, plan, new, options.folder)
+        on_devices = shards.on_devices(control.rank, new)
         server: FileServer | None = None
         is_decided = False
         try:
@@ -134,6 +146,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if is_leader and meeting is not None:
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                _pass_on(session, plan, shards, on_devices, plan.passing_place(control.rank), options)
                 if new is not None:
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
@@ -157,7 +170,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 server.close()
         if new is None and server is not None:
             shards.remove_given(control.rank, server)
-        return _change(session, plan, shards, control.rank, new, options)
+        return _change(session, plan, shards, Held(shards, on_devices, control.rank, new), new, options)
 
 
 def join_session(session: Session, options: ResizeOptions) -> Resized:
@@ -184,8 +197,10 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         problem: str | None = None
         folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
         shards = Shards(session, plan, rank, folder)
+        on_devices = shards.on_devices(None, rank)
         try:
             _check_carried(options.carried, len(plan.former))
+            _pass_on(session, plan, shards, on_devices, plan.passing_place(None, number), options)
             shards.files.reach(rank, invitation["addresses"], options.timeout_seconds)
             state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
             check_state(state, options.carried)
@@ -197,14 +212,14 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
     if decision is Decision.STAY or problem is not None:
         shards.remove_reached(rank)
         raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
-    return _change(session, plan, shards, None, rank, options, state)
+    return _change(session, plan, shards, Held(shards, on_devices, None, rank), rank, options, state)
 
 
 def _change(
     session: Session,
     plan: ResizePlan,
     shards: Shards,
-    old: int | None,
+    held: Held,
     new: int | None,
     options: ResizeOptions,
     state: dict[str, Any] | None = None,
@@ -212,7 +227,6 @@ def _change(
     """After the decision; see [Note: order of a resize]. ``state``: what a process that joins takes over."""
     try:
         options.note_phase(Phase.CLOSE)
-        held = Held(shards, old, new)
         managed = managed_states(session) if state is None else state["managed"]
         vacated = session.vacate(lambda: held.set_aside(session))
         total = shards.num_bytes(shards.moves)
@@ -252,6 +266,7 @@ def _change(
                 plan.chunk_numel,
                 vacated,
                 lambda: held.fill(session),
+                _plan_to_begin_with(plan),
             )
             for param, count in enumerate(plan.step_counts):
                 if shards.arrays[param] > 1:
@@ -312,14 +327,48 @@ def _shared_facts(session: Session) -> list[MemoryFacts]:
         return [MemoryFacts(**json.loads(message)) for message in told]
 
 
-def _check_memory(
+def _pass_on(
     session: Session,
-    former: Sequence[int | None],
-    facts: Sequence[MemoryFacts],
-    guests: Mapping[int, Mapping[str, Any]],
+    plan: ResizePlan,
+    shards: Shards,
+    on_devices: DeviceShards,
+    place: PassingPlace,
+    options: ResizeOptions,
 ) -> None:
+    """All processes call this at the same point, before the decision."""
+    if not any(move.param in shards.sizes for move in shards.moves):
+        return
+    limit = options.timeout_seconds
+    old_ranks = {old: old for old in range(plan.num_old)}
+    if not plan.guests:
+        with session.guard("resize"):
+            on_devices.pass_on(
+                session, session.ranks.scatter, shards.moves, old_ranks, plan.passing_targets(), limit
+            )
+        return
+    name = f"resize {plan.token}"
+    with passing_communicator(name, place, session.device, timeout_seconds=limit) as communicator:
+        try:
+            on_devices.pass_on(session, communicator, shards.moves, old_ranks, plan.passing_targets(), limit)
+        except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
+            raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
+
+
+def _plan_to_begin_with(plan: ResizePlan) -> Plan | None:
+    return Plan.from_json(plan.step_plan, "the old ranks' plan") if plan.step_plan else None
+
+
+def _staying(
+    former: Sequence[int | None], facts: Sequence[MemoryFacts], guests: Mapping[int, Mapping[str, Any]]
+) -> list[MemoryFacts]:
+    """Of the processes by new rank."""
     joining = iter([MemoryFacts(**said[MEMORY]) for said in guests.values()])
-    staying = [next(joining) if old is None else facts[old] for old in former]
+    return [next(joining) if old is None else facts[old] for old in former]
+
+
+def _check_memory(
+    session: Session, staying: Sequence[MemoryFacts], former: Sequence[int | None], facts: Sequence[MemoryFacts]
+) -> None:
     check_expected_room(session, staying, [facts[old] for old in range(len(facts)) if old not in former])
 
 

@@ -242,10 +242,15 @@ class Session:
         chunk_numel: int,
         vacated: Vacated,
         fill: Callable[[], None],
+        expected: Plan | None,
     ) -> None:
-        """After :meth:`vacate`, with other ranks; ``fill`` writes the values of all parameters."""
+        """After :meth:`vacate`, with other ranks. ``fill`` writes the values of all parameters; ``expected``: the plan
+        to begin with, by whose step states have their places before they come; None: there is none. All ranks call it.
+        """
         self.mesh, self.ranks, self.chunk_ranks, self.matrices = mesh, mesh.everybody, chunk_ranks, matrices
         self._open_core(budgets, chunk_numel, vacated.memory)
+        if expected is not None and len(expected.chunks) == self.layout.num_chunks:
+            adopt_plan(self.runtime, expected)
         self.adopt(None).take_over(vacated.params, fill)
         self.complete(None)
         self.stage, self._gradient_scale = Stage.IDLE, None

@@ -57,10 +57,10 @@ def samples() -> torch.utils.data.TensorDataset:
 
 def state_of(engine: Any, optimizer: Any) -> dict[str, Any]:
     """All that must not change in a resize."""
-    found = {name: value.clone() for name, value in engine.state_dict().items()}
+    found = {name: value.cpu().clone() for name, value in engine.state_dict().items()}
     state = optimizer.state_dict()
     for index, entry in state["state"].items():
-        found |= {f"{index} {key}": value.clone() for key, value in entry.items()}
+        found |= {f"{index} {key}": value.cpu().clone() for key, value in entry.items()}
     found["scaler"] = torch.tensor([float(value) for value in state.get("loss_scaler", {}).values()])
     found["steps"] = torch.tensor(engine._session.num_steps)
     found["lr"] = torch.tensor(state["param_groups"][0]["lr"])
@@ -91,7 +91,7 @@ def train(
     joins_before = joining_steps(plan)[number]
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=60)
     config["optimizer"] = optimizer_section or config["optimizer"]
-    engine, optimizer = initialize_engine(build, 0, config)
+    engine, optimizer = initialize_engine(build, int(os.environ["LOCAL_RANK"]), config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 3, seed=1)
     carried = {"schedule": schedule, "sampler": sampler}
@@ -114,7 +114,8 @@ def train(
         micro_batches = next(loader)
         optimizer.zero_grad()
         for indices, inputs, targets in micro_batches:
-            loss = nn.functional.mse_loss(engine(inputs).float(), targets)
+            outputs = engine(inputs).float()
+            loss = nn.functional.mse_loss(outputs, targets.to(outputs.device))
             engine.backward(loss / len(micro_batches))
             result["losses"].setdefault(step, []).append(loss.item())
             result["seen"].setdefault(step, []).extend(indices.tolist())

@@ -8,8 +8,16 @@ import torch
 from patrickstar.elastic import Membership, serve_rendezvous
 from tests.distributed import run_ranks
 from tests.elastic.runs import GLOBAL_BATCH, joining_steps, train
+from tests.training import make_host_config
 
+ON_HOST = make_host_config("fp32")["optimizer"]
+"""Of a configuration: nothing stays on devices, so that files are what shards travel in."""
 ALONE = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def alone(number):
+    """The environment of a process that begins alone, on a GPU of its own where there are enough."""
+    return ALONE | {"LOCAL_RANK": str(number % max(torch.cuda.device_count(), 1))}
 
 
 def run(plan, folder, precision, optimizer=None):
@@ -22,7 +30,7 @@ def run(plan, folder, precision, optimizer=None):
         str(folder),
         precision,
         optimizer,
-        environment=lambda number: ALONE,
+        environment=alone,
         timeout_seconds=150,
     )
 
@@ -72,7 +80,11 @@ def test_processes_without_a_common_folder_fetch_what_they_need(tmp_path):
     """As on hosts of their own: old ranks, processes that join, and one that leaves and has what others need."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
-    check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}")
+    check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, own_folders="{}", optimizer=ON_HOST)
+
+
+def test_states_on_the_host_go_through_files(tmp_path):
+    check([1, 2, 3, 1], tmp_path, "fp32", 1e-4, optimizer=ON_HOST)
 
 
 def test_one_two_and_one_rank_with_one_moment(tmp_path):

@@ -1,0 +1,187 @@
+"""What of an engine's shards stays on devices in a resize.
+
+[Note: shards on devices] Where all arrays of a parameter lie on the device of every old rank, its values do not pass
+host memory. What another process needs of them goes from device to device, as it is stored, before the decision; it
+lies in memory of its own there until the new core takes it. What a process keeps is copied into such memory when its
+old core is closed, and freed as the new core has it, both chunk by chunk: so a device holds it once, and one chunk more.
+Where states are on devices follows from the old ranks' plan, which the new ones begin with ([Note: a plan for other
+ranks], resizing.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from patrickstar import _C
+from patrickstar.elastic.movement import Move, Part, kept
+from patrickstar.engine.session import Session
+from patrickstar.ranks.messages import reading
+from patrickstar.ranks.passing import PeerBytes, exchange
+
+_BATCH_MESSAGES = 64  # that are enqueued together
+_ROOM_SHARE = 0.9
+"""Of what is free on a device, that arriving values may take; the rest is for what their transport takes."""
+
+
+def params_on_device(session: Session) -> list[int]:
+    """Parameters of which all arrays lie on this process's device, as they may be copied."""
+    params = range(len(session.plan_of_params.chunked))
+    return [param for param in params if session.runtime.is_stored_on_device(param)]
+
+
+def on_all_devices(told: Iterable[bytes]) -> list[int]:
+    """Of what ranks say :func:`params_on_device` is on each, as JSON, what is so on all of them."""
+    with reading("parameters on devices"):
+        return sorted(set.intersection(*(set(json.loads(message)) for message in told)))
+
+
+def stored_bytes(session: Session, params: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Of each parameter, the bytes of an element of each of its arrays."""
+    return {param: tuple(session.runtime.stored_bytes(param)) for param in params}
+
+
+def those_with_room(
+    params: Sequence[int], sizes: dict[int, tuple[int, ...]], moves: Sequence[Move], room_bytes: Sequence[int]
+) -> list[int]:
+    """As many of the parameters as new ranks' devices have room to receive.
+
+    Args:
+        params: on all old ranks' devices.
+        sizes: :func:`stored_bytes` of them.
+        moves: of all parameters.
+        room_bytes: by new rank, what is free on its device.
+    """
+    left = [int(room * _ROOM_SHARE) for room in room_bytes]
+    arriving: dict[int, list[Move]] = {}
+    for move in moves:
+        arriving.setdefault(move.param, []).append(move)
+    chosen = []
+    for param in params:
+        for move in arriving.get(param, []):
+            left[move.target] -= move.numel * sum(sizes[param])
+        if min(left) < 0:
+            break
+        chosen.append(param)
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Elements [begin, end) of an array of a parameter, in memory of their own."""
+
+    array: int
+    begin: int
+    end: int
+    memory: torch.Tensor
+
+
+class DeviceShards:
+    """What one process has and gets of the parameters that stay on devices.
+
+    Args:
+        sizes: :func:`stored_bytes` of them.
+        old: this process's part of each parameter so far; None: it was no rank.
+        new: the same from now on; None: it leaves.
+    """
+
+    def __init__(self, sizes: dict[int, tuple[int, ...]], old: Sequence[Part] | None, new: Sequence[Part] | None):
+        self._sizes, self._old, self._new = sizes, old, new
+        self._pieces: dict[int, list[_Piece]] = {param: [] for param in sizes}
+
+    @property
+    def params(self) -> list[int]:
+        """The parameters, in ascending order."""
+        return list(self._sizes)
+
+    def num_bytes(self, move: Move) -> int:
+        """That a move of one of them takes."""
+        return move.numel * sum(self._sizes[move.param])
+
+    def pass_on(
+        self,
+        session: Session,
+        communicator: _C.collective.Communicator,
+        moves: Sequence[Move],
+        sources: dict[int, int],
+        targets: dict[int, int],
+        timeout_seconds: float,
+    ) -> None:
+        """Sends what others need of this process, and receives what it needs.
+
+        Args:
+            session: of this process, between steps.
+            communicator: of all processes.
+            moves: of all parameters, the same on all processes.
+            sources: by old rank, the process's rank in ``communicator``.
+            targets: by new rank, likewise.
+            timeout_seconds: for all of it.
+
+        Raises:
+            RankFailure: of ``exchange``.
+            torch.OutOfMemoryError: there is no room for what comes.
+        """
+        mine = communicator.rank
+        addresses: dict[int, list[int]] = {}
+        sends: list[PeerBytes] = []
+        receives: list[PeerBytes] = []
+        batches = []
+        passing = [move for move in moves if move.param in self._sizes]
+        for count, move in enumerate(passing, 1):
+            source, target, sizes = sources[move.source], targets[move.target], self._sizes[move.param]
+            if source == mine:
+                if move.param not in addresses:
+                    addresses[move.param] = session.runtime.stored_on_device(move.param)
+                assert self._old is not None
+                at = move.begin - self._old[move.param][0]
+                ours = zip(addresses[move.param], sizes, strict=True)
+                sends += [(target, address + at * size, move.numel * size) for address, size in ours]
+            elif target == mine:
+                pieces = [self._make(session, move.param, a, move.begin, move.end) for a in range(len(sizes))]
+                receives += [(source, p.memory.data_ptr(), p.memory.numel()) for p in pieces]
+            if count % _BATCH_MESSAGES == 0 or count == len(passing):
+                batches.append((sends, receives))
+                sends, receives = [], []
+        exchange(communicator, batches, session.device, timeout_seconds=timeout_seconds)
+
+    def _make(self, session: Session, param: int, array: int, begin: int, end: int) -> _Piece:
+        num_bytes = (end - begin) * self._sizes[param][array]
+        with _C.HostAllocations():
+            piece = _Piece(array, begin, end, torch.empty(num_bytes, dtype=torch.uint8, device=session.device))
+        self._pieces[param].append(piece)
+        return piece
+
+    def set_aside(self, session: Session) -> None:
+        """Copies what this process keeps, chunk by chunk, of a core that is closed next."""
+        if self._old is None:
+            return
+        for params in self._by_chunk(session):
+            for param in params if self._new is not None else ():
+                begin, end = kept(self._new[param], self._old[param])
+                addresses = session.runtime.stored_on_device(param) if begin < end else []
+                for array, (address, size) in enumerate(zip(addresses, self._sizes[param], strict=False)):
+                    piece = self._make(session, param, array, begin, end)
+                    at = address + (begin - self._old[param][0]) * size
+                    session.runtime.copy_on_device(piece.memory.data_ptr(), at, piece.memory.numel())
+            if params:
+                session.runtime.leave_stored(session.layout.placement(params[0])[0])
+
+    def fill(self, session: Session) -> None:
+        """Gives the new core all of it, chunk by chunk."""
+        for params in self._by_chunk(session):
+            for param in params:
+                pieces = self._pieces[param]
+                ranges = [(p.array, p.begin, p.end, p.memory.data_ptr(), _C.Tier.DEVICE) for p in pieces]
+                session.runtime.write_stored(param, ranges)
+            if session.device.type == "cuda":
+                torch.cuda.synchronize(session.device)  # the memory may be given to another queue
+            for param in params:
+                self._pieces[param].clear()
+
+    def _by_chunk(self, session: Session) -> Iterator[list[int]]:
+        """These parameters, by the chunks of the session's present core."""
+        for chunk in range(session.layout.num_chunks):
+            yield [param for param in session.layout.chunk(chunk)["params"] if param in self._sizes]
