@@ -126,4 +126,14 @@ std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes);
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes);
 #endif
 
+// [Note: between two cores] Device memory that no engine owns, for values on their way from an engine's core that ends
+// to the next one's; the simulated device does not count it. It may be used on the compute queue, and be freed when
+// nothing uses it any more. On CUDA it is made of what slots have left and leaves it to them: as long as there is some,
+// a backend that is made keeps what PyTorch has cached, since returning gigabytes to the driver and having them back
+// takes seconds. Throws MemoryBudgetError where there is no room.
+std::shared_ptr<void> take_cpu_memory(int64_t num_bytes);
+#ifdef PATRICKSTAR_WITH_CUDA
+std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes);
+#endif
+
 }  // namespace patrickstar

@@ -1,6 +1,7 @@
 // The CPU backend: the device is simulated, the calling thread is its compute queue.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -173,5 +174,12 @@ class CpuBackend final : public Backend {
 }  // namespace
 
 std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes) { return std::make_unique<CpuBackend>(limit_bytes); }
+
+std::shared_ptr<void> take_cpu_memory(int64_t num_bytes) {
+  std::shared_ptr<void> memory(std::malloc(static_cast<size_t>(std::max<int64_t>(num_bytes, 1))), std::free);
+  PS_CHECK(memory != nullptr, MemoryBudgetError, "the host has no room for ", num_bytes,
+           " bytes of values between two cores; free memory there");
+  return memory;
+}
 
 }  // namespace patrickstar

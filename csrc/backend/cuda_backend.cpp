@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <map>
@@ -54,6 +55,17 @@ cudaStream_t lasting_stream(int device, Queue queue) {
   return stream;
 }
 
+// [Note: between two cores] Bytes that are taken, by device.
+std::atomic<int64_t>& taken_bytes(int device) {
+  static std::array<std::atomic<int64_t>, C10_COMPILE_TIME_MAX_GPUS> bytes{};
+  return bytes[static_cast<size_t>(device)];
+}
+
+int64_t cached_bytes(c10::DeviceIndex device) {
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device);
+  return stats.reserved_bytes[kAggregate].current - stats.allocated_bytes[kAggregate].current;
+}
+
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
 cudaEvent_t native(const Event& event) { return static_cast<const CudaEvent&>(*event).event; }
 
@@ -97,7 +109,11 @@ class CudaBackend final : public Backend {
     }
     allocator_limit_.emplace(device_, limit_bytes_ - rounding_bytes, total_bytes_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
-    c10::cuda::CUDACachingAllocator::emptyCache();
+    if (taken_bytes(device) > 0) {
+      cached_slot_bytes_ = cached_bytes(device_);
+    } else {
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    }
     reset_peak();
   }
   ~CudaBackend() override {
@@ -320,6 +336,35 @@ class CudaBackend final : public Backend {
 };
 
 }  // namespace
+
+std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const cudaStream_t stream = lasting_stream(device, Queue::kUpload);
+  const CudaSlotAllocationScope scope;
+  void* pointer = nullptr;
+  try {
+    pointer = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(num_bytes), stream);
+  } catch (const c10::OutOfMemoryError&) {
+    throw MemoryBudgetError(detail::join("cuda:", device, " has no room for ", num_bytes,
+                                         " bytes of values between two cores; give device_memory that leaves it some"));
+  }
+  taken_bytes(device) += num_bytes;
+  std::shared_ptr<void> memory(pointer, [device, num_bytes](void* data) {
+    taken_bytes(device) -= num_bytes;
+    try {
+      c10::cuda::CUDACachingAllocator::raw_delete(data);
+    } catch (const std::exception&) {  // the device has failed, and its memory with it
+    }
+  });
+  // Its last user before was of the upload stream's order.
+  cudaEvent_t before = nullptr;
+  PS_CUDA_CHECK(cudaEventCreateWithFlags(&before, cudaEventDisableTiming));
+  PS_CUDA_CHECK(cudaEventRecord(before, stream));
+  PS_CUDA_CHECK(cudaStreamWaitEvent(
+      c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream(), before, 0));
+  PS_CUDA_CHECK(cudaEventDestroy(before));
+  return memory;
+}
 
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes) {
   PS_CHECK(device < c10::cuda::device_count(), ArgumentError, "local_rank ", device, " names a GPU that is not there; ",

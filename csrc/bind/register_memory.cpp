@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 
+#include "backend/backend.h"
 #include "backend/device_meter.h"
 #include "bind/bind.h"
 #include "common/check.h"
@@ -43,6 +44,28 @@ RegionHooks region_hooks(bool prepares, int num_failures, const std::vector<int>
   }
   return hooks;
 }
+
+// [Note: between two cores]
+class DeviceMemory {
+ public:
+  DeviceMemory(int cuda_device, int64_t num_bytes) : num_bytes_(num_bytes) {
+#ifdef PATRICKSTAR_WITH_CUDA
+    if (cuda_device >= 0) {
+      memory_ = take_cuda_memory(cuda_device, num_bytes);
+      return;
+    }
+#endif
+    PS_CHECK(cuda_device < 0, ArgumentError, "this build of PatrickStar has no CUDA part; give -1");
+    memory_ = take_cpu_memory(num_bytes);
+  }
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(memory_.get()); }
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  std::shared_ptr<void> memory_;
+  int64_t num_bytes_;
+};
 
 // For tests: addresses as integers.
 class AddressedArena {
@@ -89,6 +112,18 @@ void register_memory(py::module_& module) {
       .def(py::init<int64_t>(), py::arg("num_bytes"))
       .def_property_readonly("address",
                              [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
+  py::class_<DeviceMemory>(module, "DeviceMemory", R"(Memory of a device that no engine owns, for values on their way from
+an engine's core that ends to the next one's. It may be used on the current stream, and let go of when that is over.
+
+Args:
+    cuda_device: the GPU's index; -1: of the simulated device, which does not count it.
+    num_bytes: its size.
+
+Raises:
+    MemoryBudgetError: there is no room.)")
+      .def(py::init<int, int64_t>(), py::arg("cuda_device"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("address", &DeviceMemory::address)
+      .def_property_readonly("num_bytes", &DeviceMemory::num_bytes);
   py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(module, "KeptRegions",
                                                         "Host memory from engine to engine (memory/host_arena.h).")
       .def(py::init<>())

@@ -32,7 +32,7 @@ ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 _PREFIX = "patrickstar/elastic"
 _BEAT_SECONDS = 0.2
 _GONE_SECONDS = 5.0  # without a heartbeat; a loaded machine is slow
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.005
 _CONNECT_SECONDS = 60.0
 
 

@@ -10,6 +10,7 @@ ranks], resizing.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,22 @@ def params_on_device(session: Session) -> list[int]:
     """Parameters of which all arrays lie on this process's device, as they may be copied."""
     params = range(len(session.plan_of_params.chunked))
     return [param for param in params if session.runtime.is_stored_on_device(param)]
+
+
+def prepare_to_receive(session: Session) -> None:
+    """What a process that will join can do before it is awaited. To map device memory takes a second for some tens of
+    gigabytes, and to load NCCL a tenth: so memory for as much as it may get, which is half of what there is, is taken
+    and left to PyTorch's cache.
+    """
+    if session.device.type != "cuda":
+        return
+    _C.collective.make_nccl_id()
+    numels = [spec.param.numel() for spec in session.plan_of_params.chunked]
+    sizes = stored_bytes(session, range(len(numels)))
+    free, _ = torch.cuda.mem_get_info(session.device)
+    wanted = sum(numel * sum(sizes[param]) for param, numel in enumerate(numels)) // 2
+    with contextlib.suppress(_C.MemoryBudgetError):
+        _C.DeviceMemory(session.device.index, min(wanted, int(free * _ROOM_SHARE)))
 
 
 def on_all_devices(told: Iterable[bytes]) -> list[int]:
@@ -76,7 +93,7 @@ class _Piece:
     array: int
     begin: int
     end: int
-    memory: torch.Tensor
+    memory: _C.DeviceMemory
 
 
 class DeviceShards:
@@ -101,6 +118,18 @@ class DeviceShards:
         """That a move of one of them takes."""
         return move.numel * sum(self._sizes[move.param])
 
+    def reserve(self, session: Session, moves: Sequence[Move], targets: dict[int, int], mine: int) -> None:
+        """Takes memory for what this process will receive, which is its rank ``mine`` of ``targets``; see
+        :meth:`pass_on`.
+
+        Raises:
+            MemoryBudgetError: there is no room for what comes.
+        """
+        for move in moves:
+            if move.param in self._sizes and targets[move.target] == mine:
+                for array in range(len(self._sizes[move.param])):
+                    self._make(session, move.param, array, move.begin, move.end)
+
     def pass_on(
         self,
         session: Session,
@@ -110,7 +139,7 @@ class DeviceShards:
         targets: dict[int, int],
         timeout_seconds: float,
     ) -> None:
-        """Sends what others need of this process, and receives what it needs.
+        """Sends what others need of this process, and receives what it needs, where :meth:`reserve` has made room.
 
         Args:
             session: of this process, between steps.
@@ -122,7 +151,6 @@ class DeviceShards:
 
         Raises:
             RankFailure: of ``exchange``.
-            torch.OutOfMemoryError: there is no room for what comes.
         """
         mine = communicator.rank
         addresses: dict[int, list[int]] = {}
@@ -140,17 +168,17 @@ class DeviceShards:
                 ours = zip(addresses[move.param], sizes, strict=True)
                 sends += [(target, address + at * size, move.numel * size) for address, size in ours]
             elif target == mine:
-                pieces = [self._make(session, move.param, a, move.begin, move.end) for a in range(len(sizes))]
-                receives += [(source, p.memory.data_ptr(), p.memory.numel()) for p in pieces]
+                pieces = [piece for piece in self._pieces[move.param] if piece.begin == move.begin]
+                receives += [(source, p.memory.address, p.memory.num_bytes) for p in pieces]
             if count % _BATCH_MESSAGES == 0 or count == len(passing):
                 batches.append((sends, receives))
                 sends, receives = [], []
         exchange(communicator, batches, session.device, timeout_seconds=timeout_seconds)
 
     def _make(self, session: Session, param: int, array: int, begin: int, end: int) -> _Piece:
-        num_bytes = (end - begin) * self._sizes[param][array]
-        with _C.HostAllocations():
-            piece = _Piece(array, begin, end, torch.empty(num_bytes, dtype=torch.uint8, device=session.device))
+        index = session.device.index if session.device.type == "cuda" else -1
+        memory = _C.DeviceMemory(index, (end - begin) * self._sizes[param][array])
+        piece = _Piece(array, begin, end, memory)
         self._pieces[param].append(piece)
         return piece
 
@@ -165,7 +193,7 @@ class DeviceShards:
                 for array, (address, size) in enumerate(zip(addresses, self._sizes[param], strict=False)):
                     piece = self._make(session, param, array, begin, end)
                     at = address + (begin - self._old[param][0]) * size
-                    session.runtime.copy_on_device(piece.memory.data_ptr(), at, piece.memory.numel())
+                    session.runtime.copy_on_device(piece.memory.address, at, piece.memory.num_bytes)
             if params:
                 session.runtime.leave_stored(session.layout.placement(params[0])[0])
 
@@ -174,7 +202,7 @@ class DeviceShards:
         for params in self._by_chunk(session):
             for param in params:
                 pieces = self._pieces[param]
-                ranges = [(p.array, p.begin, p.end, p.memory.data_ptr(), _C.Tier.DEVICE) for p in pieces]
+                ranges = [(p.array, p.begin, p.end, p.memory.address, _C.Tier.DEVICE) for p in pieces]
                 session.runtime.write_stored(param, ranges)
             if session.device.type == "cuda":
                 torch.cuda.synchronize(session.device)  # the memory may be given to another queue

@@ -15,6 +15,7 @@ from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeE
 from patrickstar.elastic.transfers import own_address
 from patrickstar.engine.resize_room import MemoryFacts
 from patrickstar.engine.session import Session
+from patrickstar.planning.step_plan import timeline_to_json
 from patrickstar.ranks.distributed import Place, serve_world
 from patrickstar.ranks.passing import PassingPlace
 
@@ -77,8 +78,11 @@ class ResizePlan:
     """Of each parameter in chunks."""
     folder: str
     """Of the leader; a process that joins uses its own, if it has one, or this if it is there."""
-    step_plan: str
-    """The old ranks' plan of a step, as JSON, with which the new ones begin; "": they have none yet."""
+    num_chunks: int
+    timeline: str
+    """The moments of the old ranks' last step, as JSON, with which the new ones begin where they have as many chunks;
+    "": there was no step.
+    """
     on_device: list[int] = dataclasses.field(default_factory=list)
     """Parameters that stay on devices ([Note: shards on devices])."""
 
@@ -152,15 +156,9 @@ def make_plan(
         chunk_numel=session.chunk_numel,
         step_counts=[session.runtime.step_count(p) if is_trained else 0 for p, is_trained in enumerate(trained)],
         folder=options.folder,
-        step_plan=_step_plan(session),
+        num_chunks=session.layout.num_chunks,
+        timeline=timeline_to_json(moments) if (moments := session.runtime.timeline()) else "",
     )
-
-
-def _step_plan(session: Session) -> str:
-    """Without times: those of updates and messages are of another number of ranks."""
-    if not session.runtime.timeline():
-        return ""
-    return dataclasses.replace(session.plan(), times=None, prediction=None).to_json()
 
 
 def _accumulation(config: Config, num_old: int, num_new: int) -> int | None:

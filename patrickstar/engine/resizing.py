@@ -6,9 +6,11 @@ whoever needs them checks that they are in its folder, or fetches its pieces of 
 it keeps, closes its core, and reopens it with the new ranks: the core is made for a number of ranks. The module, its
 ``Parameter`` objects, the engine, the optimizer and random number generators stay what they are.
 
-[Note: a plan for other ranks] The new core begins with the old ranks' plan of a step, if they had one: chunks and what
-a step does with them are the same, and tides are alike. So states go to devices as they come, and the first step
-replays a plan. Where it differs, it fetches on demand as any step does.
+[Note: a plan for other ranks] The new core begins with the moments of the old ranks' last step, if they made one and
+have as many chunks (of small models, numbers of ranks differ in what they leave of chunks): what a step does with them
+is the same, and tides are alike. So states go to devices as they come, and the
+first step replays a plan. Where it differs, it fetches on demand as any step does. Times of the old steps are of no
+use: updates and messages take others.
 
 A process that joins has an engine of its own alone, whose values count for nothing, and goes through the same steps.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +39,12 @@ from patrickstar.engine.engine_state import check_between_steps
 from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_agreement import all_or_none, together
-from patrickstar.engine.resize_devices import DeviceShards, on_all_devices, params_on_device
+from patrickstar.engine.resize_devices import (
+    DeviceShards,
+    on_all_devices,
+    params_on_device,
+    prepare_to_receive,
+)
 from patrickstar.engine.resize_handover import (
     check_state,
     managed_states,
@@ -67,7 +75,7 @@ from patrickstar.engine.resize_shards import Held, Shards, choose_params, publis
 from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import check_same_model
-from patrickstar.planning.step_plan import Plan
+from patrickstar.planning.step_plan import timeline_from_json
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
@@ -183,6 +191,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
             "WORLD_SIZE 1 or not set"
         )
     meeting = options.meeting_place()
+    prepare_to_receive(session)
     options.note_phase(Phase.GATHER)
     number = meeting.arrive(description(session, options.carried))
     with meeting.beating(number):
@@ -265,8 +274,8 @@ def _change(
                 budgets,
                 plan.chunk_numel,
                 vacated,
+                functools.partial(_expect, session, plan),
                 lambda: held.fill(session),
-                _plan_to_begin_with(plan),
             )
             for param, count in enumerate(plan.step_counts):
                 if shards.arrays[param] > 1:
@@ -341,21 +350,24 @@ def _pass_on(
     limit = options.timeout_seconds
     old_ranks = {old: old for old in range(plan.num_old)}
     if not plan.guests:
+        communicator = session.ranks.scatter
+        on_devices.reserve(session, shards.moves, plan.passing_targets(), communicator.rank)
         with session.guard("resize"):
-            on_devices.pass_on(
-                session, session.ranks.scatter, shards.moves, old_ranks, plan.passing_targets(), limit
-            )
+            on_devices.pass_on(session, communicator, shards.moves, old_ranks, plan.passing_targets(), limit)
         return
     name = f"resize {plan.token}"
-    with passing_communicator(name, place, session.device, timeout_seconds=limit) as communicator:
+    reserve = functools.partial(on_devices.reserve, session, shards.moves, plan.passing_targets(), place.rank)
+    with passing_communicator(name, place, session.device, reserve, timeout_seconds=limit) as communicator:
         try:
             on_devices.pass_on(session, communicator, shards.moves, old_ranks, plan.passing_targets(), limit)
         except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
             raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
 
 
-def _plan_to_begin_with(plan: ResizePlan) -> Plan | None:
-    return Plan.from_json(plan.step_plan, "the old ranks' plan") if plan.step_plan else None
+def _expect(session: Session, plan: ResizePlan) -> None:
+    """[Note: a plan for other ranks]."""
+    if plan.timeline and plan.num_chunks == session.layout.num_chunks:
+        session.runtime.adopt_timeline(timeline_from_json(plan.timeline, plan.num_chunks))
 
 
 def _staying(

@@ -35,6 +35,7 @@ from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.run_log import NoRunLog
 from patrickstar.engine.step_gradients import StepGradients
 from patrickstar.engine.trained_params import TrainedParams
+from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.adoption import AdoptedParams, FormerHandle, MovedRest
 from patrickstar.module.compiled.dynamo import Compiler, check_no_compiled_autograd, outside_of_graphs
@@ -83,6 +84,8 @@ class Vacated:
     """What parameters in chunks were, by id."""
     memory: _C.KeptRegions
     """Of the host, that the former core had, for the next one; given back to the system when nobody has it."""
+    segments: ExpandableSegments
+    """The allocator's mode, until the next core has it: what PyTorch's cache holds stays there."""
 
 
 class _Teardown:
@@ -207,6 +210,7 @@ class Session:
         )
         self._teardown = _Teardown()
         self._teardown.callback(self.matrices.close)
+        self._segments = core.segments
         self._teardown.callback(core.segments.close)
         self._teardown.callback(core.runtime.close)
         self.layout, self.runtime, self.chunk_numel = core.layout, core.runtime, core.chunk_numel
@@ -229,9 +233,10 @@ class Session:
         assert self._params is not None  # complete
         memory = set_aside()
         former = self._params.vacate()
+        segments = self._segments.keep()
         self._teardown.close()
         self.ranks.close()
-        return Vacated(former, memory)
+        return Vacated(former, memory, segments)
 
     def reopen(
         self,
@@ -241,16 +246,16 @@ class Session:
         budgets: Budgets,
         chunk_numel: int,
         vacated: Vacated,
+        expect: Callable[[], None],
         fill: Callable[[], None],
-        expected: Plan | None,
     ) -> None:
-        """After :meth:`vacate`, with other ranks. ``fill`` writes the values of all parameters; ``expected``: the plan
-        to begin with, by whose step states have their places before they come; None: there is none. All ranks call it.
+        """After :meth:`vacate`, with other ranks, all of which call it. ``expect`` tells the new core of the step to
+        come, so that states have their places before they come, and ``fill`` writes the values of all parameters.
         """
         self.mesh, self.ranks, self.chunk_ranks, self.matrices = mesh, mesh.everybody, chunk_ranks, matrices
         self._open_core(budgets, chunk_numel, vacated.memory)
-        if expected is not None and len(expected.chunks) == self.layout.num_chunks:
-            adopt_plan(self.runtime, expected)
+        vacated.segments.close()
+        expect()
         self.adopt(None).take_over(vacated.params, fill)
         self.complete(None)
         self.stage, self._gradient_scale = Stage.IDLE, None

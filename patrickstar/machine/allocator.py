@@ -7,6 +7,7 @@ segments* it maps memory page by page behind one range of addresses, so that fre
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -65,6 +66,13 @@ class ExpandableSegments:
     def rounding_bytes(self) -> int:
         """What the allocator may take beyond its limit: it compares the request, then maps whole pages."""
         return _PAGE_BYTES if self.active else 0
+
+    def keep(self) -> ExpandableSegments:
+        """The same, to be closed as well: the mode lasts beyond this one's end, if it is active."""
+        other = copy.copy(self)
+        if self.active:
+            other._activate()
+        return other
 
     def close(self) -> None:
         """New segments are again what they were before. Idempotent."""

@@ -258,6 +258,27 @@ def planned_chunks(
     )
 
 
+def timeline_to_json(timeline: list[dict[str, Any]]) -> str:
+    """The moments of a step, which :func:`timeline_from_json` reads."""
+    return json.dumps([_plain_moment(moment) for moment in timeline])
+
+
+def timeline_from_json(text: str, num_chunks: int) -> list[dict[str, Any]]:
+    """Reads what :func:`timeline_to_json` gave for a layout of ``num_chunks`` chunks.
+
+    Raises:
+        ValueError: it is for another one, or damaged.
+    """
+    try:
+        timeline = [_core_moment(moment) for moment in json.loads(text)]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"the moments of a step are damaged: {type(error).__name__} {error}") from error
+    used = {chunk for moment in timeline for chunk, _, _ in moment["accesses"]}
+    if not used <= set(range(num_chunks)):
+        raise ValueError(f"the moments of a step use chunks of 0 to {max(used)}, there are {num_chunks}")
+    return timeline
+
+
 def _names(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> str:
     return " ".join(f"{kind.name.lower()}{chunk}" for chunk, kind in arrays) or "-"
 

@@ -42,6 +42,7 @@ from patrickstar.ranks.messages import read_list
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+_FIRST_POLL_SECONDS = 0.002  # twice as long each time: who comes to a resize is here at once
 _VERDICT_SECONDS = 1.0  # for the others to read who is missing
 _SHOWN_CHARACTERS = 100
 
@@ -504,6 +505,7 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
     keys = {member: f"{prefix}/arrived/{member}" for member in members}
     verdict = f"{prefix}/missing"
     deadline = time.monotonic() + timeout_seconds
+    poll = _FIRST_POLL_SECONDS
     try:
         while not store.check(list(keys.values())):
             if store.check([verdict]):
@@ -514,7 +516,8 @@ def _call_the_roll(store: dist.Store, prefix: str, members: Sequence[int], rank:
                 store.set(verdict, text)
                 time.sleep(_VERDICT_SECONDS)  # this process may be the one that serves the store
                 raise _C.RankFailure(text)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll)
+            poll = min(2 * poll, _POLL_SECONDS)
     except dist.DistError as error:
         raise _C.RankFailure(
             f"rank {rank} waited for the others to come and lost torch's store ({first_line(error)}): rank 0 or "

@@ -1,6 +1,6 @@
 """A communicator of processes that have no world in common, for as long as something passes between them.
 
-    with passing_communicator("a resize", place, device, timeout_seconds=60) as communicator:
+    with passing_communicator("a resize", place, device, make_room, timeout_seconds=60) as communicator:
         exchange(communicator, [(sends, receives), ...], device, timeout_seconds=60)
 
 Nothing of torch.distributed's world is used or made, so that processes may be in worlds of their own meanwhile. They
@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -45,41 +47,59 @@ class PassingPlace:
 
 @contextlib.contextmanager
 def passing_communicator(
-    name: str, place: PassingPlace, device: torch.device, *, timeout_seconds: float
+    name: str, place: PassingPlace, device: torch.device, meanwhile: Callable[[], object], *, timeout_seconds: float
 ) -> Iterator[_C.collective.Communicator]:
     """All processes enter with the same ``name``, which they have not used before in this store. It is closed at the
     end, for which nobody waits: what has passed must have been waited for (:func:`exchange`).
+
+    Args:
+        name: see above.
+        place: of this process.
+        device: of this process.
+        meanwhile: is called while processes are connected.
+        timeout_seconds: for all to come.
 
     Raises:
         OSError: not all have come within ``timeout_seconds``, or are not reached.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
+    with _connecting(name, place):
         store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
         store = dist.PrefixStore(f"patrickstar/passing/{name}", store)
-        opened = _nccl if device.type == "cuda" else _gloo
-        context = opened(name, store, place, device, timeout_seconds)
-        communicator = context.__enter__()
-    except RuntimeError as error:  # of the store, of gloo, of NCCL
-        raise OSError(f"the {place.size} processes of {name} were not connected: {first_line(error)}") from error
-    try:
+    opened = _nccl if device.type == "cuda" else _gloo
+    with opened(name, store, place, device, meanwhile, timeout_seconds) as communicator:
         yield communicator
-    finally:
-        context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _connecting(name: str, place: PassingPlace) -> Iterator[None]:
+    """What the store, gloo and NCCL raise is an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"the {place.size} processes of {name} were not connected: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def _nccl(
-    name: str, store: dist.Store, place: PassingPlace, device: torch.device, timeout_seconds: float
+    name: str,
+    store: dist.Store,
+    place: PassingPlace,
+    device: torch.device,
+    meanwhile: Callable[[], object],
+    timeout_seconds: float,
 ) -> Iterator[_C.collective.Communicator]:
-    if place.rank == 0:
-        store.set("id", _C.collective.make_nccl_id())
-    made = bytes(store.get("id"))
-    communicator = _within(
-        timeout_seconds,
-        f"NCCL's connections for {name}",
-        lambda: _C.collective.make_nccl_communicator(made, rank=place.rank, size=place.size, device=device.index),
+    with _connecting(name, place):
+        if place.rank == 0:
+            store.set("id", _C.collective.make_nccl_id())
+        made = bytes(store.get("id"))
+    connect = functools.partial(
+        _C.collective.make_nccl_communicator, made, rank=place.rank, size=place.size, device=device.index
     )
+    connected = _begin(connect)
+    meanwhile()
+    with _connecting(name, place):
+        communicator = connected(timeout_seconds)
     try:
         yield communicator
     finally:
@@ -88,11 +108,18 @@ def _nccl(
 
 @contextlib.contextmanager
 def _gloo(
-    name: str, store: dist.Store, place: PassingPlace, device: torch.device, timeout_seconds: float
+    name: str,
+    store: dist.Store,
+    place: PassingPlace,
+    device: torch.device,
+    meanwhile: Callable[[], object],
+    timeout_seconds: float,
 ) -> Iterator[_C.collective.Communicator]:
+    meanwhile()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.ProcessGroup(store, place.rank, place.size)
-    backend = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=timeout)
+    with _connecting(name, place):
+        backend = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=timeout)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
@@ -110,25 +137,20 @@ def _gloo(
         registry._unregister_process_group(name)
 
 
-def _within(timeout_seconds: float, what: str, call: Callable[[], _T]) -> _T:
-    """What ``call`` gives, which nothing ends where another process does not come: it is left behind then."""
-    found: list[_T] = []
-    failed: list[BaseException] = []
+def _begin(call: Callable[[], _T]) -> Callable[[float], _T]:
+    """Runs ``call``, which nothing ends where another process does not come, in a thread. What is returned gives what
+    it gives within so many seconds, or raises TimeoutError; the thread is left behind then.
+    """
+    found: Future[_T] = Future()
 
     def run() -> None:
         try:
-            found.append(call())
+            found.set_result(call())
         except BaseException as error:
-            failed.append(error)
+            found.set_exception(error)
 
-    thread = threading.Thread(target=run, name="patrickstar-passing", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise OSError(f"{what} were not made within {timeout_seconds:g} s; see the other processes' output")
-    return found[0]
+    threading.Thread(target=run, name="patrickstar-passing", daemon=True).start()
+    return found.result
 
 
 def exchange(

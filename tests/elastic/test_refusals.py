@@ -115,6 +115,8 @@ def test_expected_budgets():
         reserve_bytes=2 * 10**9,
         held_bytes=3 * 10**9,
         device_bytes=7,
+        device="",
+        free_device_bytes=5,
     )
     ending = [dataclasses.replace(one, available_bytes=11 * 10**9, held_bytes=0)]
     staying = [one, dataclasses.replace(one, device_bytes=8), dataclasses.replace(one, host="b", held_bytes=0)]
