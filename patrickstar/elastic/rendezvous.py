@@ -30,7 +30,7 @@ from patrickstar.ranks.failures import first_line, own_connection
 ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 """The environment variable that names the store, "host:port"."""
 _PREFIX = "patrickstar/elastic"
-_BEAT_SECONDS = 0.2
+_BEAT_SECONDS = 0.05
 _GONE_SECONDS = 5.0  # without a heartbeat; a loaded machine is slow
 _POLL_SECONDS = 0.005
 _CONNECT_SECONDS = 60.0
