@@ -19,6 +19,7 @@ from benchmark.common import SHAPES, token_batch  # noqa: E402
 from benchmark.rank_jobs import add_result, work  # noqa: E402
 from benchmark.systems.weights import build_meta_model  # noqa: E402
 from patrickstar.elastic import Membership, Phase  # noqa: E402
+from patrickstar.ranks.passing import prepare_to_pass  # noqa: E402
 from patrickstar.runtime import initialize_engine  # noqa: E402
 
 IMPORTED = time.time()
@@ -129,6 +130,8 @@ def _run(job: Job) -> None:
         process.save()
         process.engine.discard()
         return
+    if process.number < job.few:
+        prepare_to_pass(process.engine.device)  # as ElasticRun does
     if process.number >= job.few:
         _ready(job, process.number).touch()
         process.change("join")

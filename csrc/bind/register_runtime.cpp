@@ -351,6 +351,7 @@ void register_runtime(py::module_& module) {
              self.write_stored(param, stored_ranges(ranges));
            },
            "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
+      .def("drop_derivable", &Runtime::drop_derivable, ReleaseGil())
       .def("copy_on_device",
            [](Runtime& self, uintptr_t to, uintptr_t from, int64_t num_bytes) {
              self.copy_on_device(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);

@@ -99,7 +99,6 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
   backend().set_limit_policy(LimitPolicy::kMeasure);
   memory.arena().reuse_regions(std::move(kept_regions));
   residency.place_initially(working_set);
-  memory.arena().release_reused();
 }
 
 void OpenEngine::shut_down() {

@@ -569,6 +569,14 @@ void Pager::vacate(Vacate what) {
   memory_.backend().reclaim();
 }
 
+void Pager::drop_derivable() {
+  for (int index = 0; index < store().num_arrays(); ++index) {
+    const ArrayId id = ArrayId::from_index(index);
+    if (!is_placed_on_device(id) && is_evictable(id) && can_be_had_again(id)) memory_.drop_slot(id);
+  }
+  memory_.slots().trim(INT64_MAX);
+}
+
 int64_t Pager::trim(int64_t num_bytes) {
   const int64_t freed = memory_.slots().trim(num_bytes);
   memory_.tracer().sample_memory();

@@ -121,6 +121,8 @@ class Pager final : public Tenant {
 
   // Pushes out what can leave.
   void vacate(Vacate what);
+  // Frees what the device has and could have again from other arrays or ranks.
+  void drop_derivable();
   // A forward or a backward begins or ends.
   void set_running(bool running) { running_ = running; }
 

@@ -241,6 +241,12 @@ void Runtime::write_stored(ParamId param, const std::vector<StoredRange>& ranges
   open->ranges.write_stored(param, ranges);
 }
 
+void Runtime::drop_derivable() {
+  const Entry open = compute();
+  open->tracker.release_transient();
+  open->pager.drop_derivable();
+}
+
 void Runtime::copy_on_device(void* to, const void* from, int64_t num_bytes) {
   const Entry open = compute();
   open->backend().copy(Queue::kCompute, to, from, num_bytes);
@@ -260,8 +266,10 @@ ValueRanges::SetAside Runtime::set_aside(const std::vector<ValueRange>& ranges) 
   open->tracker.release_all();
   open->updates.forget_committed();
   open->updates.cancel_all();
+  auto free = std::make_shared<KeptRegions>();
+  open->memory.arena().keep_regions(free);
   open->speculation.release_memory();
-  return open->ranges.set_aside(ranges);
+  return open->ranges.set_aside(ranges, std::move(free));
 }
 
 void Runtime::read_gradient(ParamId param, float* values) {
@@ -329,6 +337,7 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   if (tracking == Tracking::kTraining && open->recorder.position() < 0 && attempt == Attempt::kFirst) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
+    open->memory.arena().release_reused();
     open->memory.arena().prepare_ahead();  // momentum and variance, beside the first step
     open->planner.begin_step();
     open->memory.tracer().begin_step();

@@ -80,6 +80,8 @@ class Runtime final : public UseListener {
   bool is_stored_on_device(ParamId param);
   std::vector<const void*> stored_on_device(ParamId param);
   void write_stored(ParamId param, const std::vector<StoredRange>& ranges);
+  // The device keeps nothing that could be had again from other arrays or ranks.
+  void drop_derivable();
   // Device memory, on the compute queue.
   void copy_on_device(void* to, const void* from, int64_t num_bytes);
   // Frees what the chunk has on the device and the host, whose values are elsewhere; close() comes soon.

@@ -182,7 +182,7 @@ void ValueRanges::write(const std::vector<ValueRange>& ranges, const std::vector
   copy_in(copies, files);
 }
 
-ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& ranges) {
+ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& ranges, std::shared_ptr<KeptRegions> free) {
   struct Span {
     ArrayId id;
     char* begin = nullptr;
@@ -237,9 +237,8 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
     char* const now = span == nullptr ? at : span->moved_to + (at - span->begin);
     result.values.push_back(reinterpret_cast<const float*>(now));
   }
-  result.free = std::make_shared<KeptRegions>();
+  result.free = std::move(free);
   result.with = std::make_shared<KeptRegions>();
-  memory_.arena().keep_regions(result.free);
   memory_.arena().trim();
   memory_.arena().keep_regions(result.with);
   return result;

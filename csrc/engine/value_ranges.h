@@ -67,8 +67,8 @@ class ValueRanges {
   // [Note: values set aside] The ranges' values stay in the arena's memory, close together, so that as many regions as
   // can be are free: an array of which little is kept moves into memory that another one has left. Those that do not
   // lie there as float32 are read to their addresses. Everything else of the engine is forgotten: only closing it comes
-  // after this.
-  SetAside set_aside(const std::vector<ValueRange>& ranges);
+  // after this. The arena keeps its regions in `free` by now.
+  SetAside set_aside(const std::vector<ValueRange>& ranges, std::shared_ptr<KeptRegions> free);
 
   // [Note: stored elements] Bytes of an element of each of the parameter's arrays; none where they cannot be copied so.
   std::vector<int64_t> stored_bytes(ParamId param) const;

@@ -290,10 +290,11 @@ HostArena::Region& HostArena::add_region(int64_t num_bytes, Region::Origin origi
 
 void HostArena::unmap(Region& region) {
   const bool by_thread = finish_ahead(region);
-  if (keeper_ != nullptr && region.prepared) {
-    keeper_->add({region.data, region.num_bytes}, hooks_.dispose);
+  KeptRegions* const keeper = keeper_ != nullptr ? keeper_.get() : reused_.get();
+  if (keeper != nullptr && (region.prepared || by_thread)) {
+    keeper->add({region.data, region.num_bytes}, hooks_.dispose);
     region.data = nullptr;
-    return note_mapped(-region.num_bytes);
+    return region.prepared ? note_mapped(-region.num_bytes) : note_reserved(-region.num_bytes);
   }
   if ((region.prepared || by_thread) && hooks_.dispose) hooks_.dispose(region.data, region.num_bytes);
   munmap(region.data, static_cast<size_t>(region.num_bytes));

@@ -28,12 +28,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from patrickstar import _C
 from patrickstar.elastic.orders import Look, Order, OrderBoard, OrderKind, Outcome, OutcomeKind, RunReport
 from patrickstar.elastic.phases import Membership, Resized
 from patrickstar.elastic.rendezvous import ADDRESS_VARIABLE, Rendezvous, ResizeError
 from patrickstar.elastic.sampler import OfRanks
 from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.passing import prepare_to_pass
 
 JOINS_VARIABLE = "PATRICKSTAR_ELASTIC_JOINS"
 """The environment variable that is "1" in a process that is started to join ranks that train."""
@@ -48,6 +51,11 @@ def joins_others() -> bool:
 
 class ElasticEngine(Protocol):
     """What a run needs of :class:`patrickstar.Engine`."""
+
+    @property
+    def device(self) -> torch.device:
+        """On which this rank computes."""
+        ...
 
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         """Changes the ranks."""
@@ -133,6 +141,8 @@ class ElasticRun:
         """Of this process; -1 when it has left."""
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         """That train together now."""
+        if self._meeting is not None and not joins:
+            prepare_to_pass(engine.device)
         if joins:
             self._place(engine.join(carried=self._carried, rendezvous=self._meeting))
         else:

@@ -3,9 +3,9 @@
 [Note: shards on devices] Where all arrays of a parameter lie on the device of every old rank, its values do not pass
 host memory. What another process needs of them goes from device to device, as it is stored, before the decision; it
 lies in memory of its own there until the new core takes it. What a process keeps is copied into such memory when its
-old core is closed, and freed as the new core has it, both chunk by chunk: so a device holds it once, and one chunk more.
-Where states are on devices follows from the old ranks' plan, which the new ones begin with ([Note: a plan for other
-ranks], resizing.py).
+old core is closed, and freed as the new core has it, both chunk by chunk: so a device holds it once, and one chunk
+more. Where states are on devices follows from the old ranks' plan, which the new ones begin with
+([Note: a plan for other ranks], resizing.py).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from patrickstar import _C
 from patrickstar.elastic.movement import Move, Part, kept
 from patrickstar.engine.session import Session
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.passing import PeerBytes, exchange
+from patrickstar.ranks.passing import PeerBytes, exchange, prepare_to_pass
 
 _BATCH_MESSAGES = 64  # that are enqueued together
+_SIMULATED = -1  # of GPUs: host memory
 _ROOM_SHARE = 0.9
 """Of what is free on a device, that arriving values may take; the rest is for what their transport takes."""
 
 
 def params_on_device(session: Session) -> list[int]:
-    """Parameters of which all arrays lie on this process's device, as they may be copied."""
-    params = range(len(session.plan_of_params.chunked))
-    return [param for param in params if session.runtime.is_stored_on_device(param)]
+    """Parameters that are trained, of which all arrays lie on this process's device as they may be copied."""
+    specs = enumerate(session.params_now().chunked)
+    return [param for param, spec in specs if spec.trained and session.runtime.is_stored_on_device(param)]
 
 
 def prepare_to_receive(session: Session) -> None:
     """What a process that will join can do before it is awaited. To map device memory takes a second for some tens of
-    gigabytes, and to load NCCL a tenth: so memory for as much as it may get, which is half of what there is, is taken
-    and left to PyTorch's cache.
+    gigabytes: so memory for as much as it may get, half of what there is, is taken and left to PyTorch's cache.
     """
     if session.device.type != "cuda":
         return
-    _C.collective.make_nccl_id()
+    prepare_to_pass(session.device)
     numels = [spec.param.numel() for spec in session.plan_of_params.chunked]
     sizes = stored_bytes(session, range(len(numels)))
     free, _ = torch.cuda.mem_get_info(session.device)
@@ -94,6 +94,7 @@ class _Piece:
     begin: int
     end: int
     memory: _C.DeviceMemory
+    where: _C.Tier
 
 
 class DeviceShards:
@@ -176,33 +177,42 @@ class DeviceShards:
         exchange(communicator, batches, session.device, timeout_seconds=timeout_seconds)
 
     def _make(self, session: Session, param: int, array: int, begin: int, end: int) -> _Piece:
-        index = session.device.index if session.device.type == "cuda" else -1
+        index = session.device.index if session.device.type == "cuda" else _SIMULATED
         memory = _C.DeviceMemory(index, (end - begin) * self._sizes[param][array])
-        piece = _Piece(array, begin, end, memory)
+        piece = _Piece(array, begin, end, memory, _C.Tier.DEVICE)
         self._pieces[param].append(piece)
         return piece
+
+    def _make_anywhere(self, session: Session, param: int, array: int, begin: int, end: int) -> _Piece:
+        """On the host where the device has no room: the resize is decided."""
+        try:
+            return self._make(session, param, array, begin, end)
+        except _C.MemoryBudgetError:
+            memory = _C.DeviceMemory(_SIMULATED, (end - begin) * self._sizes[param][array])
+        self._pieces[param].append(_Piece(array, begin, end, memory, _C.Tier.HOST))
+        return self._pieces[param][-1]
 
     def set_aside(self, session: Session) -> None:
         """Copies what this process keeps, chunk by chunk, of a core that is closed next."""
         if self._old is None:
             return
-        for params in self._by_chunk(session):
+        for chunk, params in enumerate(self._by_chunk(session)):
             for param in params if self._new is not None else ():
                 begin, end = kept(self._new[param], self._old[param])
                 addresses = session.runtime.stored_on_device(param) if begin < end else []
                 for array, (address, size) in enumerate(zip(addresses, self._sizes[param], strict=False)):
-                    piece = self._make(session, param, array, begin, end)
+                    piece = self._make_anywhere(session, param, array, begin, end)
                     at = address + (begin - self._old[param][0]) * size
                     session.runtime.copy_on_device(piece.memory.address, at, piece.memory.num_bytes)
-            if params:
-                session.runtime.leave_stored(session.layout.placement(params[0])[0])
+            if params and set(session.layout.chunk(chunk)["params"]) <= self._sizes.keys():
+                session.runtime.leave_stored(chunk)
 
     def fill(self, session: Session) -> None:
         """Gives the new core all of it, chunk by chunk."""
         for params in self._by_chunk(session):
             for param in params:
                 pieces = self._pieces[param]
-                ranges = [(p.array, p.begin, p.end, p.memory.address, _C.Tier.DEVICE) for p in pieces]
+                ranges = [(p.array, p.begin, p.end, p.memory.address, p.where) for p in pieces]
                 session.runtime.write_stored(param, ranges)
             if session.device.type == "cuda":
                 torch.cuda.synchronize(session.device)  # the memory may be given to another queue

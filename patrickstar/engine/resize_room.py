@@ -77,7 +77,7 @@ class MemoryFacts:
     def of(cls, session: Session) -> MemoryFacts:
         """Of this process."""
         report = session.report()
-        device, free = _device_facts(session.device)
+        device, free = _device_facts(session.device, report["device_budget_bytes"])
         return cls(
             host=socket.gethostname(),
             available_bytes=available_bytes(),
@@ -90,11 +90,13 @@ class MemoryFacts:
         )
 
 
-def _device_facts(device: torch.device) -> tuple[str, int]:
+def _device_facts(device: torch.device, budget_bytes: int) -> tuple[str, int]:
+    """Which GPU it is, and what is free on it within the budget; PyTorch's cache is free."""
     if device.type != "cuda":
         return "", _C.UNLIMITED
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + idle
+    taken = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - taken
+    return str(torch.cuda.get_device_properties(device).uuid), max(min(free, budget_bytes - taken), 0)
 
 
 def expected_budgets(config: Config, staying: Sequence[MemoryFacts], ending: Sequence[MemoryFacts]) -> list[Budgets]:

@@ -72,9 +72,7 @@ class Shards:
 
     def on_devices(self, old: int | None, new: int | None) -> DeviceShards:
         """Of a process of these ranks, None: it is none."""
-        return DeviceShards(
-            self.sizes, None if old is None else self.old[old], None if new is None else self.new[new]
-        )
+        return DeviceShards(self.sizes, None if old is None else self.old[old], None if new is None else self.new[new])
 
     def remove(self) -> None:
         """Removes all files of this resize from this process's folder, those of others too."""

@@ -111,6 +111,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             check_room(session, num_ranks)
             allowed = allowed_micro_batches(session, num_ranks, options.carried)
         allowed = least_of_all(together(session, json.dumps(allowed)))
+        session.runtime.drop_derivable()  # so that what comes has room
         facts = _shared_facts(session)
         on_device = on_all_devices(together(session, json.dumps(params_on_device(session))))
         with all_or_none(session, "the ranks were not gathered"):

@@ -166,6 +166,10 @@ class _TrainerRanks:
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.accelerator.device
+
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         trainer = self._trainer
         trainer.store_flos()

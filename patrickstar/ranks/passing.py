@@ -45,6 +45,17 @@ class PassingPlace:
     port: int
 
 
+def prepare_to_pass(device: torch.device) -> None:
+    """What a process can do before others come: NCCL takes most of a second for its first communicator, in which it
+    looks at the machine and loads its kernels.
+    """
+    if device.type == "cuda":
+        alone = _C.collective.make_nccl_communicator(
+            _C.collective.make_nccl_id(), rank=0, size=1, device=device.index or 0
+        )
+        alone.close()
+
+
 @contextlib.contextmanager
 def passing_communicator(
     name: str, place: PassingPlace, device: torch.device, meanwhile: Callable[[], object], *, timeout_seconds: float
