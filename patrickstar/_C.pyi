@@ -165,6 +165,7 @@ class Attempt(_Enum):
     FIRST: ClassVar[Attempt]
     AGAIN: ClassVar[Attempt]
     LAST: ClassVar[Attempt]
+    ONLY: ClassVar[Attempt]
 
 @final
 class HoldUntil(_Enum):
