@@ -8,8 +8,9 @@ against all of it), ``train`` (one GPT training run: time, throughput, peaks), `
 advises for twelve models, GPUs and hosts, followed), ``sequence`` (attention over a sequence that GPUs share, against
 one GPU's and PyTorch's context parallelism), ``long`` (steps of one long sequence, with attention kept for backward and
 computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two dimensions, in one, and by PyTorch's
-DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``quality`` (held-out losses of
-a GPT-2 by what its optimizer states are stored in), ``eight_bit`` (AdamW with moments of 8 bits step by step beside
+DTensor), ``optimus`` (the same in one dimension and in two on 4 to 64 GPUs, simulated), ``panels`` (a model whose
+matrices GPUs share, most of it in chunks on the host, against all of it on the GPUs), ``quality`` (held-out losses of a
+GPT-2 by what its optimizer states are stored in), ``eight_bit`` (AdamW with moments of 8 bits step by step beside
 bitsandbytes' and torchao's), ``disk`` (a step whose optimizer states are on a disk, against sequential reads and writes
 there), ``qlora`` (adapters on a frozen base in 4 bits of which a part is on the GPU, against one that is there),
 ``resize`` (another number of ranks for a run that goes on, by phase, beside checkpoint and restart).
@@ -36,6 +37,7 @@ CASES = (
     "long",
     "tensor2d",
     "optimus",
+    "panels",
     "quality",
     "eight_bit",
     "disk",

@@ -24,7 +24,9 @@ class SystemError(RuntimeError):
     """The operating system, the CUDA driver or NCCL refused."""
 
 class RankMismatch(StateError):
-    """Ranks of a group make different calls at the same time. Raised on all of them; it names the calls."""
+    """Ranks of a group make different calls at the same time, or add up gradients of different chunks. Raised on all of
+    them; it names what each does.
+    """
 
 class RankFailure(RuntimeError):
     """Another rank of a group died, left by an exception, or did not take part in time."""
@@ -165,6 +167,7 @@ class Attempt(_Enum):
     FIRST: ClassVar[Attempt]
     AGAIN: ClassVar[Attempt]
     LAST: ClassVar[Attempt]
+    ONLY: ClassVar[Attempt]
 
 @final
 class HoldUntil(_Enum):

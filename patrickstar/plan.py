@@ -17,7 +17,8 @@ the longest sequences that one GPU, and two that share them, can train;
 
     patrickstar plan --model 21b --checkpointing --gpus-per-node 4 --tensor-parallel 2x2
 
-the same with matrices that four GPUs share (``--tensor-parallel auto`` takes the way that sends least). In programs:
+the same with matrices that four GPUs share (``--tensor-parallel auto`` takes the way that sends least; sequences may be
+shared beside them, with ``--sequence-parallel``). In programs:
 ``engine.plan()`` gives the plan of a running engine, :class:`Plan` saves and loads it, the configuration's ``plan``
 makes a new engine start with it, and :func:`predict` plays it on a machine of given rates.
 """
@@ -106,7 +107,8 @@ def _parser(prog: str) -> CommandParser:
     )
     work.add_argument(
         "--tensor-parallel", metavar="MESH",
-        help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs",
+        help="GPUs that share matrices: ROWSxCOLUMNS, how many (the mesh that receives least), or auto: all GPUs "
+        "that share no sequence",
     )  # fmt: skip
     work.add_argument(
         "--tensor-mode", choices=["auto", *(mode.value for mode in Mode)], default="auto",
@@ -267,17 +269,20 @@ def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -
         if mode is not None:
             raise ValueError(f"--tensor-mode is {mode.value}, but nothing is divided; give --tensor-parallel too")
         return None
-    beside = {
-        "--sequence-parallel": args.sequence_parallel > 1,
-        "--lora-rank": args.lora_rank > 0,
-        "--quantization": args.quantization is not None,
-        "--fused-loss": args.fused_loss,
-        "--tile-tokens": args.tile_tokens > 0,
-        "--longest": args.longest,
-    }
+    beside = {"--lora-rank": args.lora_rank > 0, "--quantization": args.quantization is not None}
     others = [flag for flag, is_given in beside.items() if is_given]
     if others:
-        raise ValueError(f"--tensor-parallel is not planned together with {', '.join(others)}; leave out one of them")
+        raise ValueError(
+            f"--tensor-parallel is given with {', '.join(others)}, which no engine takes together: blocks of matrices "
+            "are trained, in the compute dtype; leave out one of them"
+        )
+    if args.sequence_parallel > 1:
+        if mode is Mode.ONE:
+            raise ValueError(
+                f"--tensor-mode is 1d, which divides sequences itself, and --sequence-parallel is "
+                f"{args.sequence_parallel}; give --tensor-mode 2d, or leave out --sequence-parallel"
+            )
+        mode = Mode.TWO
     asked = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if asked is not None:
         rows, columns = int(asked.group(1)), int(asked.group(2))
@@ -289,10 +294,16 @@ def _mesh(args: argparse.Namespace, cluster: Cluster, batch: int, length: int) -
         return MatrixMesh(mode=mode or Mode.TWO, rows=rows, columns=columns)
     if text != "auto" and not re.fullmatch(r"[1-9]\d*", text):
         raise ValueError(f"--tensor-parallel is {text!r}; give ROWSxCOLUMNS such as 2x2, a number of GPUs, or auto")
-    ranks = cluster.num_ranks if text == "auto" else int(text)
+    if args.longest:
+        raise ValueError(
+            f"--tensor-parallel is {text}, whose mesh follows from the length that --longest looks for; give "
+            "ROWSxCOLUMNS, or --seq-len"
+        )
+    ranks = max(cluster.num_ranks // args.sequence_parallel, 1) if text == "auto" else int(text)
     if ranks == 1:
         return None
-    return cheapest_mesh(model_config(args.model, length), batch, length, ranks, mode)
+    here = -(-length // args.sequence_parallel)
+    return cheapest_mesh(model_config(args.model, length), batch, here, ranks, mode)
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -355,7 +366,8 @@ def _tell(args: argparse.Namespace) -> int:
             said["longest"] = [{"sequence_parallel": size} | length_as_dict(one) for size, one in lengths]
         print(json.dumps(said | ({"also": [answer_as_dict(other) for other in also]} if also else {})))
     else:
-        lines = length_lines(lengths)
+        mesh_size = 1 if question.workload.mesh is None else question.workload.mesh.size
+        lines = length_lines([(size * mesh_size, one) for size, one in lengths])
         lines += answer_lines(found) if isinstance(found, Answer) else refusal_lines(question, found)
         lines += advice_lines(advice, found) if args.advice else []
         lines += comparison_lines([found, *also], [question, *others]) if also else []

@@ -39,7 +39,7 @@ class Job:
     length: int
     """Tokens per sequence."""
     batch: int
-    """Sequences per step and rank."""
+    """Sequences per step of each rank, or of the ranks that share matrices."""
     clipping: float
     """Largest global norm of the gradients; 0: no clipping."""
     speculation: str
@@ -56,6 +56,17 @@ class Job:
     """One of :data:`COMPILED`."""
     states: str = "fp32"
     """PatrickStar's ``optimizer.states``."""
+    rows: int = 1
+    """PatrickStar's ``tensor_parallel.rows``."""
+    columns: int = 1
+    """PatrickStar's ``tensor_parallel.columns``."""
+    chunk_numel: int = 64 * 2**20
+    """PatrickStar's ``default_chunk_size``."""
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """How many ranks are called with the same sequences."""
+        return self.rows * self.columns
 
     @property
     def shape(self) -> Shape:

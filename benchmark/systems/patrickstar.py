@@ -12,8 +12,6 @@ from benchmark.systems.device import training_device
 from benchmark.systems.weights import build_job_model
 from examples.pretraining import Pretraining, TrainingOptions
 
-_CHUNK_NUMEL = 64 * 2**20
-
 
 def build_chunked(job: Job) -> Chunked:
     """PatrickStar within ``job.gpu_bytes`` (None: its default share of the GPU) and the rank's part of
@@ -24,14 +22,16 @@ def build_chunked(job: Job) -> Chunked:
 
 def training_options(job: Job) -> TrainingOptions:
     """What PatrickStar is given for ``job``."""
+    mesh = {"tensor_parallel": {"rows": job.rows, "columns": job.columns}} if job.ranks_per_batch > 1 else {}
     return TrainingOptions(
         **ADAMW,
         speculation=job.speculation,
         states=job.states,
         clipping=job.clipping,
-        chunk_numel=_CHUNK_NUMEL,
+        chunk_numel=job.chunk_numel,
         gpu_memory=job.gpu_bytes,
         host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
+        further=mesh,
     )
 
 

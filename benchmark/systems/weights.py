@@ -11,7 +11,7 @@ their float32 masters from 16-bit parameters.
     fill_parameters(model)
 
 A system that materialises a model on the meta device by itself, as PatrickStar does, calls Hugging Face's
-``_init_weights`` for it, and gets the same values.
+``_init_weights`` for it, and gets the same values; of a model that ranks divide it reads them by name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from benchmark.common import Shape
 from benchmark.systems import Job
 from benchmark.systems.device import training_device
+from patrickstar.module.materialize import attach_values
 
 _STD = 0.02  # GPT-2's
 
@@ -37,6 +38,8 @@ _STD = 0.02  # GPT-2's
 def build_job_model(job: Job) -> nn.Module:
     """The job's model on the meta device; its first call compiles what the job says."""
     model = build_meta_model(job.shape)
+    if job.ranks_per_batch > 1:  # blocks of matrices have other shapes than what an initialiser would draw
+        attach_values(model, NamedValues(model))
     if job.compiled == "blocks":
         for block in blocks(model):
             block.compile()
@@ -87,6 +90,21 @@ class NamedInitializer:
             if param is not None:
                 full_name = f"{self._names[module]}.{name}".lstrip(".")
                 param.copy_(initial_values(full_name, param.shape, self._model.config.num_hidden_layers, param.device))
+
+
+class NamedValues:
+    """The same values by name, for ranks that keep a block of each: whole ones are made on the training device."""
+
+    def __init__(self, model: nn.Module):
+        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._num_layers = model.config.num_hidden_layers
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """See :class:`patrickstar.module.materialize.TensorValues`."""
+        return initial_values(name, self._shapes[name], self._num_layers, training_device())
 
 
 def initial_values(name: str, shape: torch.Size, num_layers: int, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from benchmark.systems.events import EventWriter, Outcome, others_resident_bytes
 from benchmark.systems.gpu_activity import NUM_PROFILED_STEPS, profile_step
 from benchmark.systems.ranks import Barrier, RankPlace
 
-_BATCH_SEED = 1  # rank 0's; each further rank has the next
+_BATCH_SEED = 1  # of rank 0 and those it shares matrices with; the others have the next ones
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,7 +40,7 @@ class StepTimer:
         self._job = job
         self._system = system
         self._barrier = barrier
-        self._generator = torch.Generator().manual_seed(_BATCH_SEED + place.rank)
+        self._generator = torch.Generator().manual_seed(_BATCH_SEED + place.rank // job.ranks_per_batch)
 
     def run(self) -> tuple[float, float]:
         """One step; returns its seconds and its loss, both this rank's."""

@@ -72,7 +72,8 @@ void register_options(py::module_& module) {
   py::enum_<Attempt>(module, "Attempt")
       .value("FIRST", Attempt::kFirst)
       .value("AGAIN", Attempt::kAgain)
-      .value("LAST", Attempt::kLast);
+      .value("LAST", Attempt::kLast)
+      .value("ONLY", Attempt::kOnly);
   py::enum_<WeightDecay>(module, "WeightDecay")
       .value("L2", WeightDecay::kL2)
       .value("DECOUPLED", WeightDecay::kDecoupled);

@@ -44,8 +44,8 @@ class RankFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Ranks of a group make different calls at the same time. All of them throw it at once, and it names the calls. Python:
-// RuntimeError.
+// Ranks of a group make different calls at the same time, or add up gradients of different chunks. All of them throw it
+// at once, and it names what each does. Python: RuntimeError.
 class RankMismatch : public StateError {
   using StateError::StateError;
 };

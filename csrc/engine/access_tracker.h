@@ -35,6 +35,7 @@ enum class Attempt : uint8_t {
   kFirst,  // one that runs out of device memory is made again, with an emptier device
   kAgain,  // so is this one
   kLast,
+  kOnly,  // the first one, which is not made again: other ranks wait for this one in the middle of it
 };
 
 class AccessTracker {

@@ -137,14 +137,34 @@ int64_t Collectives::max_over_ranks(int64_t mine) {
   return highest;
 }
 
+void Collectives::note_scatter(ChunkId chunk) {
+  ++num_scatters_;
+  scatters_.add(chunk);
+}
+
 void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
   constexpr const char* kWhat = "which gradients there are";
-  for (const std::string& message : exchange(kWhat, MessageWriter().add(flags).str())) {
+  const std::string mine = MessageWriter().add(num_scatters_).add(scatters_.value()).add(flags).str();
+  bool alike = true;
+  std::string who;
+  int rank = 0;
+  for (const std::string& message : exchange(kWhat, mine)) {
     MessageReader reader(message, kWhat);
+    const auto num_scatters = reader.next<int64_t>();
+    alike = reader.next<uint64_t>() == scatters_.value() && num_scatters == num_scatters_ && alike;
     const auto theirs = reader.next_list<uint8_t>(flags.size());
     reader.finish();
     for (size_t i = 0; i < flags.size(); ++i) flags[i] |= theirs[i];
+    who += (rank == 0 ? "rank " : ", rank ") + std::to_string(rank) + ": " + std::to_string(num_scatters);
+    ++rank;
   }
+  if (alike) return;
+  scatter_group_->abort();
+  PS_CHECK(false, RankMismatch, "in this backward ranks that share chunks added up the gradients of other chunks than ",
+           "each other, or in another order (so far ", who,
+           " times): on one of them a parameter got no gradient that it got before, or the other way round; let the ",
+           "same parameters get gradients on all ranks in each step (add 0 * parameter.sum() to the loss where one is ",
+           "left out), and start again from a checkpoint");
 }
 
 StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note) {

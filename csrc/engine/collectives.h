@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "collective/communicator.h"
+#include "common/fingerprint.h"
 #include "common/timeline.h"
 #include "common/types.h"
 
@@ -87,7 +88,10 @@ class Collectives {
   // By rank. All ranks must be here ([Note: ranks at the same point]).
   std::vector<std::string> exchange(const std::string& what, const std::string& mine);
   int64_t max_over_ranks(int64_t mine);
-  // Bit by bit.
+  // [Note: scatters are counted] This rank enqueues a scatter of this chunk's gradients. Ranks that enqueue others than
+  // each other would add up what does not belong together, and wait for those that do not come.
+  void note_scatter(ChunkId chunk);
+  // Bit by bit. Where ranks noted other scatters than each other, ends these and throws RankMismatch on every rank.
   void any_over_ranks(std::vector<uint8_t>& flags);
   // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments. One
   // exchange, which takes a note of each rank to all others.
@@ -98,6 +102,8 @@ class Collectives {
   std::shared_ptr<Communicator> gather_group_;
   std::shared_ptr<Communicator> scatter_group_;
   std::shared_ptr<ControlGroup> control_;
+  int64_t num_scatters_ = 0;  // so far
+  Fingerprint scatters_;      // which, in their order
 };
 
 }  // namespace patrickstar

@@ -208,6 +208,7 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   Slot scratch = pager_.take_slot(spec.num_bytes(grad.kind) + (again ? spec.num_bytes(shard.kind) : 0), grad);
   void* more = static_cast<char*>(scratch.data) + spec.num_bytes(grad.kind);
   statistics_.prepare_device();
+  collectives_.note_scatter(chunk);
   memory_.await_slot(Queue::kScatter, scratch);
   memory_.await_slot(Queue::kScatter, shard_record.slot);
   backend.wait(Queue::kScatter, backend.record(Queue::kCompute));

@@ -334,7 +334,8 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   open->tracker.release_transient();
   open->tracker.set_tracking(tracking);
   open->tracker.set_phase(Phase::kForward);
-  if (tracking == Tracking::kTraining && open->recorder.position() < 0 && attempt == Attempt::kFirst) {
+  const bool first = attempt == Attempt::kFirst || attempt == Attempt::kOnly;
+  if (tracking == Tracking::kTraining && open->recorder.position() < 0 && first) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
     open->memory.arena().release_reused();
@@ -342,10 +343,11 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
     open->planner.begin_step();
     open->memory.tracer().begin_step();
   }
-  if (attempt != Attempt::kFirst) open->device->take_tide_peak(open->pager);
+  if (!first) open->device->take_tide_peak(open->pager);
   if (tracking == Tracking::kTraining) open->recorder.begin_forward();
   // In a replay with other ranks, chunks can make room by the host: what is missing is measured.
-  const bool last = attempt == Attempt::kLast || (open->layout().is_sharded() && open->pager.is_replaying());
+  const bool last = attempt == Attempt::kLast || attempt == Attempt::kOnly ||
+                    (open->layout().is_sharded() && open->pager.is_replaying());
   open->backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
 }
 

@@ -43,7 +43,7 @@ def explain_other_engines(error: BaseException, num_open: int) -> None:
 
 
 def explain_lack_of_memory(
-    error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any], remedies: Iterable[str]
+    error: torch.OutOfMemoryError, module: nn.Module, report: Mapping[str, Any], remedies: Iterable[str], once: str = ""
 ) -> None:
     """Says in a note what took the device's memory when a forward of ``module`` asked for more, though all that can
     leave the device had left, and what helps. To be called while the activations still live.
@@ -53,6 +53,7 @@ def explain_lack_of_memory(
         module: whose forward it was.
         report: the runtime's, of that moment.
         remedies: against activations, beside smaller batches and a larger budget.
+        once: why it is not run again, in whole sentences; empty: it was.
     """
     if not hasattr(error, "add_note"):  # Python 3.10
         return
@@ -68,7 +69,7 @@ def explain_lack_of_memory(
         f"{show_size(values)}; device_memory is {show_size(budget)}. Nothing was updated. What helps: "
         f"{helpful}or a device_memory of at least "
         f"{enough_size(max(least, budget))} (this point alone "
-        f"needs {show_size(least)}; blocks that are free but in pieces come on top)."
+        f"needs {show_size(least)}; blocks that are free but in pieces come on top)." + (f" {once}" if once else "")
     )
 
 

@@ -58,6 +58,13 @@ from patrickstar.ranks.mesh import MeshRanks
 logger = logging.getLogger("patrickstar")
 
 
+_SHARED_FORWARD = (
+    "The forward was not run again with an emptier device, as one of a rank's own is: the ranks that share it wait for "
+    "each other in the middle of it. More ranks that share matrices (tensor_parallel) or sequences (sequence_parallel) "
+    "have less each."
+)
+
+
 class Stage(enum.Enum):
     """Where in a step the session is."""
 
@@ -443,7 +450,7 @@ class Session:
         attempt = _C.Attempt.FIRST
         try:
             if not self.calls.repeats_forwards:
-                return self._forward(call, signals, attempt)
+                return self._forward(call, signals, _C.Attempt.ONLY)
             for what in (_C.Vacate.VALUES, _C.Vacate.EVERYTHING):
                 try:
                     return self._forward(call, signals, attempt)
@@ -472,8 +479,14 @@ class Session:
                 result = call()
             self.runtime.end_forward()
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError) and attempt == _C.Attempt.LAST:
-                explain_lack_of_memory(error, self.module, self.runtime.report(), self._remedies.texts())
+            if isinstance(error, torch.OutOfMemoryError) and attempt in (_C.Attempt.LAST, _C.Attempt.ONLY):
+                explain_lack_of_memory(
+                    error,
+                    self.module,
+                    self.runtime.report(),
+                    self._remedies.texts(),
+                    _SHARED_FORWARD if attempt == _C.Attempt.ONLY else "",
+                )
             self.observer.uses.forget_scopes()
             raise
         finally:

@@ -38,7 +38,7 @@ class TensorValues(Protocol):
         """Whether there are values of that name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """They, on the CPU, of any dtype."""
+        """They, of any dtype; on the CPU, but where no parameter is quantised they may be on the training device."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,9 @@ def fused_loss(question: Question) -> Proposal | None:
 def tiles(question: Question) -> Proposal | None:
     """MLPs and norms of checkpointed layers in tiles; None where they are, none can be, or nothing would be saved."""
     work = question.workload
-    is_worth_it = work.checkpointing and work.batch * work.length // work.sequence_ranks >= _LEAST_TOKENS
-    if work.mesh is not None or work.tile_tokens or not is_worth_it or not _takes(work.model, find_tileable):
+    tokens = work.batch // work.batch_unit * work.length // work.sequence_ranks
+    is_worth_it = work.checkpointing and tokens >= _LEAST_TOKENS
+    if work.tile_tokens or not is_worth_it or not _takes(work.model, find_tileable):
         return None
     text = f"MLPs and norms in tiles of {PROPOSED_TILE_TOKENS} tokens"
     flags = ("--tile-tokens", str(PROPOSED_TILE_TOKENS))

@@ -28,6 +28,7 @@ from patrickstar.planning.proposals import (
     recomputed,
 )
 from patrickstar.sizes import size_in_words
+from patrickstar.tensor2d.cost import Mode
 
 LEAST_GAIN = 0.01
 """Of tokens per second: what helps by less is not worth a line."""
@@ -207,11 +208,13 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
 
 
 def _shared_sequences(question: Question) -> Iterator[Proposal]:
-    """Among more of the GPUs that there are, where they share nothing else."""
-    if question.workload.mesh is not None:
+    """Among more of the GPUs that there are, beside those that share matrices in two dimensions."""
+    mesh = question.workload.mesh
+    if mesh is not None and mesh.mode is Mode.ONE:
         return
+    together = 1 if mesh is None else mesh.size
     for size in _MORE_GPUS:
-        if size > question.workload.sequence_ranks and question.cluster.num_ranks % size == 0:
+        if size > question.workload.sequence_ranks and question.cluster.num_ranks % (size * together) == 0:
             text = f"{size} GPUs share each sequence, so that each has 1/{size} of its activations"
             flags = ("--sequence-parallel", str(size))
             yield other_work("sequences", text, flags, question, sequence_ranks=size)

@@ -164,12 +164,12 @@ class Cluster:
             network_hops = -(-size // here) - 1
         return LineRates(panels, sums, _latency(size - 1 - network_hops, network_hops))
 
-    def pass_on_gbps(self, machine: Machine, size: int) -> float:
-        """What a rank sends to the next one, or to each of a sequence, while ``size`` neighbours do the same: within a
-        node as much of NVLink as on an H200's.
+    def pass_on_gbps(self, machine: Machine, size: int, stride: int = 1) -> float:
+        """What a rank sends to the next one, ``stride`` ranks after it, or to each of a sequence, while ``size`` do the
+        same: within a node as much of NVLink as on an H200's.
         """
         within = Links.gbps * machine.nvlink_gather_gbps / H200.nvlink_gather_gbps
-        return within if size <= self.gpus_per_node or self.link.gbps is None else min(within, self.link.gbps)
+        return within if size * stride <= self.gpus_per_node or self.link.gbps is None else min(within, self.link.gbps)
 
     @property
     def latency_seconds(self) -> float:

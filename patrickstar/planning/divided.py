@@ -3,13 +3,15 @@
 A model of Hugging Face is called with the tokens of one rank, as an engine calls it
 (:class:`patrickstar.sequence.hugging_face.DividedModel`), and its attention is :func:`planned_attention`. That computes
 nothing: it takes the memory that patrickstar/sequence/ring.py and ulysses.py take, and charges what
-:func:`patrickstar.sequence.choice.choose_mode` says.
+:func:`patrickstar.sequence.choice.choose_mode` says. Of a model whose matrices are divided before, it is the attention
+of a rank's heads and samples ([Note: sequences beside matrices], patrickstar/engine/divided_sequences.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from patrickstar.sequence.division import Division
 from patrickstar.sequence.hugging_face import attended, check_layer, check_model
 from patrickstar.sequence.layout import Mode
 from patrickstar.sequence.ulysses import key_heads
+from patrickstar.tensor2d.hugging_face import AttentionFunction, HuggingFaceAttention
 
 _ATTENTION = "patrickstar_plan"  # its name among transformers' attention functions, and of the argument that it gets
 
@@ -29,20 +32,32 @@ class CannotDivideError(ValueError):
 
 
 class PlannedDivision:
-    """Of one model's sequences of ``length`` tokens among ``size`` ranks, ``batch`` sequences at a time.
+    """Of one model's sequences among ranks.
+
+    Args:
+        model: its matrices may be divided.
+        batch: sequences of a rank.
+        length: tokens of each.
+        size: how many ranks share each.
+        links: how fast they compute attention and talk.
+        head_ranks: ranks that divide the heads of each layer.
 
     Raises:
         CannotDivideError: the model's sequences cannot be divided.
     """
 
-    def __init__(self, model: nn.Module, batch: int, length: int, size: int, links: Links):
+    def __init__(self, model: nn.Module, batch: int, length: int, size: int, links: Links, head_ranks: int = 1):
         try:
             check_model(model)
         except ValueError as error:
             raise CannotDivideError(str(error)) from error
         _register()
         model.set_attn_implementation(_ATTENTION)
+        for child in model.modules():
+            if isinstance(child, HuggingFaceAttention):
+                child.attention_for = _planned_for
         work = attended(model, batch, length)
+        work = dataclasses.replace(work, heads=work.heads // head_ranks, key_heads=max(work.key_heads // head_ranks, 1))
         self.size = size
         self.choice: Choice = choose_mode(work, size, links)
         """How attention is computed, and why so."""
@@ -67,6 +82,11 @@ class PlannedDivision:
         # Of four dimensions, so that transformers makes none of tokens x tokens elements.
         found["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device="meta")
         return found
+
+
+def _planned_for(arguments: Mapping[str, Any]) -> AttentionFunction | None:
+    """:func:`planned_attention` in calls of a divided sequence, which are all."""
+    return None if arguments.get(_ATTENTION) is None else planned_attention
 
 
 def planned_attention(

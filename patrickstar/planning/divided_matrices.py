@@ -101,6 +101,10 @@ class Costs(Protocol):
     seconds: float
     """Of the device's operations, and of waits."""
 
+    @property
+    def repetitions(self) -> int:
+        """How many of its kind, one after the other, an operation stands for at the moment."""
+
     def charge(self, seconds: float, flops: float) -> None:
         """Adds what no operation shows."""
 
@@ -127,7 +131,8 @@ class PlannedMatrices:
                 parallelize(model, MeshGroup(rows, columns, everybody))
         except ValueError as error:
             raise CannotDivideError(str(error)) from error
-        self._shape = (batch // mesh.rows, length)
+        self.batch = batch // mesh.rows
+        """Samples of a rank."""
 
     def trace(self, costs: Costs) -> None:
         """A step begins, whose waits are charged to ``costs``."""
@@ -150,11 +155,6 @@ class PlannedMatrices:
         """By the rank, in that step, by kind (:class:`~patrickstar.tensor2d.lines.Line`)."""
         return sum((line.received_bytes for line in self._lines), collections.Counter())
 
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward on one rank, on the meta device."""
-        tokens = torch.empty(self._shape, dtype=torch.long, device="meta")
-        return {"input_ids": tokens, "labels": tokens}
-
 
 class PlannedExchanges:
     """A rank's link in a trace: exchanges follow each other, beside what the device computes."""
@@ -174,10 +174,15 @@ class PlannedExchanges:
         """An exchange for which the link is busy for so long."""
         if self._costs is None:
             return PlannedExchange(self, 0.0)
-        begin = max(self._costs.seconds, self._free_at)
-        self._free_at = begin + seconds
-        self.link_seconds += seconds
-        return PlannedExchange(self, self._free_at + latency)
+        begin, times = max(self._costs.seconds, self._free_at), self._costs.repetitions
+        self._free_at = begin + times * seconds
+        self.link_seconds += times * seconds
+        return PlannedExchange(self, self._free_at + times * latency)
+
+    @property
+    def repetitions(self) -> int:
+        """How many exchanges one stands for at the moment."""
+        return 1 if self._costs is None else self._costs.repetitions
 
     def wait_until(self, end: float) -> None:
         """The device does nothing else."""
@@ -198,12 +203,24 @@ class PlannedExchange:
         self._exchanges.wait_until(self._end)
 
 
+class _Received(collections.Counter[str]):
+    """What comes in exchanges that stand for several counts as often."""
+
+    def __init__(self, exchanges: PlannedExchanges):
+        super().__init__()
+        self._exchanges = exchanges
+
+    def __setitem__(self, kind: str, total: int) -> None:
+        super().__setitem__(kind, self[kind] + self._exchanges.repetitions * (total - self[kind]))
+
+
 class PlannedLine(Line):
     """The line of rank 0 of ``size``."""
 
     def __init__(self, exchanges: PlannedExchanges, size: int, rates: LineRates):
         super().__init__()
         self.size = size
+        self.received_bytes = _Received(exchanges)
         self._planned, self._rates = exchanges, rates
 
     def _begin_broadcast(self, tensor: torch.Tensor, owner: int) -> PendingExchange:

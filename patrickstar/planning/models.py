@@ -59,6 +59,11 @@ class PlannedModel:
     matrices: PlannedMatrices | None = None
     """Divided among ranks; None: each rank has whole ones."""
 
+    @property
+    def divisions(self) -> list[PlannedDivision | PlannedMatrices]:
+        """Of these two, those that there are."""
+        return [division for division in (self.division, self.matrices) if division is not None]
+
     def model_flops(self, batch: int, length: int) -> float:
         """Operations of forward and backward: 6 per parameter and token, 4 where it is frozen, and 6 per layer, hidden
         unit, position and token for attention (causal masks counted by half, recomputation not counted).
@@ -124,7 +129,7 @@ def build_model(
         length: tokens per sequence.
         checkpointing: recompute activations in backward, block by block.
         lora_rank: of the adapters that are trained while everything else is frozen; 0: all is trained.
-        prepare: what is done to the model before it is trained, such as ``fuse_loss``.
+        prepare: what is done to the model before it is trained, when its matrices are divided, such as ``fuse_loss``.
         shared: whose sequences they are; None: one rank has them.
         matrices: over which ranks its matrices are divided; None: one rank has them.
 
@@ -146,18 +151,18 @@ def build_model(
         raise ValueError(f"--seq-len is {length}, but {name} has {most_tokens} positions; give less")
     if checkpointing:
         enable_checkpointing(module)
-    if prepare is not None:
-        prepare(module)
-    tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
-    inputs, division, divided = {"input_ids": tokens, "labels": tokens}, None, None
     num_params = sum(param.numel() for param in module.parameters())
     num_trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    divided = None if matrices is None else PlannedMatrices(module, batch, length, matrices)
+    if prepare is not None:
+        prepare(module)
+    batch_here = batch if divided is None else divided.batch
+    tokens, division = torch.empty(batch_here, length, dtype=torch.long, device="meta"), None
+    inputs = {"input_ids": tokens, "labels": tokens}
     if shared is not None and shared.size > 1:
-        division = PlannedDivision(module, batch, length, shared.size, shared.links)
-        inputs = division.inputs(batch, module)
-    if matrices is not None:
-        divided = PlannedMatrices(module, batch, length, matrices)
-        inputs = divided.inputs()
+        head_ranks = 1 if matrices is None else matrices.mesh.columns
+        division = PlannedDivision(module, batch_here, length, shared.size, shared.links, head_ranks)
+        inputs = division.inputs(batch_here, module)
     return PlannedModel(
         module=module,
         inputs=inputs,

@@ -74,12 +74,13 @@ class Workload:
         return self.sequence_ranks * (1 if self.mesh is None else self.mesh.size)
 
     def change(self, module: nn.Module) -> None:
-        """Makes of ``module`` what an engine makes of it (``patrickstar/engine/activations.py``).
+        """Makes of ``module``, whose matrices are divided, what an engine makes of it
+        (``patrickstar/engine/activations.py``).
 
         Raises:
             ValueError: its loss cannot be fused, or nothing of it can be computed in tiles.
         """
-        if self.loss is LossComputation.FUSED:
+        if self.loss is LossComputation.FUSED and self.mesh is None:  # [Note: a divided loss]
             fuse_loss(module)
         if self.tile_tokens:
             tile_modules(module, self.tile_tokens)
@@ -301,6 +302,12 @@ class Planner:
                 f"--tensor-parallel is {mesh.rows}x{mesh.columns}, but there are {num_ranks} GPUs, which are not "
                 f"groups of {mesh.size}; give --gpus-per-node {mesh.size}, or another mesh"
             )
+        together = question.workload.sharing_ranks
+        if mesh is not None and num_ranks % together:
+            raise ValueError(
+                f"--tensor-parallel {mesh.rows}x{mesh.columns} and --sequence-parallel {size} take {together} GPUs "
+                f"together, but there are {num_ranks}; give --gpus-per-node {together}, or less of one of them"
+            )
         return self._trace(question)
 
     def _trace(self, question: Question) -> _Trace:
@@ -324,11 +331,10 @@ class Planner:
             params = plan_params(model.module, dtype, use_cpu_embedding=False, quantization=quantization)
             # Before the trace, which changes the module.
             scarce = {size: choose_chunk_size(params, model.module, size, 0) for size in asked}
-            division = model.matrices if model.division is None else model.division
             self._traces[key] = _Trace(
                 model,
                 params,
-                trace_uses(model.module, params, dtype, model.inputs, gpu, division=division),
+                trace_uses(model.module, params, dtype, model.inputs, gpu, divisions=model.divisions),
                 next(iter(scarce.values())).ample_bytes,
                 {size: chosen.numel for size, chosen in scarce.items()},
                 _exchanged(model.matrices),
@@ -360,7 +366,9 @@ def shared_sequences(question: Question) -> SharedSequences | None:
     tflops = Links.attention_tflops * gpu.attention_tflops / H200.gpu.attention_tflops
     links = Links(
         attention_tflops=min(tflops, gpu.matmul_flops(dtype) / 1e12),
-        gbps=question.cluster.pass_on_gbps(question.machine, workload.sequence_ranks),
+        gbps=question.cluster.pass_on_gbps(
+            question.machine, workload.sequence_ranks, 1 if workload.mesh is None else workload.mesh.size
+        ),
     )
     return SharedSequences(size=workload.sequence_ranks, links=links)
 

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,6 +220,11 @@ class _CostMode(TorchDispatchMode):
         """Whether the storage of this address is not part of the tide."""
         return storage in self._ignored
 
+    @property
+    def repetitions(self) -> int:
+        """How many of its kind, one after the other, an operation stands for at the moment."""
+        return self._count
+
     def count(self, count: int) -> None:
         """Operations stand for so many of their kind, one after the other, from now on."""
         self._count = count
@@ -342,7 +347,7 @@ def trace_uses(
     inputs: Mapping[str, Any],
     gpu: Gpu,
     loss: Callable[[Any], torch.Tensor] = lambda out: out["loss"],
-    division: PlannedDivision | PlannedMatrices | None = None,
+    divisions: Sequence[PlannedDivision | PlannedMatrices] = (),
 ) -> StepUses:
     """Runs two training steps of ``module`` on the meta device and gives the uses of the second (in the first one the
     hooks learn). ``module`` is of no use afterwards.
@@ -354,7 +359,7 @@ def trace_uses(
         inputs: keyword arguments of the module's forward; tensors of any device.
         gpu: what operations cost.
         loss: takes the loss out of the module's output.
-        division: of sequences or matrices among ranks; None: this one has them.
+        divisions: of sequences and matrices among ranks; those that are not there this one has whole.
     """
     recorder = UseRecorder()
     observer = Observer(recorder)  # type: ignore[arg-type]
@@ -374,7 +379,7 @@ def trace_uses(
         for spec in params.chunked:
             costs.ignore(spec.param)
         recorder.clear()
-        if division is not None:
+        for division in divisions:
             division.trace(costs)
         kept = KeptTensors(costs.meet, costs.is_ignored)
         costs.tell_attention(kept)

@@ -424,3 +424,48 @@ def test_two_forwards_one_backward(trained):
     engine.backward(engine(**batch(3))["loss"] + engine(**batch(4))["loss"])
     optimizer.step()
     assert all((value != before[name]).any() for name, value in engine.state_dict().items())
+
+
+class NoBiasGradient(torch.autograd.Function):
+    """A linear layer whose backward gives none of the bias, in some calls."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, with_bias):
+        ctx.save_for_backward(x, weight)
+        ctx.with_bias = with_bias
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0) if ctx.with_bias else None, None
+
+
+class SometimesNoBiasGradient(nn.Module):
+    """The last three of six calls give the bias no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return NoBiasGradient.apply(x, self.layer.weight, self.layer.bias, self.calls <= 3)
+
+
+def test_a_function_that_gives_no_gradient_of_a_parameter():
+    """Such a parameter is left alone in that step, as by PyTorch."""
+    torch.manual_seed(0)
+    plain = SometimesNoBiasGradient()
+    engine, optimizer = initialize_engine(lambda: copy.deepcopy(plain), 0, make_config("fp32"))
+    reference = torch.optim.AdamW(plain.parameters(), **ADAM)
+    with engine:
+        for index in range(6):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+            for module, stepper in ((engine, optimizer), (plain, reference)):
+                stepper.zero_grad()
+                loss = module(x).square().mean()
+                engine.backward(loss) if module is engine else loss.backward()
+                stepper.step()
+        torch.testing.assert_close(engine.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)

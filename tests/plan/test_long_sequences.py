@@ -53,7 +53,7 @@ def trace(llama, length, size=1, prepare=fuse_loss, links=None):
     shared = SharedSequences(size=size, links=links or Links())
     model = build_model(llama, 1, length, checkpointing=True, prepare=prepare, shared=shared)
     params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False)
-    uses = trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu, division=model.division)
+    uses = trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu, divisions=model.divisions)
     return uses, model.division
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from patrickstar.config import MatrixMode, parse_config
 from patrickstar.module.preprocess import plan_params
+from patrickstar.module.tiled_modules import tile_modules
 from patrickstar.plan import main
+from patrickstar.planning import uses
 from patrickstar.planning.cluster import LINKS, Cluster, LineRates
 from patrickstar.planning.divided_matrices import MatrixMesh, SharedMatrices
 from patrickstar.planning.machines import H200
-from patrickstar.planning.models import build_model
+from patrickstar.planning.models import SharedSequences, build_model
 from patrickstar.planning.uses import Call, trace_uses
+from patrickstar.sequence.choice import Links
 from patrickstar.tensor2d import Place, cost
 from patrickstar.tensor2d.cost import LayerShape, Mode
 
@@ -34,15 +39,34 @@ def as_json(capsys, *args, expect=0):
     return json.loads(run(capsys, *args, "--no-advice", "--json", expect=expect).out)
 
 
-def trace(rows, columns, mode=Mode.TWO, gbps=1e9, latency=0.0, checkpointing=False):
+def trace(
+    rows, columns, mode=Mode.TWO, gbps=1e9, latency=0.0, checkpointing=False, name=NAME, length=LENGTH, **options
+):
     rates = LineRates(gbps, gbps, latency)
     shared = SharedMatrices(
         mesh=MatrixMesh(mode=mode, rows=rows, columns=columns), along_columns=rates, along_rows=rates
     )
-    model = build_model(NAME, BATCH, LENGTH, checkpointing=checkpointing, matrices=shared)
+    model = build_model(name, BATCH, length, checkpointing=checkpointing, matrices=shared, **options)
     params = plan_params(model.module, torch.bfloat16, use_cpu_embedding=False)
-    uses = trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu, division=model.matrices)
+    uses = trace_uses(model.module, params, torch.bfloat16, model.inputs, H200.gpu, divisions=model.divisions)
     return uses, model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=16 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=512,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )
+    path = tmp_path_factory.mktemp("llama")
+    config.save_pretrained(path)
+    return str(path)
 
 
 def of_products(received):
@@ -102,6 +126,33 @@ def test_parameters_and_activations_are_divided():
     assert few[1].num_params == many[1].num_params == pytest.approx(2 * sizes[0], rel=0.01)
 
 
+@pytest.mark.parametrize("links", [Links(gbps=1e-3), Links(attention_tflops=1e-9)], ids=["ulysses", "zigzag"])
+def test_sequences_are_divided_beside_matrices(llama, links):
+    """Each rank has what it would have of sequences that are half as long, but for attention."""
+    alone, short = trace(2, 2, name=llama, length=LENGTH // 2)
+    shared, model = trace(2, 2, name=llama, shared=SharedSequences(size=2, links=links))
+    assert model.inputs["input_ids"].shape == (BATCH // 2, LENGTH // 2)
+    assert of_products(model.matrices.received_bytes) == of_products(short.matrices.received_bytes)
+    tides = [max(use.tide_peak_bytes for use in uses.uses) for uses in (alone, shared)]
+    assert tides[1] == pytest.approx(tides[0], rel=0.1)
+    # Of a rank's 4 heads, 2 of keys: forward's operations of both layers' attention, as if nothing were masked.
+    assert model.division.flops[0] == 4.0 * (BATCH // 2) * 4 * LENGTH**2 * (HIDDEN // 8) / 2
+
+
+@pytest.mark.parametrize(("mode", "rows", "columns"), [(Mode.TWO, 2, 2), (Mode.ONE, 1, 4)])
+def test_a_tile_that_stands_for_others_sends_what_they_would(llama, monkeypatch, mode, rows, columns):
+    def tiled(module):
+        tile_modules(module, 96)  # of which 512 or 1024 tokens are no multiple
+
+    once, model = trace(rows, columns, mode, gbps=20.0, name=llama, prepare=tiled)
+    monkeypatch.setattr(uses, "equal_tiles_once", lambda count: contextlib.nullcontext())
+    each, all_tiles = trace(rows, columns, mode, gbps=20.0, name=llama, prepare=tiled)
+    assert len(once.uses) <= len(each.uses)
+    assert model.matrices.received_bytes == all_tiles.matrices.received_bytes
+    assert model.matrices.link_seconds == pytest.approx(all_tiles.matrices.link_seconds)
+    assert model.matrices.exposed_seconds == pytest.approx(all_tiles.matrices.exposed_seconds, rel=0.1)
+
+
 def test_lines_across_nodes_are_as_fast_as_their_adapters():
     cluster = Cluster(nodes=2, gpus_per_node=4, link=LINKS["ib400"])
     inside, outside = cluster.line_rates(H200, 4, 1), cluster.line_rates(H200, 2, 4)
@@ -156,7 +207,12 @@ def test_what_would_fit_is_planned_on_the_mesh(capsys):
         (["--tensor-parallel", "2x2", "--tensor-mode", "1d"], "one dimension has no rows; give 4"),
         (["--tensor-mode", "2d"], "--tensor-mode is 2d, but nothing is divided"),
         (["--tensor-parallel", "two"], "is 'two'; give ROWSxCOLUMNS"),
-        (["--tensor-parallel", "2x2", "--sequence-parallel", "2"], "not planned together with --sequence-parallel"),
+        (["--tensor-parallel", "2x2", "--sequence-parallel", "2"], "take 8 GPUs together, but there are 4"),
+        (
+            ["--tensor-parallel", "2", "--tensor-mode", "1d", "--sequence-parallel", "2"],
+            "give --tensor-mode 2d, or leave out --sequence-parallel",
+        ),
+        (["--tensor-parallel", "2x2", "--lora-rank", "8"], "with --lora-rank, which no engine takes together"),
         (["--tensor-parallel", "1x3", "--gpus-per-node", "3"], "features: 256 cannot be cut into 3 columns"),
         (["--tensor-parallel", "3", "--gpus-per-node", "3"], "cannot be divided among 3 ranks"),
         (
@@ -168,3 +224,20 @@ def test_what_would_fit_is_planned_on_the_mesh(capsys):
 )
 def test_bad_input_is_named(capsys, args, match):
     assert match in run(capsys, *GPT, *args, expect=2).err
+
+
+def test_all_that_engines_do_together_is_planned_together(capsys, llama):
+    asked = ["--model", llama, "--batch-size", "2", "--device-memory", "2GiB", "--host-memory", "4GiB"]
+    asked += ["--checkpointing", "--gpus-per-node", "4", "--fused-loss", "--tile-tokens", "64"]
+    found = as_json(capsys, *asked, "--seq-len", "512", "--tensor-parallel", "1x2", "--sequence-parallel", "2")
+    config = parse_config(found["config"] | {"optimizer": {}})
+    assert (config.tensor_parallel.columns, config.sequence_parallel.size, config.activations.tile_tokens) == (2, 2, 64)
+    assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(2 * 512)
+    auto = as_json(capsys, *asked, "--seq-len", "512", "--tensor-parallel", "auto", "--sequence-parallel", "2")
+    assert auto["tensor_parallel"]["mode"] == "2d" and auto["tensor_parallel"]["received_bytes"] > 0
+    assert auto["tensor_parallel"]["rows"] * auto["tensor_parallel"]["columns"] == 2
+    bad = run(capsys, *asked, "--longest", "--tensor-parallel", "auto", expect=2).err
+    assert "whose mesh follows from the length that --longest looks for; give ROWSxCOLUMNS, or --seq-len" in bad
+    asked = [*asked, "--longest", "--device-memory", "96MiB", "--tensor-parallel", "1x2", "--sequence-parallel", "2"]
+    one, two = as_json(capsys, *asked)["longest"]
+    assert 1.3 * one["seq_len"] < two["seq_len"] < 3 * one["seq_len"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar import RankFailure, StateError
+from patrickstar import MemoryBudgetError, RankFailure, StateError
 from patrickstar.checkpoint.blocks import ComposedTensor
 from patrickstar.module.tiled_modules import is_tiled
 from patrickstar.runtime import initialize_engine
@@ -173,6 +173,54 @@ def go_wrong(which: list[str]) -> list[str]:
         "tokens": lambda: message(llama, 1, 2, lambda engine: engine(input_ids=tokens[:, :23]), mode="1d"),
     }
     return [mistakes[name]() for name in which]
+
+
+class RunsOutOnce(nn.Module):
+    """In the place of a layer's norm: the last rank's second call runs out of device memory."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has ...")
+        return self.norm(hidden)
+
+
+def run_out(run: MeshRun) -> str:
+    """What is said of a forward that runs out of memory on one rank, with its notes."""
+    engine, _ = initialize_engine(run.model.build, 0, run.config())
+    try:
+        with engine:
+            layer = engine.module.model.layers[1]
+            layer.post_attention_layernorm = RunsOutOnce(layer.post_attention_layernorm)
+            for inputs in run.own_batches():
+                engine.backward(engine(**inputs).loss)
+    except (RankFailure, torch.OutOfMemoryError) as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    raise AssertionError("it did not run out of memory")
+
+
+def outgrow(run: MeshRun, budgets: tuple[int | None, ...]) -> list[str]:
+    """Two steps, then one on four times the samples, within each budget of device memory: how that ended."""
+    ends = []
+    for budget in budgets:
+        torch.manual_seed(0)
+        options = {**run.options, "device_memory": budget}
+        engine, optimizer = initialize_engine(run.model.build, 0, dataclasses.replace(run, options=options).config())
+        try:
+            with engine:
+                for inputs in [*run.own_batches(), {k: v.repeat(4, 1) for k, v in run.own_batches()[0].items()}]:
+                    loss = engine(**inputs).loss
+                    engine.backward(loss)
+                    optimizer.step()
+                ends.append(f"{loss.item():.9f}")
+        except (RankFailure, MemoryBudgetError, torch.OutOfMemoryError) as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    return ends
 
 
 def checkpointed(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from patrickstar import torch_scope
+from patrickstar import StateError, torch_scope
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case
 from tests.training import ADAM, make_config
@@ -369,6 +369,63 @@ def run_out(failures_of_last: set[int], limit: int | None, plans: str | bool = F
             "calls": engine.module.calls,
             "replayed": engine.report()["num_replayed_moments"],
         }
+
+
+class LosingLinear(torch.autograd.Function):
+    """A linear layer that is used as ever, and gives no gradients of the parameters that are ``lost``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, lost: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.lost = lost
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_weight = None if ctx.lost == "weight and bias" else grad.t() @ x
+        return grad @ weight, of_weight, None if "bias" in ctx.lost else grad.sum(0), None
+
+
+class LosesGradients(nn.Module):
+    """From its fourth forward on a layer of one rank gives no gradients."""
+
+    def __init__(self, lost: str, losing_rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LosingLayer(64, 64) for _ in range(4))
+        self.lost = lost if rank_and_size()[0] == losing_rank else ""
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for index, layer in enumerate(self.layers):
+            x = torch.relu(layer(x, self.lost if self.calls > 3 and index == 2 else ""))
+        return x.square().mean()
+
+
+class LosingLayer(nn.Linear):
+    """Computed by :class:`LosingLinear`."""
+
+    def forward(self, x: torch.Tensor, lost: str) -> torch.Tensor:
+        return LosingLinear.apply(x, self.weight, self.bias, lost)
+
+
+def lose_gradients(lost: str, losing_rank: int) -> tuple[str, float]:
+    """What is said where ranks have gradients of other parameters than each other in a replay, and when."""
+    torch.manual_seed(0)
+    config = make_config("fp32", default_chunk_size=4160, rank_timeout_seconds=20)  # a chunk for each layer
+    engine, optimizer = initialize_engine(lambda: LosesGradients(lost, losing_rank), 0, config)
+    begin = 0.0
+    try:
+        with engine:
+            for _ in range(5):
+                begin = time.monotonic()
+                optimizer.zero_grad()
+                engine.backward(engine(torch.randn(8, 64)))
+                optimizer.step()
+    except StateError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "trained", 0.0
 
 
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:

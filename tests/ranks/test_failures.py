@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from patrickstar.runtime import initialize_engine
-from tests.distributed import rank_outcomes
+from tests.distributed import rank_outcomes, run_ranks
 from tests.models import MODELS
-from tests.ranks.runs import rank_and_size, rows
+from tests.ranks.runs import lose_gradients, rank_and_size, rows
 from tests.training import make_config
 
 
@@ -68,3 +68,12 @@ def test_an_error_between_two_calls_of_the_engine_ends_all_ranks():
     assert at_fault.error == "ValueError: the batch is bad"
     assert other.error.startswith("RankFailure: rank 0 stops in")
     assert "ValueError: the batch is bad" in other.error
+
+
+@pytest.mark.parametrize(("lost", "counts"), [("bias", (32, 31)), ("weight and bias", (32, 30))])
+def test_ranks_that_add_up_other_gradients_are_told_how_many(lost, counts):
+    """In the fourth step, which replays a plan; at once, and not by timeout."""
+    for message, seconds in run_ranks(2, lose_gradients, lost, 1):
+        assert message.startswith("RankMismatch: in this backward ranks that share chunks added up")
+        assert "rank 0: {}, rank 1: {} times".format(*counts) in message
+        assert seconds < 15  # of a timeout of 20

@@ -28,7 +28,7 @@ def planned_tide(size, mode, length):
     division = PlannedDivision(module, 1, length, size, links)
     assert division.choice.mode is Mode(mode)
     inputs = {**division.inputs(1, module), "use_cache": False}
-    uses = trace_uses(module, params, torch.float32, inputs, H200.gpu, division=division)
+    uses = trace_uses(module, params, torch.float32, inputs, H200.gpu, divisions=[division])
     layout = make_layout(params, 8192)
     return make_timeline(uses, layout, [False] * layout.num_chunks).tide_peak_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.ranks.on_mesh import (
     checkpointed,
     from_files,
     go_wrong,
+    outgrow,
+    run_out,
     train_all,
     train_plainly,
 )
@@ -247,6 +250,22 @@ def test_what_cannot_be_divided_is_refused(refused):
     for messages in run_ranks(2, go_wrong, list(refused)):
         for message, part in zip(messages, refused.values(), strict=True):
             assert part in message
+
+
+def test_a_forward_that_runs_out_of_memory_names_the_module_and_what_helps():
+    other, failed = run_ranks(2, run_out, MeshRun(LLAMA, columns=2, steps=3))
+    assert other.startswith("RankFailure: ") and "rank 1: OutOfMemoryError: CUDA out of memory" in other
+    for part in ("in model.layers.1.post_attention_layernorm", "2.5 GiB more", "was not run again", "tensor_parallel"):
+        assert part in failed
+
+
+def test_a_batch_that_outgrows_the_device_ends_with_the_least_that_would_do():
+    """Which is measured, since the forward is not run again with an emptier device."""
+    run = MeshRun(LLAMA, columns=2, steps=2, clip=0.0, options={"default_chunk_size": 4096})
+    free, tight = run_ranks(2, outgrow, run, (None, 600_000))[0]
+    least = re.search(r"MemoryBudgetError: .*raise device_memory to at least (\d+) bytes", tight)
+    assert least is not None, tight
+    assert run_ranks(2, outgrow, run, (int(least[1]),)) == [[free]] * 2
 
 
 @pytest.mark.parametrize(
