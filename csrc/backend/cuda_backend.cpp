@@ -360,8 +360,8 @@ std::shared_ptr<void> take_cuda_memory(int device, int64_t num_bytes) {
   cudaEvent_t before = nullptr;
   PS_CUDA_CHECK(cudaEventCreateWithFlags(&before, cudaEventDisableTiming));
   PS_CUDA_CHECK(cudaEventRecord(before, stream));
-  PS_CUDA_CHECK(cudaStreamWaitEvent(
-      c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream(), before, 0));
+  PS_CUDA_CHECK(
+      cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream(), before, 0));
   PS_CUDA_CHECK(cudaEventDestroy(before));
   return memory;
 }

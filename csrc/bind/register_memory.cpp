@@ -112,7 +112,8 @@ void register_memory(py::module_& module) {
       .def(py::init<int64_t>(), py::arg("num_bytes"))
       .def_property_readonly("address",
                              [](const HostMapping& self) { return reinterpret_cast<uintptr_t>(self.data()); });
-  py::class_<DeviceMemory>(module, "DeviceMemory", R"(Memory of a device that no engine owns, for values on their way from
+  py::class_<DeviceMemory>(module, "DeviceMemory",
+                           R"(Memory of a device that no engine owns, for values on their way from
 an engine's core that ends to the next one's. It may be used on the current stream, and let go of when that is over.
 
 Args:
@@ -121,7 +122,8 @@ Args:
 
 Raises:
     MemoryBudgetError: there is no room.)")
-      .def(py::init<int, int64_t>(), py::arg("cuda_device"), py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init<int, int64_t>(), py::arg("cuda_device"), py::arg("num_bytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("address", &DeviceMemory::address)
       .def_property_readonly("num_bytes", &DeviceMemory::num_bytes);
   py::class_<KeptRegions, std::shared_ptr<KeptRegions>>(module, "KeptRegions",

@@ -343,21 +343,24 @@ void register_runtime(py::module_& module) {
            [](Runtime& self, ParamId param) {
              std::vector<uintptr_t> addresses;
              const py::gil_scoped_release release;
-             for (const void* data : self.stored_on_device(param)) addresses.push_back(reinterpret_cast<uintptr_t>(data));
+             for (const void* data : self.stored_on_device(param))
+               addresses.push_back(reinterpret_cast<uintptr_t>(data));
              return addresses;
            })
-      .def("write_stored",
-           [](Runtime& self, ParamId param, const std::vector<StoredTuple>& ranges) {
-             const py::gil_scoped_release release;
-             self.write_stored(param, stored_ranges(ranges));
-           },
-           "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
+      .def(
+          "write_stored",
+          [](Runtime& self, ParamId param, const std::vector<StoredTuple>& ranges) {
+            const py::gil_scoped_release release;
+            self.write_stored(param, stored_ranges(ranges));
+          },
+          "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
       .def("drop_derivable", &Runtime::drop_derivable, ReleaseGil())
-      .def("copy_on_device",
-           [](Runtime& self, uintptr_t to, uintptr_t from, int64_t num_bytes) {
-             self.copy_on_device(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);
-           },
-           py::arg("to"), py::arg("from_"), py::arg("num_bytes"), ReleaseGil())
+      .def(
+          "copy_on_device",
+          [](Runtime& self, uintptr_t to, uintptr_t from, int64_t num_bytes) {
+            self.copy_on_device(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);
+          },
+          py::arg("to"), py::arg("from_"), py::arg("num_bytes"), ReleaseGil())
       .def("leave_stored", &Runtime::leave_stored, py::arg("chunk"), ReleaseGil())
       .def("set_aside",
            [](Runtime& self, const std::vector<RangeTuple>& ranges) {

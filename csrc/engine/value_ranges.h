@@ -28,15 +28,15 @@ struct ValueRange {
   int64_t at;  // where the elements are to be or are: an offset in the file, or an address
 };
 
-// [Note: stored elements] Of the arrays that a trained parameter consists of (its compute value, where that is kept, and
-// the optimizer's), elements as they are stored, which is the same on any number of ranks. Where all of a chunk's arrays
-// lie on the device they can be copied from device to device: by this rank's part of a parameter, element by element.
-// Blocks of 8 bits are none of them: where blocks begin depends on the rank.
+// [Note: stored elements] Of the arrays that a trained parameter consists of (its compute value, where that is kept,
+// and the optimizer's), elements as they are stored, which is the same on any number of ranks. Where all of a chunk's
+// arrays lie on the device they can be copied from device to device: by this rank's part of a parameter, element by
+// element. Blocks of 8 bits are none of them: where blocks begin depends on the rank.
 struct StoredRange {
-  int array;          // index among the parameter's
-  int64_t begin;      // elements [begin, end) of the parameter, of this rank's part
+  int array;      // index among the parameter's
+  int64_t begin;  // elements [begin, end) of the parameter, of this rank's part
   int64_t end;
-  const void* from;   // the first of them
+  const void* from;  // the first of them
   Tier where;
 };
 
