@@ -118,9 +118,10 @@ class ActivationStash:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
         if kept is None or kept.place is not Place.ON_DEVICE:
-            if self._inputs.note(tensor.nbytes):
+            if kept is None and self._inputs.is_larger(tensor.nbytes):
                 self.working.forget()
             kept = self._known[key] = self._hold(tensor)
+            self._inputs.note(tensor.nbytes)
         return kept
 
     def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Stashed:
@@ -281,24 +282,29 @@ class ExpectedInputs:
 
     def __init__(self) -> None:
         self._most_bytes: list[int] = []  # by place, in all forwards
+        self._place = 0
         self._count = 0
         self._count_before = 0
         self._num_bytes = 0
 
     def begin_forward(self) -> None:
         """Nothing is saved yet."""
+        self._place = 0
         self._count_before, self._count = self._count, 0
 
-    def note(self, num_bytes: int) -> bool:
-        """One was. Whether it is larger than those that forwards before saved in its place."""
-        place = self._count
+    def is_larger(self, num_bytes: int) -> bool:
+        """Whether the next one is larger than those that forwards before saved in its place."""
+        if self._place == len(self._most_bytes):
+            self._most_bytes.append(0)
+        before = self._most_bytes[self._place]
+        self._most_bytes[self._place] = max(before, num_bytes)
+        self._place += 1
+        return num_bytes > before
+
+    def note(self, num_bytes: int) -> None:
+        """One was, perhaps once more since it had left."""
         self._count += 1
         self._num_bytes = num_bytes
-        if place == len(self._most_bytes):
-            self._most_bytes.append(0)
-        is_larger = num_bytes > self._most_bytes[place]
-        self._most_bytes[place] = max(self._most_bytes[place], num_bytes)
-        return is_larger
 
     def outstanding_bytes(self) -> int:
         """Of those that are still to come, if they are as large as the last one."""
