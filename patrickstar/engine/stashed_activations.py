@@ -18,7 +18,7 @@ what was alive, less what was kept. From then on what leaves is what the device 
 will stay. What is kept beyond (:meth:`ActivationStash.keep`) may not take more of the device than plans leave to
 activations. In the first step the share is compared with the tide itself, which on CUDA counts memory that PyTorch
 holds for later allocations, so that nearly everything leaves once the share was exceeded. The same holds where a
-forward keeps a larger tensor than its predecessors did in that place, and where it ran out of memory and is run again:
+forward keeps a larger tensor than its predecessors did of that kind, and where it ran out of memory and is run again:
 what it needs, no step has shown.
 """
 
@@ -118,7 +118,7 @@ class ActivationStash:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
         if kept is None or kept.place is not Place.ON_DEVICE:
-            if kept is None and self._inputs.is_larger(tensor.nbytes):
+            if self._inputs.is_larger(tensor):
                 self.working.forget()
             kept = self._known[key] = self._hold(tensor)
             self._inputs.note(tensor.nbytes)
@@ -278,31 +278,29 @@ class WorkingBytes:
 
 
 class ExpectedInputs:
-    """What autograd saves in a forward: how many tensors, by the last one, and how large in which place."""
+    """What autograd saves in a forward: how many tensors, by the last one, and how large of which kind."""
 
     def __init__(self) -> None:
-        self._most_bytes: list[int] = []  # by place, in all forwards
-        self._place = 0
+        self._most_bytes: dict[tuple[torch.dtype, int], int] = {}  # by the last dimension, in all forwards
         self._count = 0
         self._count_before = 0
         self._num_bytes = 0
 
     def begin_forward(self) -> None:
         """Nothing is saved yet."""
-        self._place = 0
         self._count_before, self._count = self._count, 0
 
-    def is_larger(self, num_bytes: int) -> bool:
-        """Whether the next one is larger than those that forwards before saved in its place."""
-        if self._place == len(self._most_bytes):
-            self._most_bytes.append(0)
-        before = self._most_bytes[self._place]
-        self._most_bytes[self._place] = max(before, num_bytes)
-        self._place += 1
-        return num_bytes > before
+    def is_larger(self, tensor: torch.Tensor) -> bool:
+        """Whether it is larger than all before with so many elements in the last dimension; if there was none, than
+        all. Which place in its forward it has does not count, since what has left may be saved once more.
+        """
+        kind = (tensor.dtype, tensor.shape[-1] if tensor.dim() > 0 else 0)
+        before = self._most_bytes.get(kind, max(self._most_bytes.values(), default=0))
+        self._most_bytes[kind] = max(self._most_bytes.get(kind, 0), tensor.nbytes)
+        return tensor.nbytes > before
 
     def note(self, num_bytes: int) -> None:
-        """One was, perhaps once more since it had left."""
+        """One was."""
         self._count += 1
         self._num_bytes = num_bytes
 

@@ -141,20 +141,21 @@ def test_bits_do_not_depend_on_it(precision, reentrant):
     assert_same(run, reference(precision))
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 2048])
-def test_sequences_that_get_longer(vocab):
+@pytest.mark.parametrize("offload, vocab", [("auto", VOCAB), ("auto", 2048), ("always", 512)])
+def test_sequences_that_get_longer(offload, vocab):
     """Short ones have shown that all fits; a longer one trains all the same within what it needs from the start."""
+    checkpointing = False if offload == "auto" else None
 
     def growing():
         lengths = iter([LENGTH // 4, LENGTH // 4, LENGTH, LENGTH])
         return Case(functools.partial(deep_llama, vocab), lambda generator: long_batch(generator, next(lengths)))
 
     case = Case(functools.partial(deep_llama, vocab), long_batch)
-    budget = least_device_memory(case, stashing("auto"), steps=2, checkpointing=False)
-    run = train(growing(), stashing("auto", device_memory=budget), steps=4, checkpointing=False)
+    budget = least_device_memory(case, stashing(offload), steps=2, checkpointing=checkpointing)
+    run = train(growing(), stashing(offload, device_memory=budget), steps=4, checkpointing=checkpointing)
     print(stashed_by_step(run))
     assert stashed_by_step(run)[2] > 0
-    assert_same(run, train(growing(), stashing("never"), steps=4, checkpointing=False))
+    assert_same(run, train(growing(), stashing("never"), steps=4, checkpointing=checkpointing))
 
 
 def test_the_least_budget_does_not_depend_on_how_fast_copies_are():
