@@ -959,14 +959,19 @@ class Runtime(UseListener):
     def abort_backward(self) -> None: ...
     def undo_forward(self) -> None: ...
     def meet_ranks(self) -> None: ...
-    def excess_of_activations(self) -> int:
-        """Bytes by which the tide exceeds what of the device is for activations; below 0: it does not."""
+    def tide_bytes(self) -> int:
+        """Device memory that everything but chunks takes now, with what PyTorch keeps for later allocations."""
 
     def host_room_of_activations(self) -> int:
         """Bytes that host memory can still take of them."""
 
     def take_live_tide_peak(self) -> int:
         """The highest tide in bytes since the last call, without memory that PyTorch keeps for later allocations."""
+
+    def keep_absent_activations(self, most_bytes: int, /) -> None:
+        """What the running step has had on the host will stay on the device, where the tide is ``most_bytes`` at most
+        with it: the next plan counts it.
+        """
 
     def stash_activation(self, data: int, num_bytes: int, /) -> int:
         """A ticket for bytes that are copied to host memory; -1 where that has no room."""

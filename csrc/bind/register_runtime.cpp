@@ -407,9 +407,10 @@ void register_runtime(py::module_& module) {
       .def("abort_backward", &Runtime::abort_backward, ReleaseGil())
       .def("undo_forward", &Runtime::undo_forward, ReleaseGil())
       .def("meet_ranks", &Runtime::meet_ranks, ReleaseGil())
-      .def("excess_of_activations", &Runtime::excess_of_activations, ReleaseGil())
+      .def("tide_bytes", &Runtime::tide_bytes, ReleaseGil())
       .def("host_room_of_activations", &Runtime::host_room_of_activations, ReleaseGil())
       .def("take_live_tide_peak", &Runtime::take_live_tide_peak, ReleaseGil())
+      .def("keep_absent_activations", &Runtime::keep_absent_activations, ReleaseGil())
       .def(
           "stash_activation",
           [](Runtime& self, uintptr_t data, int64_t num_bytes) {

@@ -67,7 +67,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       speculation(memory.layout().num_chunks(), memory.arena(), host_updates, device->backend(),
                   speculation_mode(options, memory.layout()), reserved_gradient_bytes(memory.layout())),
       pager(memory, disk, speculation, recorder, *collectives),
-      stash(pager, speculation),
+      stash(pager, speculation, recorder),
       gradients(memory.store()),
       updates(pager, gradients, host_updates, disk_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),

@@ -450,11 +450,17 @@ void Runtime::meet_ranks() {
   if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
 }
 
-int64_t Runtime::excess_of_activations() { return Entry(*this)->stash.excess_bytes(); }
+int64_t Runtime::tide_bytes() { return Entry(*this)->backend().tide_bytes(); }
 
 int64_t Runtime::host_room_of_activations() { return Entry(*this)->stash.host_room_bytes(); }
 
 int64_t Runtime::take_live_tide_peak() { return Entry(*this)->backend().take_live_tide_peak(); }
+
+void Runtime::keep_absent_activations(int64_t most_bytes) {
+  const Entry open(*this);
+  open->recorder.note_tide(open->pager.tide_of_running_moment());
+  open->recorder.count_absent(most_bytes);
+}
 
 Stash::Ticket Runtime::stash_activation(const void* data, int64_t num_bytes) {
   return compute()->stash.put(data, num_bytes);

@@ -136,10 +136,13 @@ class Runtime final : public UseListener {
   // for.
   void meet_ranks();
   // Activations in host memory (engine/stash.h).
-  int64_t excess_of_activations();
+  int64_t tide_bytes();
   int64_t host_room_of_activations();
   // The highest tide of what was alive at once since the last call.
   int64_t take_live_tide_peak();
+  // What the running step has had on the host will stay on the device where the tide is `most_bytes` at most with it:
+  // the next plan counts it.
+  void keep_absent_activations(int64_t most_bytes);
   Stash::Ticket stash_activation(const void* data, int64_t num_bytes);
   bool is_stashed(Stash::Ticket ticket);
   void finish_stashing(Stash::Ticket ticket);

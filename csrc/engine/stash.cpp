@@ -8,18 +8,9 @@ namespace patrickstar {
 
 namespace {
 
-// Of the device. The rest is for what backward computes again, whose size nobody knows beforehand, and for chunks.
-constexpr int64_t kActivationsDivisor = 2;
-
 constexpr ArrayId kNoArray{-1, ArrayKind::kParam};
 
 }  // namespace
-
-int64_t Stash::excess_bytes() const {
-  Backend& backend = memory().backend();
-  const int64_t limit = backend.limit_bytes();
-  return limit == kUnlimited ? 0 : backend.tide_bytes() - limit / kActivationsDivisor;
-}
 
 Stash::Ticket Stash::put(const void* data, int64_t num_bytes) {
   HostBlock block = pager_.try_allocate_guest(num_bytes);
@@ -42,7 +33,9 @@ bool Stash::is_over(Ticket ticket) const {
 
 void Stash::finish(Ticket ticket) {
   const TraceScope stall(memory().tracer(), {Track::kStall, StallCause::kRoom, kNoArray});
-  memory().backend().synchronize(entry(ticket).put);
+  Entry& stashed = entry(ticket);
+  memory().backend().synchronize(stashed.put);
+  set_absent(stashed, true);
 }
 
 void Stash::fetch(Ticket ticket, void* to) {
@@ -55,6 +48,7 @@ void Stash::fetch(Ticket ticket, void* to) {
     backend.copy(Queue::kUpload, to, stashed.block.data, stashed.block.num_bytes);
   }
   stashed.fetched = backend.record(Queue::kUpload);
+  set_absent(stashed, false);
 }
 
 void Stash::await(Ticket ticket) {
@@ -66,12 +60,19 @@ void Stash::drop(Ticket ticket) {
   const auto found = entries_.find(ticket);
   if (found == entries_.end()) return;
   Entry& stashed = found->second;
+  set_absent(stashed, false);
   speculation_.free_after(std::move(stashed.block), stashed.fetched != nullptr ? stashed.fetched : stashed.put);
   entries_.erase(found);
 }
 
 void Stash::drop_all() {
   while (!entries_.empty()) drop(entries_.begin()->first);
+}
+
+void Stash::set_absent(Entry& entry, bool is_absent) {
+  if (std::exchange(entry.is_absent, is_absent) == is_absent) return;
+  absent_bytes_ += is_absent ? entry.block.num_bytes : -entry.block.num_bytes;
+  recorder_.note_absent(absent_bytes_);
 }
 
 Stash::Entry& Stash::entry(Ticket ticket) {

@@ -11,6 +11,23 @@ void Recorder::note_tide(int64_t tide_peak) {
   peak = std::max(peak, tide_peak);
 }
 
+void Recorder::note_absent(int64_t num_bytes) {
+  absent_bytes_ = num_bytes;
+  if (!absent_.empty()) absent_.back() = std::max(absent_.back(), num_bytes);
+}
+
+void Recorder::count_absent(int64_t most_bytes) {
+  for (size_t t = 0; t < running_.moments.size(); ++t) {
+    int64_t& peak = running_.moments[t].tide_peak_bytes;
+    peak = std::max(peak, std::min(peak + absent_[t], most_bytes));
+  }
+}
+
+void Recorder::undo_forward() {
+  running_.moments.resize(std::min(forward_begin_, running_.moments.size()));
+  absent_.resize(running_.moments.size());
+}
+
 void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak) {
   note_tide(tide_peak);
   Moment moment;
@@ -18,6 +35,7 @@ void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t 
   for (ArrayId array : acquired) moment.accesses.push_back({array, AccessMode::kRead});
   moment.acquired = std::move(acquired);
   running_.moments.push_back(std::move(moment));
+  absent_.push_back(absent_bytes_);
 }
 
 void Recorder::add(Access access) {
@@ -33,6 +51,7 @@ void Recorder::finish_step() {
   if (running_.moments.empty()) return;
   last_ = std::move(running_);
   running_ = {};
+  absent_.clear();
   has_last_ = true;
 }
 
@@ -43,6 +62,7 @@ void Recorder::set_last(Timeline timeline) {
 
 void Recorder::abandon_step() {
   running_ = {};
+  absent_.clear();
   forward_begin_ = 0;
 }
 

@@ -8,7 +8,6 @@
 // Guarded by the runtime's lock.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -25,11 +24,15 @@ class Recorder {
   void begin_forward() { forward_begin_ = running_.moments.size(); }
   void end_forward() { running_.forward_ends.push_back(static_cast<int64_t>(running_.moments.size())); }
   // As if the running forward had not begun.
-  void undo_forward() { running_.moments.resize(std::min(forward_begin_, running_.moments.size())); }
+  void undo_forward();
   // Adds an access to the running moment; dropped when no moment has begun.
   void add(Access access);
   // The running moment's tide was at least so high.
   void note_tide(int64_t tide_peak);
+  // So many bytes of activations are away from the device from now on.
+  void note_absent(int64_t num_bytes);
+  // What was away stays in later steps, as far as the tide is `most_bytes` at most with it: so the running step's does.
+  void count_absent(int64_t most_bytes);
   void finish_step();
   // As if `timeline` had been the last step.
   void set_last(Timeline timeline);
@@ -46,7 +49,9 @@ class Recorder {
 
  private:
   Timeline running_;
-  size_t forward_begin_ = 0;  // moments before the running forward
+  std::vector<int64_t> absent_;  // by moment of it, at most
+  int64_t absent_bytes_ = 0;     // now
+  size_t forward_begin_ = 0;     // moments before the running forward
   Timeline last_;
   bool has_last_ = false;
 };

@@ -422,10 +422,10 @@ class ActivationsConfig(Section):
     refused.
     """
     offload: Annotated[ActivationOffload, HONOURED] = ActivationOffload.AUTO
-    """Whether tensors that a forward keeps for its backward go to host memory where they take more than half of the
-    device, the first of them first, and come back in time; where host memory has no room they stay. ``"auto"``: of
-    models of Hugging Face that checkpoint their layers, whose inputs these are then. ``"always"``: of any model.
-    ``"never"``. Numbers do not depend on it.
+    """Whether tensors that a forward keeps for its backward go to host memory where the device has no room for them
+    beside what is computed and the chunks that this needs, the first of them first, and come back in time; where host
+    memory has no room they stay. ``"auto"``: of models of Hugging Face that checkpoint their layers, whose inputs these
+    are then. ``"always"``: of any model. ``"never"``. Numbers do not depend on it.
     """
     keep_attention: Annotated[KeepAttention, HONOURED] = KeepAttention.AUTO
     """Whether what attention gives in a checkpointed layer of a model of Hugging Face is kept for the layer's backward,

@@ -19,13 +19,15 @@ from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 
 
 def keeper_of_activations(
-    module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device
+    module: nn.Module, section: ActivationsConfig, runtime: _C.Runtime, device: torch.device, chunk_bytes: int
 ) -> ActivationKeeper:
-    """What each training forward of ``module`` runs in. Its parameters are where they stay."""
+    """What each training forward of ``module`` runs in. Its parameters are where they stay; the largest module's chunks
+    take ``chunk_bytes``.
+    """
     if section.offload is ActivationOffload.NEVER:
         return StayingActivations()
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
-    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params})
+    stash = ActivationStash(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
         least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
@@ -42,6 +44,14 @@ class ActivationKeeper(Protocol):
         """Around a forward whose backward comes."""
         ...
 
+    def forget(self) -> None:
+        """The forward ran out of memory and is run again."""
+        ...
+
+    def end_backward(self) -> None:
+        """One is over."""
+        ...
+
     def finish(self) -> None:
         """Returns when no copy runs any more."""
         ...
@@ -53,6 +63,12 @@ class StayingActivations:
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Nothing happens."""
         return contextlib.nullcontext()
+
+    def forget(self) -> None:
+        """Nothing was known."""
+
+    def end_backward(self) -> None:
+        """Nothing is learned."""
 
     def finish(self) -> None:
         """There is none."""
@@ -72,6 +88,14 @@ class AllActivations:
         with self._stash.keeping(), attention:
             yield
 
+    def forget(self) -> None:
+        """The stash does."""
+        self._stash.forget()
+
+    def end_backward(self) -> None:
+        """Of the stash's."""
+        self._stash.end_backward()
+
     def finish(self) -> None:
         """The stash's."""
         self._stash.finish()
@@ -88,6 +112,14 @@ class CheckpointedActivations:
         """As the layers are just then."""
         checkpoints = any(map(is_checkpointing, self._layers))
         return self._all.keeping() if checkpoints else contextlib.nullcontext()
+
+    def forget(self) -> None:
+        """The stash does."""
+        self._all.forget()
+
+    def end_backward(self) -> None:
+        """Of the stash's."""
+        self._all.end_backward()
 
     def finish(self) -> None:
         """The stash's."""

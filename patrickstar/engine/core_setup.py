@@ -12,7 +12,7 @@ from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
 from patrickstar.machine.engine_options import make_engine_options, state_scheme
-from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout
+from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -31,6 +31,8 @@ class Core:
     """To be closed after the runtime."""
     chunk_numel: int
     """The size of chunks that the layout was made with, in elements."""
+    largest_module_bytes: int
+    """What the largest module's chunks and their gradients take of the device."""
 
 
 def build_core(
@@ -72,12 +74,18 @@ def build_core(
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
         names = [spec.name for spec in params.chunked]
-        owned = _owned_params(module, params)
+        owned = owned_params(params, module)
         runtime = _C.Runtime(layout, names, owned, options, collectives, kept_memory)
     except BaseException:
         segments.close()
         raise
-    return Core(layout=layout, runtime=runtime, segments=segments, chunk_numel=size.numel)
+    return Core(
+        layout=layout,
+        runtime=runtime,
+        segments=segments,
+        chunk_numel=size.numel,
+        largest_module_bytes=_C.working_set_bytes(layout, owned),
+    )
 
 
 def _choose_chunk_size(module: nn.Module, params: SortedParams, config: Config, budgets: Budgets) -> ChunkSize:
@@ -133,8 +141,3 @@ def current_plan(runtime: _C.Runtime, layout: _C.Layout) -> Plan:
         Prediction(**predicted) if predicted is not None else None,
         [runtime.home(chunk) == _C.Tier.DISK for chunk in range(layout.num_chunks)],
     )
-
-
-def _owned_params(module: nn.Module, params: SortedParams) -> list[list[int]]:
-    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
-    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]

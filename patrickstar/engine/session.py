@@ -221,6 +221,7 @@ class Session:
         self._teardown.callback(core.segments.close)
         self._teardown.callback(core.runtime.close)
         self.layout, self.runtime, self.chunk_numel = core.layout, core.runtime, core.chunk_numel
+        self._largest_module_bytes = core.largest_module_bytes
         self.observer = Observer(self.runtime)
 
     def params_now(self) -> SortedParams:
@@ -304,7 +305,9 @@ class Session:
             module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
         )
         self._teardown.callback(self.calls.close)
-        self._activations = keeper_of_activations(module, self.config.activations, self.runtime, self.device)
+        self._activations = keeper_of_activations(
+            module, self.config.activations, self.runtime, self.device, self._largest_module_bytes
+        )
         self._teardown.callback(self._activations.finish)
         self.gradients = StepGradients(
             self.runtime,
@@ -462,6 +465,7 @@ class Session:
                         "%s; the forward is run again with what can leave the device pushed off", first_sentence(error)
                     )
                 start.rewind()
+                self._activations.forget()
                 self.runtime.undo_forward()
                 self.runtime.vacate_device(what)
                 attempt = _C.Attempt.AGAIN
@@ -523,6 +527,7 @@ class Session:
                     (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
                 for session in sessions:
                     session.runtime.end_backward()
+                    session._activations.end_backward()
             except BaseException as error:
                 explain_failed_backward(error, sum(session._abort_backward() for session in sessions))
                 raise

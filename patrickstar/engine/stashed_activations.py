@@ -1,8 +1,10 @@
 """Activations that leave the device between forward and backward, where they take more of it than is theirs.
 
-    stash = ActivationStash(runtime, device, storages)
+    stash = ActivationStash(runtime, device, storages, chunk_bytes)
     with stash.keeping():
         loss = module(...)
+    ...  # its backward
+    stash.end_backward()
 
 [Note: kept activations] What autograd saves in such a forward is kept here instead: with activation checkpointing the
 inputs of the layers, which are computed again from them. Where they would take more than their share of the device,
@@ -11,10 +13,13 @@ back begins when what was kept a little later is used. Its bits are those that w
 
 [Note: working activations] The share is also for what forward and backward have beside: one layer's operations, the
 loss. How much that is at most, the first step shows: between two tensors that are kept or used, the highest tide of
-what was alive, less what was kept. What autograd saves may take the share beside it, as in the first step; what is
-kept beyond (:meth:`ActivationStash.keep`) may not take more of the device than it had of activations then, since
-chunks have the rest. In the first step the share is compared with the tide itself, which on CUDA counts memory that
-PyTorch holds for later allocations, so that nearly everything leaves once the share was exceeded.
+what was alive, less what was kept. From then on what leaves is what the device has no room for beside it and chunks
+([Note: what stays], planning/activation_rules.py), and the plan after the first step counts what had left in it and
+will stay. What is kept beyond (:meth:`ActivationStash.keep`) may not take more of the device than plans leave to
+activations. In the first step the share is compared with the tide itself, which on CUDA counts memory that PyTorch
+holds for later allocations, so that nearly everything leaves once the share was exceeded. The same holds where a
+forward keeps a larger tensor than its predecessors did of that kind, and where it ran out of memory and is run again:
+what it needs, no step has shown.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any
 import torch
 
 from patrickstar import _C
-from patrickstar.planning.activation_rules import DEVICE_SHARE, FETCHED_AHEAD, LEAST_SHARE, MOST_LEAVING
+from patrickstar.planning.activation_rules import FETCHED_AHEAD, MOST_LEAVING, DeviceShares, SeenStep
 
 
 class ActivationStash:
@@ -40,15 +45,15 @@ class ActivationStash:
         working: what activations need beside those that are kept.
     """
 
-    def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int]):
-        """``storages``: the addresses (``_cdata``) of those that hold parameters, which have their own way."""
+    def __init__(self, runtime: _C.Runtime, device: torch.device, storages: Collection[int], chunk_bytes: int):
+        """``storages``: the addresses (``_cdata``) of those that hold parameters, which have their own way.
+        ``chunk_bytes``: what the largest module's chunks take of the device.
+        """
         self.runtime = runtime
         self._device = device
         self._storages = frozenset(storages)
-        budget = runtime.report()["device_budget_bytes"]
-        self._share = int(budget * DEVICE_SHARE)
-        self._least_bytes = budget // LEAST_SHARE
-        self.working = WorkingBytes(runtime, self._share)
+        self._shares = DeviceShares(runtime.report()["device_budget_bytes"], chunk_bytes)
+        self.working = WorkingBytes(runtime, self._shares)
         self._known: weakref.WeakValueDictionary[Any, Stashed] = weakref.WeakValueDictionary()
         self._on_device: collections.deque[weakref.ref[Stashed]] = collections.deque()
         self._leaving: collections.deque[Stashed] = collections.deque()
@@ -79,6 +84,17 @@ class ActivationStash:
         while self._leaving:
             self._finish_oldest()
 
+    def end_backward(self) -> None:
+        """A backward is over, and with it what activations need is known."""
+        was_known = self.working.seen is not None
+        seen = self.working.learn()
+        if seen is not None and not was_known:
+            self.runtime.keep_absent_activations(seen.highest_bytes)
+
+    def forget(self) -> None:
+        """A forward ran out of memory and is run again: as in the first one, nothing is known."""
+        self.working.forget()
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Stashed:
         """One that backward will ask for, from now on in the stash; the tensor itself where it may not leave."""
         return self._hold(tensor, beyond=tensor.nbytes) if self._may_leave(tensor) else tensor
@@ -89,10 +105,9 @@ class ActivationStash:
         """
         self.working.measure_always()
         self.working.measure()
-        if self.working.num_bytes is None:
+        if self.working.seen is None:
             return False
-        working = self.working
-        on_device = max(min(working.highest_tide, self._share) - working.num_bytes - working.held_bytes, 0)
+        on_device = self._shares.room_bytes(self.working.held_bytes, self.working.seen)
         needed = num_bytes + self._inputs.outstanding_bytes() + self._missed_bytes
         return needed <= on_device + max(self.runtime.host_room_of_activations(), 0)
 
@@ -103,6 +118,8 @@ class ActivationStash:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
         if kept is None or kept.place is not Place.ON_DEVICE:
+            if self._inputs.is_larger(tensor):
+                self.working.forget()
             kept = self._known[key] = self._hold(tensor)
             self._inputs.note(tensor.nbytes)
         return kept
@@ -116,7 +133,11 @@ class ActivationStash:
         return kept
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.nbytes < self._least_bytes or tensor.device != self._device:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.nbytes < self._shares.least_bytes
+            or tensor.device != self._device
+        ):
             return False
         storage = tensor.untyped_storage()
         # Of a larger tensor that something else may hold, a part that leaves frees nothing.
@@ -143,10 +164,10 @@ class ActivationStash:
     def _excess_bytes(self) -> int:
         """By how much activations exceed their share when what is leaving has left."""
         leaving = sum(kept.num_bytes for kept in self._leaving)
-        if self.working.num_bytes is None:
-            return self.runtime.excess_of_activations() - leaving
-        needed = self.working.held_bytes - leaving + self.working.num_bytes
-        return max(needed - self._share, min(needed - self.working.highest_tide, self.working.beyond_bytes))
+        working = self.working
+        if working.seen is None:
+            return self.runtime.tide_bytes() - self._shares.first_bytes - leaving
+        return self._shares.excess_bytes(working.held_bytes - leaving, working.beyond_bytes, working.seen)
 
     def _let_go(self) -> None:
         while self._leaving and self.runtime.is_stashed(self._leaving[0].ticket):
@@ -194,19 +215,21 @@ class WorkingBytes:
     Attributes:
         held_bytes: of what is kept, on the device.
         beyond_bytes: of these, what autograd did not save by itself.
-        num_bytes: the most that was alive beside it; None until a step was seen.
-        highest_tide: the most that was alive with it.
+        absent_bytes: of what is kept, on the host alone.
+        seen: what steps have shown; None: nothing that would hold for this one.
     """
 
-    def __init__(self, runtime: _C.Runtime, share: int):
+    def __init__(self, runtime: _C.Runtime, shares: DeviceShares):
         self._runtime = runtime
-        self._least_held = share // 32  # with less nothing will have to leave, so nobody asks for peaks
+        self._shares = shares
+        self._least_held = shares.first_bytes // 32  # of less nothing will have to leave, so nobody asks for peaks
         self.held_bytes = 0
         self.beyond_bytes = 0
-        self.num_bytes: int | None = None
-        self.highest_tide = 0
+        self.absent_bytes = 0
+        self.seen: SeenStep | None = None
         self._most_held = 0
-        self._highest = -1
+        self._most_working = -1  # of all steps; what was alive beside what was kept
+        self._highest_whole = 0  # of all steps, if nothing had left
         self._is_measuring = True
         self._held_before: int | None = None  # None: the peak since the last call is of no interest
 
@@ -215,39 +238,50 @@ class WorkingBytes:
         self.held_bytes += num_bytes
         self.beyond_bytes += beyond
 
+    def note_return(self, num_bytes: int) -> None:
+        """So much has come back and is used now, as what is kept on the device would be."""
+        if self._held_before is not None:
+            self._held_before += num_bytes
+
     def measure_always(self) -> None:
         """However little is kept: attention wants to keep more."""
         self._least_held = -1
 
+    def learn(self) -> SeenStep | None:
+        """What was measured counts from now on. None where nothing was."""
+        if self._most_working >= 0:
+            self.seen = self._shares.seen(self._most_working, self._highest_whole)
+        return self.seen
+
+    def forget(self) -> None:
+        """Until it is learned again, with what this step will show."""
+        self.seen = None
+        self._is_measuring = True
+
     def begin_forward(self) -> None:
-        """What the step before has shown counts from now on. Later steps show it again only where they keep more: on
-        CUDA each measurement resets PyTorch's own peaks.
-        """
-        if self._highest >= 0:
-            self.num_bytes = max(self.num_bytes or 0, self._highest)
-        self._highest = -1
+        """Steps show it again only where they keep more: on CUDA each measurement resets PyTorch's own peaks."""
         self._held_before = None
-        self._is_measuring = self.num_bytes is None
+        self._is_measuring = self.seen is None
 
     def measure(self) -> None:
         """A tensor is about to be kept or used."""
         if self.held_bytes > self._most_held:
             self._most_held = self.held_bytes
             self._is_measuring = True
-        if not self._is_measuring or self.held_bytes <= self._least_held:
-            self._held_before = None
-            return
-        tide = self._runtime.take_live_tide_peak()
-        if self._held_before is not None:
-            self.highest_tide = max(self.highest_tide, tide)
-            self._highest = max(self._highest, tide - self._held_before)
-        self._held_before = self.held_bytes
+        is_of_interest = self._is_measuring and self.held_bytes + self.absent_bytes > self._least_held
+        if is_of_interest or self._held_before is not None:
+            tide = self._runtime.take_live_tide_peak()
+            if self._held_before is not None:
+                self._highest_whole = max(self._highest_whole, tide + self.absent_bytes)
+                self._most_working = max(self._most_working, tide - self._held_before)
+        self._held_before = self.held_bytes if is_of_interest else None
 
 
 class ExpectedInputs:
-    """How many tensors autograd saves in a forward, by the last one."""
+    """What autograd saves in a forward: how many tensors, by the last one, and how large of which kind."""
 
     def __init__(self) -> None:
+        self._most_bytes: dict[tuple[torch.dtype, int], int] = {}  # by the last dimension, in all forwards
         self._count = 0
         self._count_before = 0
         self._num_bytes = 0
@@ -255,6 +289,15 @@ class ExpectedInputs:
     def begin_forward(self) -> None:
         """Nothing is saved yet."""
         self._count_before, self._count = self._count, 0
+
+    def is_larger(self, tensor: torch.Tensor) -> bool:
+        """Whether it is larger than all before with so many elements in the last dimension; if there was none, than
+        all. Which place in its forward it has does not count, since what has left may be saved once more.
+        """
+        kind = (tensor.dtype, tensor.shape[-1] if tensor.dim() > 0 else 0)
+        before = self._most_bytes.get(kind, max(self._most_bytes.values(), default=0))
+        self._most_bytes[kind] = max(self._most_bytes.get(kind, 0), tensor.nbytes)
+        return tensor.nbytes > before
 
     def note(self, num_bytes: int) -> None:
         """One was."""
@@ -290,6 +333,7 @@ class Stashed:
         self._version = tensor._version
         self._was_changed = False
         self.ticket = -1  # of one that left
+        self._is_absent = False
         self._beyond = beyond
         self._working.hold(self.num_bytes, beyond)
 
@@ -313,6 +357,7 @@ class Stashed:
         self._was_changed = not self.is_unchanged
         self.place, self._tensor = Place.AWAY, None
         self._working.hold(-self.num_bytes, -self._beyond)
+        self._set_absent(True)
 
     def fetch(self) -> None:
         """Starts the copy back."""
@@ -320,6 +365,7 @@ class Stashed:
         self._version = self._tensor._version
         self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
         self.place = Place.COMING
+        self._set_absent(False)
 
     def take(self) -> torch.Tensor:
         """Its value, which may be asked for once more: what came back is not held."""
@@ -331,10 +377,16 @@ class Stashed:
         if self.place is Place.COMING:
             self._runtime.await_activation(self.ticket)
             self.place, self._tensor = Place.AWAY, None
+            self._working.note_return(self.num_bytes)
         self._stash.fetch_ahead(self)
         return tensor
 
+    def _set_absent(self, is_absent: bool) -> None:
+        self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
+        self._is_absent = is_absent
+
     def __del__(self):
+        self._set_absent(False)
         if self.place is Place.COMING and not self._runtime.closed:
             self._runtime.await_activation(self.ticket)  # its memory may be used again, by what compute does later
         if self.place is not Place.ON_DEVICE:

@@ -288,14 +288,19 @@ def choose_chunk_size(params: SortedParams, module: nn.Module, default_numel: in
     extra_bytes = 2 * num_bytes  # all compute copies and all gradients
     if device_bytes >= ample_bytes:
         return ChunkSize(numel=default_numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
-    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
-    owned = [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
+    owned = owned_params(params, module)
     sizes = [default_numel]
     while sizes[-1] >= 2 * _LEAST_CHUNK_NUMEL:
         sizes.append(sizes[-1] // 2)
     needs = {numel: _C.working_set_bytes(make_layout(params, numel), owned) for numel in sizes}
     numel = next(numel for numel in sizes if needs[numel] <= 1.05 * min(needs.values()))
     return ChunkSize(numel=numel, ample_bytes=ample_bytes, ample_extra_bytes=extra_bytes)
+
+
+def owned_params(params: SortedParams, module: nn.Module) -> list[list[int]]:
+    """By module inside ``module``, the chunked parameters that it owns itself, as positions in ``params.chunked``."""
+    ids = {spec.param: index for index, spec in enumerate(params.chunked)}
+    return [[ids[p] for p in child._parameters.values() if p is not None and p in ids] for child in module.modules()]
 
 
 def make_layout(

@@ -3,9 +3,10 @@
 The rules are those of patrickstar/engine/stashed_activations.py ([Note: kept activations]), its limits those of
 activation_rules.py: once the tide of the first step has exceeded its share of the device, what a forward kept first
 leaves, and comes back shortly before its use. On CUDA memory that was freed stays with PyTorch, so the tide there is
-the highest so far. Later steps keep what fits beside the largest need of the first one ([Note: working activations]),
-and what attention gave where there is room ([Note: kept attention]). A trace says what was kept, used and let go
-between which peaks of the tide (:class:`Span`); :func:`leave` plays that with a device and a room on the host.
+the highest so far. Later steps keep what fits beside the largest need of the first one ([Note: working activations],
+[Note: what stays]), whose tide is told to plans as if that had stayed already, and what attention gave where there is
+room ([Note: kept attention]). A trace says what was kept, used and let go between which peaks of the tide
+(:class:`Span`); :func:`leave` plays that with a device and a room on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.planning.activation_rules import DEVICE_SHARE, FETCHED_AHEAD, LEAST_SHARE, MOST_LEAVING
+from patrickstar.planning.activation_rules import FETCHED_AHEAD, MOST_LEAVING, DeviceShares, SeenStep
 
 
 class Fate(enum.Enum):
@@ -127,26 +128,16 @@ class _Kept:
         self._record(KeptEvent(fate, self._number, self._tensor.nbytes))
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstStep:
-    """What an engine has seen of a step, for later ones ([Note: working activations])."""
-
-    highest_bytes: int
-    """The highest tide."""
-    working_bytes: int
-    """The most of the tide beside tensors that are kept."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
     """Where activations are, and where they may go."""
 
-    num_bytes: int
-    """Of the device, the configuration's ``device_memory``."""
+    shares: DeviceShares
+    """Of the device."""
     room_bytes: int
     """Of the host, beside what parameters and states need."""
-    first_step: FirstStep | None = None
-    """None: it is the first."""
+    seen: SeenStep | None = None
+    """In the steps before; None: it is the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +145,11 @@ class Tides:
     """Of a step from which activations leave."""
 
     peaks: tuple[int, ...]
-    """The highest tide in each of the groups of spans."""
+    """The highest tide in each of the groups of spans; of a first step, with what will stay from the next one on."""
     away_bytes: int
     """The most that is on the host at once."""
-    seen: FirstStep
-    """What an engine sees of the step."""
+    seen: SeenStep
+    """What an engine has seen of steps then."""
     saved_seconds: tuple[float, ...]
     """By group, what calls of attention would take whose results were kept."""
     kept_calls: int
@@ -213,14 +204,12 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
         peaks.append(peak)
         saved.append(played.saved_seconds - seconds_before)
         copies.append(played.copies)
-    return Tides(
-        tuple(peaks),
-        played.most_away_bytes,
-        FirstStep(played.highest, played.working_bytes),
-        tuple(saved),
-        played.kept_calls,
-        tuple(copies),
-    )
+    seen = device.seen or device.shares.seen(played.working_bytes, played.highest_whole)
+    if device.seen is None:
+        most = seen.highest_bytes - static_bytes
+        whole = (max(span.peak_bytes for span in spans) for spans in groups)
+        peaks = [max(peak, min(high, most)) for peak, high in zip(peaks, whole, strict=True)]
+    return Tides(tuple(peaks), played.most_away_bytes, seen, tuple(saved), played.kept_calls, tuple(copies))
 
 
 class _Played:
@@ -229,23 +218,25 @@ class _Played:
     def __init__(self, static_bytes: int, device: Device, events: Sequence[KeptEvent]):
         self.absent_bytes = 0
         self.most_away_bytes = 0
-        self.highest = static_bytes
+        self.highest_whole = static_bytes  # the tide, had nothing left
         self.working_bytes = 0
         self.saved_seconds = 0.0
         self.kept_calls = 0
         self.copies = Copies()
-        self._first_step = device.first_step
-        self._share = int(device.num_bytes * DEVICE_SHARE)
+        self._highest = static_bytes
+        self._shares = device.shares
+        self._seen = device.seen
         self._used_again = {event.number for event in events if event.fate is Fate.USED}
         self._num_inputs = sum(event.fate is Fate.KEPT for event in events)
         self._input_bytes = 0
         self._kept_offers: set[int] = set()
-        self._least_bytes = device.num_bytes // LEAST_SHARE
+        self._least_bytes = device.shares.least_bytes
         self._room_bytes = device.room_bytes
         self._on_device: dict[int, int] = {}  # by number, bytes; oldest first, as in the others
         self._leaving: dict[int, int] = {}
         self._away: dict[int, int] = {}
         self._coming: dict[int, int] = {}
+        self._in_use: dict[int, int] = {}
         self._on_host: dict[int, int] = {}
 
     def meet(self, event: KeptEvent) -> None:
@@ -260,28 +251,34 @@ class _Played:
                 self._keep(event)
         elif event.fate is Fate.USED:
             self._fetch(event.number)
-            self.copies.needed += self._coming.pop(event.number, 0)
+            returned = self._coming.pop(event.number, 0)
+            self.copies.needed += returned
+            in_use = returned or self._on_device.get(event.number, 0) or self._leaving.get(event.number, 0)
             self._take(event.number)
             if event.number in self._kept_offers:
                 self._kept_offers.remove(event.number)
                 self.saved_seconds += event.seconds
                 self.kept_calls += 1
                 self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
+            else:
+                self._in_use[event.number] = in_use
             before = next(reversed(self._away), None)
             if before is not None and event.number - FETCHED_AHEAD <= before < event.number:
                 self._fetch(before)
         elif event.fate is Fate.GONE:
             self._take(event.number)
+            self._in_use.pop(event.number, None)
             self._room_bytes += self._on_host.pop(event.number, 0)
 
     def note_tide(self, num_bytes: int) -> None:
         """So much is alive."""
-        self.highest = max(self.highest, num_bytes)
+        self._highest = max(self._highest, num_bytes)
+        self.highest_whole = max(self.highest_whole, num_bytes + self.absent_bytes)
         self.working_bytes = max(self.working_bytes, num_bytes - self._held_bytes)
 
     @property
     def _held_bytes(self) -> int:
-        return sum(self._on_device.values()) + sum(self._leaving.values())
+        return sum(map(sum, (held.values() for held in (self._on_device, self._leaving, self._in_use))))
 
     def _keep(self, event: KeptEvent) -> None:
         if event.num_bytes >= self._least_bytes:
@@ -289,19 +286,16 @@ class _Played:
             self._on_device[event.number] = event.num_bytes
 
     def _has_room_beside_inputs(self, num_bytes: int) -> bool:
-        if self._first_step is None:
+        if self._seen is None:
             return False
         needed = num_bytes + self._num_inputs * self._input_bytes
-        most = min(self._first_step.highest_bytes, self._share)
-        on_device = most - self._first_step.working_bytes - self._held_bytes
-        return needed <= max(on_device, 0) + self._room_bytes
+        return needed <= self._shares.room_bytes(self._held_bytes, self._seen) + self._room_bytes
 
     def _excess_bytes(self) -> int:
-        if self._first_step is None:
-            return self.highest - self._share
+        if self._seen is None:
+            return self._highest - self._shares.first_bytes
         beyond = sum(held.get(number, 0) for held in (self._on_device, self._leaving) for number in self._kept_offers)
-        needed = self._held_bytes + self._first_step.working_bytes
-        return max(needed - self._share, min(needed - self._first_step.highest_bytes, beyond))
+        return self._shares.excess_bytes(self._held_bytes, beyond, self._seen)
 
     def _fetch(self, number: int) -> None:
         num_bytes = self._away.pop(number, 0)

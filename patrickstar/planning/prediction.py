@@ -11,6 +11,7 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
+from patrickstar.planning.activation_rules import DeviceShares
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
@@ -216,6 +217,7 @@ class Predictor:
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
         self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
         self._leaving: dict[Device, Tides] = {}
+        self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
 
     def needed_device_bytes(self, setting: Setting) -> int:
@@ -444,7 +446,7 @@ class Predictor:
         """That activations leave in the first step, whose tide the plan is made for; None where all stay."""
         if not self._may_leave(setting):
             return None
-        device = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
+        device = self._device_at_first(setting)
         return device if self._tides(device).away_bytes else None
 
     def _first_room(self, setting: Setting) -> int:
@@ -458,8 +460,13 @@ class Predictor:
         """
         if not self._may_leave(setting):
             return None
-        first = Device(num_bytes=setting.device_bytes, room_bytes=self._first_room(setting))
-        return dataclasses.replace(first, room_bytes=max(room, 0), first_step=self._tides(first).seen)
+        first = self._device_at_first(setting)
+        return dataclasses.replace(first, room_bytes=max(room, 0), seen=self._tides(first).seen)
+
+    def _device_at_first(self, setting: Setting) -> Device:
+        return Device(
+            shares=DeviceShares(setting.device_bytes, self._largest_module_bytes), room_bytes=self._first_room(setting)
+        )
 
     def _initial_placement(self, setting: Setting) -> tuple[list[_C.Tier], int, int]:
         room = self._budget(setting).limit_bytes - 2 * max(_grad_bytes(chunk) for chunk in self._chunks)

@@ -28,7 +28,7 @@ from patrickstar.module.chunked_parameter import ParamHandle, become_chunked, fo
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
-from patrickstar.module.preprocess import ChunkedSpec, SortedParams
+from patrickstar.module.preprocess import ChunkedSpec, SortedParams, owned_params
 from patrickstar.planning.activation_rules import LEAST_ATTENTION_TOKENS
 from patrickstar.planning.divided import PlannedDivision
 from patrickstar.planning.divided_matrices import PlannedMatrices
@@ -118,6 +118,8 @@ class StepUses:
     """Number of operations that launch a kernel: neither views nor allocations."""
     static_bytes: int
     """Of the tide: buffers and parameters that stay with PyTorch."""
+    module_params: list[list[int]]
+    """By module, the chunked parameters that it owns."""
     checkpoints: bool = False
     """Whether layers of a model of Hugging Face are computed again in backward, from their inputs."""
 
@@ -366,6 +368,7 @@ def trace_uses(
     module.train()
     managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()
+    owned = owned_params(params, module)
     for index, spec in enumerate(params.chunked):
         _adopt(spec, index, observer)
         if spec.trained:
@@ -401,6 +404,7 @@ def trace_uses(
         flops=costs.flops,
         num_operations=costs.num_operations,
         static_bytes=static_bytes,
+        module_params=owned,
         checkpoints=any(map(is_checkpointing, module.modules())),
     )
 

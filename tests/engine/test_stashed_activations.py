@@ -19,28 +19,29 @@ LENGTH, HIDDEN, LAYERS = 256, 32, 10
 HIDDEN_BYTES = 2 * LENGTH * HIDDEN * 4
 
 
-def deep_llama():
+def deep_llama(vocab=VOCAB, length=LENGTH):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=48,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=length,
     )
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config)
 
 
-def long_batch(generator):
-    tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=generator)
+def long_batch(generator, length=LENGTH):
+    tokens = torch.randint(1, VOCAB, (2, length), generator=generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 DEEP = Case(deep_llama, long_batch)
+WIDE = Case(functools.partial(deep_llama, 2048), long_batch)  # whose logits take 6 times what its layers' inputs do
 
 
 def stashing(offload, precision="fp32", **config):
@@ -68,6 +69,68 @@ def test_less_memory_is_enough():
     assert saved > LAYERS * HIDDEN_BYTES / 3
 
 
+def stashed_by_step(run: Run) -> list[int]:
+    """Bytes that left the device in each."""
+    counts = [report["stashed_bytes"] for report in run.chunk_reports]
+    return [after - before for before, after in zip([0, *counts], counts, strict=False)]
+
+
+@functools.cache
+def wide_reference() -> tuple[Run, int]:
+    """With its highest tide."""
+    tides = []
+
+    def look(engine, step):
+        tides.append(engine.plan().tide_peak_bytes if step > 0 else 0)
+
+    run = train(WIDE, stashing("never", device_memory=2**40), steps=4, checkpointing=False, before_step=look)
+    return run, max(tides)
+
+
+@pytest.mark.parametrize("ratio", [1.25, 1.5])
+def test_the_one_moment_of_the_logits_makes_nothing_leave(ratio):
+    """In the first step, in which it is not known what backward needs, inputs of layers leave; then all stay, in one
+    plan, which knew so after the first step: nothing makes room for them.
+    """
+    roomy, tide = wide_reference()
+    tides = []
+
+    def look(engine, step):
+        if step > 0:
+            tides.append(engine.plan().tide_peak_bytes)
+
+    config = stashing("auto", device_memory=int(ratio * tide))
+    run = train(WIDE, config, steps=4, checkpointing=False, before_step=look)
+    print(stashed_by_step(run), tides, tide)
+    first, *later = stashed_by_step(run)
+    assert later == [0, 0, 0]
+    assert (first > 0) == (ratio < 1.5)
+    assert tide <= tides[0] <= 1.02 * tide and tides[1:] == [tide, tide]
+    assert [report["num_pressure_evictions"] for report in run.chunk_reports] == [0] * 4
+    assert_same(run, roomy)
+
+
+def test_what_does_not_fit_leaves_in_every_step():
+    """As much as it takes, not all; within the least budget that an error names, all."""
+    roomy, tide = wide_reference()
+    inputs = LAYERS * HIDDEN_BYTES
+    some = train(WIDE, stashing("auto", device_memory=int(1.17 * tide)), steps=4, checkpointing=False)
+    print(stashed_by_step(some), inputs)
+    assert all(0 < num_bytes < inputs for num_bytes in stashed_by_step(some)[1:])
+    assert_same(some, roomy)
+    budget = least_device_memory(WIDE, stashing("auto"), steps=4, checkpointing=False)
+    assert budget < tide
+    every = train(WIDE, stashing("auto", device_memory=budget), steps=4, checkpointing=False)
+    assert all(num_bytes >= inputs for num_bytes in stashed_by_step(every))
+    assert_same(every, roomy)
+
+
+def test_a_long_sequence_leaves_in_every_step():
+    run = train(DEEP, stashing("auto", device_memory=least("auto")), steps=4, checkpointing=False)
+    print(stashed_by_step(run))
+    assert all(num_bytes > LAYERS * HIDDEN_BYTES / 3 for num_bytes in stashed_by_step(run))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_bits_do_not_depend_on_it(precision, reentrant):
@@ -76,6 +139,23 @@ def test_bits_do_not_depend_on_it(precision, reentrant):
     print(f"{run.report['stashed_bytes']} bytes left the device")
     assert run.report["stashed_bytes"] > 0
     assert_same(run, reference(precision))
+
+
+@pytest.mark.parametrize("offload, vocab", [("auto", VOCAB), ("auto", 2048), ("always", 512)])
+def test_sequences_that_get_longer(offload, vocab):
+    """Short ones have shown that all fits; a longer one trains all the same within what it needs from the start."""
+    checkpointing = False if offload == "auto" else None
+
+    def growing():
+        lengths = iter([LENGTH // 4, LENGTH // 4, LENGTH, LENGTH])
+        return Case(functools.partial(deep_llama, vocab), lambda generator: long_batch(generator, next(lengths)))
+
+    case = Case(functools.partial(deep_llama, vocab), long_batch)
+    budget = least_device_memory(case, stashing(offload), steps=2, checkpointing=checkpointing)
+    run = train(growing(), stashing(offload, device_memory=budget), steps=4, checkpointing=checkpointing)
+    print(stashed_by_step(run))
+    assert stashed_by_step(run)[2] > 0
+    assert_same(run, train(growing(), stashing("never"), steps=4, checkpointing=checkpointing))
 
 
 def test_the_least_budget_does_not_depend_on_how_fast_copies_are():
