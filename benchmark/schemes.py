@@ -18,6 +18,7 @@ import torch
 from benchmark.adam import Copies, huge_zeros, median_seconds
 from benchmark.common import provenance
 from patrickstar import _C
+from patrickstar.planning.update_costs import traffic_bytes
 
 GOAL = 0.85
 _TYPES = _C.StateType
@@ -42,8 +43,7 @@ class Scheme:
 
     def traffic(self) -> float:
         """Bytes read and written per parameter."""
-        states = sum(_bytes(kind) for kind in (self.master, self.momentum, self.variance))
-        return 2 + (4 if self.reads_param else 2) + 2 * states
+        return traffic_bytes(_C.StateFormat(self.master, self.momentum, self.variance))
 
 
 SCHEMES = (
@@ -57,11 +57,6 @@ SCHEMES = (
     Scheme("lion, 8bit, no master", _TYPES.NONE, _TYPES.SIGNED8, _TYPES.NONE, _C.MomentumRule.LION),
     Scheme("sgd, fp32", _TYPES.FLOAT32, _TYPES.FLOAT32, _TYPES.NONE, _C.MomentumRule.SGD),
 )
-
-
-def _bytes(kind: _C.StateType) -> float:
-    whole = {_TYPES.FLOAT32: 4, _TYPES.LOWER_HALF: 2, _TYPES.BFLOAT16: 2, _TYPES.NONE: 0}
-    return whole[kind] if kind in whole else 1 + 4 / _C.optim.STATE_BLOCK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

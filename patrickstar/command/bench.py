@@ -17,13 +17,13 @@ import torch
 from patrickstar import _C
 from patrickstar.command.flags import CommandParser, run_reporting
 from patrickstar.machine import host_memory
-from patrickstar.planning.machines import ADAM_HOST_BYTES
 from patrickstar.planning.measuring import (
     engine_threads,
     measure_host_adam_gparams,
     measure_host_copy_gbps,
     measure_link_gbps,
 )
+from patrickstar.planning.update_costs import ADAM
 from patrickstar.sizes import show_size
 
 _NEEDED_BYTES = 2**30
@@ -74,7 +74,7 @@ def _as_text(found: dict[str, Any]) -> str:
     lines = [
         f"host copy     {found['host_copy_gbps']:7.1f} GB/s, reads and writes of one large copy",
         f"host Adam     {adam:7.2f} Gparam/s with {found['host_threads']} threads ({found['isa']}), "
-        f"{adam * ADAM_HOST_BYTES:.0f} GB/s of host memory",
+        f"{adam * ADAM.traffic_bytes:.0f} GB/s of host memory",
     ]
     if found["gpu"] is None:
         lines.append("link          not measured: PyTorch sees no GPU here")

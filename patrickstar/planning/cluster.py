@@ -21,7 +21,8 @@ from __future__ import annotations
 import dataclasses
 
 from patrickstar import _C
-from patrickstar.planning.machines import ADAM_HOST_BYTES, H200, Machine
+from patrickstar.planning.machines import H200, Machine
+from patrickstar.planning.update_costs import UpdateRates
 from patrickstar.sequence.choice import Links
 
 _COLLECTIVE_SECONDS = 8.4e-6
@@ -188,11 +189,12 @@ class Cluster:
         sockets = -(-self.gpus_per_node // machine.gpus_per_socket)
         return machine.socket_memory_gbps * sockets / self.gpus_per_node
 
-    def rates(self, machine: Machine, traffic: HostTraffic) -> _C.Rates:
+    def rates(self, machine: Machine, traffic: HostTraffic, updates: UpdateRates | None = None) -> _C.Rates:
         """What the simulator takes, where each rank moves ``traffic``. With one GPU per node, the machine's own rates:
-        they were measured so.
+        they were measured so. ``updates``: of what is updated; None: Adam on float32 states.
         """
-        rates = machine.rates()
+        updates = updates or machine.update_rates()
+        rates = machine.rates(updates)
         group = self.chunk_group
         rates.gather_gbps = group.gather_gbps(machine)
         rates.scatter_gbps = group.scatter_gbps(machine)
@@ -204,7 +206,7 @@ class Cluster:
         wanted = {
             "upload": machine.upload_gbps,
             "download": machine.download_gbps,
-            "adam": machine.host_adam_gparams * ADAM_HOST_BYTES,
+            "adam": updates.host_params_per_second * updates.host_bytes * 1e-9,
         }
         used = {name: getattr(traffic, f"{name}_gbps") for name in wanted}
         there = self.host_gbps(machine)
@@ -215,5 +217,5 @@ class Cluster:
             share[name] = min(gbps, max(left, fair))
         rates.upload_gbps = share["upload"]
         rates.download_gbps = share["download"]
-        rates.host_adam_params_per_second = share["adam"] / ADAM_HOST_BYTES * 1e9
+        rates.host_adam_params_per_second = share["adam"] / updates.host_bytes * 1e9
         return rates

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from patrickstar import _C
-from patrickstar.planning.measuring import measure_host_adam_gparams, measure_link_gbps
+from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams, measure_link_gbps
+from patrickstar.planning.update_costs import ADAM, UpdateCost, UpdateRates
 from patrickstar.sizes import show_size
 
 _SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS = 1024, 4096, 65536
@@ -64,10 +66,6 @@ class Gpu:
         return float(np.interp(math.log(length), np.log((_SHORT_TOKENS, _MIDDLE_TOKENS, _LONG_TOKENS)), rates))
 
 
-# Through host memory per updated parameter: gradient 2, states 12 in and 12 out, parameter 2 (csrc/optim/kernels.h).
-ADAM_HOST_BYTES = 28
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """A GPU and its part of a host: cores come with GPUs, the host's memory is shared (cluster.py)."""
@@ -87,9 +85,13 @@ class Machine:
     transfer_latency_seconds: float
     """Added to the time of the bytes in each transfer between host and device."""
     host_adam_gparams: float
-    """Updates on the host with the threads that one GPU has (15 on 16 cores), 1e9 parameters per second."""
+    """Adam on float32 states on the host with the threads that one GPU has, 1e9 parameters per second. Others' updates
+    take as much of its memory bandwidth, or what :attr:`host_threads` can compute.
+    """
+    host_threads: int
+    """That update, for each GPU: one for each core but the one that launches kernels."""
     device_adam_gparams: float
-    """Adam updates on the GPU, 1e9 parameters per second."""
+    """Adam on float32 states on the GPU, 1e9 parameters per second; others' updates take as much of its bandwidth."""
     socket_memory_gbps: float
     """Of the memory of one socket of the host, reads and writes together."""
     gpus_per_socket: int
@@ -107,14 +109,42 @@ class Machine:
     launch_ahead_seconds: float
     """Of work that the launching thread queues before it waits."""
 
-    def rates(self) -> _C.Rates:
-        """These figures as the simulator takes them (csrc/plan/simulator.h); collectives take no time."""
+    def host_params_per_second(self, cost: UpdateCost) -> float:
+        """Updates of such a cost on the host: by its memory or by its cores, whichever take longer. Cores are those
+        whose updates were measured, or as much faster as :attr:`host_adam_gparams` shows them to be.
+        """
+        adam = self.host_adam_gparams * 1e9
+        core_seconds = min(ADAM.core_seconds, self.host_threads / adam) * cost.core_seconds / ADAM.core_seconds
+        return min(adam * ADAM.traffic_bytes / cost.traffic_bytes, self.host_threads / core_seconds)
+
+    def device_params_per_second(self, cost: UpdateCost) -> float:
+        """Updates of such a cost on the GPU, by its memory."""
+        return self.device_adam_gparams * 1e9 * ADAM.traffic_bytes / cost.traffic_bytes
+
+    def update_rates(
+        self, on_host: Sequence[tuple[int, UpdateCost]] = (), on_device: Sequence[tuple[int, UpdateCost]] = ()
+    ) -> UpdateRates:
+        """While on each side so many parameters of such costs are updated; of none: as Adam on float32 states."""
+        host, device = on_host or ((1, ADAM),), on_device or ((1, ADAM),)
+        numel = sum(count for count, _ in host)
+        return UpdateRates(
+            host_params_per_second=numel / sum(count / self.host_params_per_second(cost) for count, cost in host),
+            device_params_per_second=sum(count for count, _ in device)
+            / sum(count / self.device_params_per_second(cost) for count, cost in device),
+            host_bytes=sum(count * cost.traffic_bytes for count, cost in host) / numel,
+        )
+
+    def rates(self, updates: UpdateRates | None = None) -> _C.Rates:
+        """These figures as the simulator takes them (csrc/plan/simulator.h); collectives take no time. ``updates``: of
+        what is updated; None: Adam on float32 states.
+        """
+        updates = updates or self.update_rates()
         rates = _C.Rates()
         rates.upload_gbps = self.upload_gbps
         rates.download_gbps = self.download_gbps
         rates.transfer_latency_seconds = self.transfer_latency_seconds
-        rates.host_adam_params_per_second = self.host_adam_gparams * 1e9
-        rates.device_adam_params_per_second = self.device_adam_gparams * 1e9
+        rates.host_adam_params_per_second = updates.host_params_per_second
+        rates.device_adam_params_per_second = updates.device_params_per_second
         rates.synchronize_seconds = self.synchronize_seconds
         rates.launch_ahead_seconds = self.launch_ahead_seconds
         rates.disk_read_gbps = rates.disk_write_gbps = self.disk_gbps
@@ -138,6 +168,7 @@ H200 = Machine(
     download_gbps=50.8,
     transfer_latency_seconds=10e-6,
     host_adam_gparams=5.2,
+    host_threads=15,
     device_adam_gparams=123.0,
     # Four GPUs of one socket, both directions: 26.6 GB/s each way for each, where one alone has 50.8.
     socket_memory_gbps=213.0,
@@ -269,10 +300,6 @@ def given_gpu(
     return dataclasses.replace(machine, name=f"a GPU like {machine.name}", source=source, gpu=gpu, **values)
 
 
-_HOST_CORES = 16  # of the machine whose updates were measured, of which one launches kernels
-_ADAM_GPARAMS_PER_THREAD = 1.0  # 0.47 ns per parameter on two cores (docs/design.md)
-
-
 def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None = None) -> Machine:
     """``machine`` with another host, None being as it is: cores for each GPU, and memory bandwidth of a socket, 1e9
     bytes per second. Updates take what the cores can do, or the share of the bandwidth that they were measured to take.
@@ -282,13 +309,15 @@ def given_host(machine: Machine, *, cores: int | None = None, gbps: float | None
     told = [f"{cores} cores"] if cores is not None else []
     told += [f"{gbps:g} GB/s of host memory"] if gbps is not None else []
     bandwidth = machine.socket_memory_gbps if gbps is None else gbps
-    threads = max((_HOST_CORES if cores is None else cores) - 1, 1)
-    adam = min(threads * _ADAM_GPARAMS_PER_THREAD, H200.host_adam_gparams * bandwidth / H200.socket_memory_gbps)
+    threads = machine.host_threads if cores is None else max(cores - 1, 1)
+    by_cores = threads * 1e-9 / ADAM.core_seconds
+    adam = min(by_cores, H200.host_adam_gparams * bandwidth / H200.socket_memory_gbps)
     return dataclasses.replace(
         machine,
         source=f"{', '.join(told)} as given; the rest: {machine.source}",
         socket_memory_gbps=bandwidth,
         host_adam_gparams=adam,
+        host_threads=threads,
         upload_gbps=min(machine.upload_gbps, bandwidth / 2),
         download_gbps=min(machine.download_gbps, bandwidth / 2),
     )
@@ -307,7 +336,10 @@ def measured(machine: Machine) -> Machine:
     updates. Takes about a second, and 0.5 GB of host memory.
     """
     what = ["host Adam"]
-    values = {"host_adam_gparams": measure_host_adam_gparams()}
+    values: dict[str, float] = {
+        "host_adam_gparams": measure_host_adam_gparams(),
+        "host_threads": engine_threads().num_threads,
+    }
     if torch.cuda.is_available():
         what.append("link")
         values["upload_gbps"], values["download_gbps"] = measure_link_gbps()

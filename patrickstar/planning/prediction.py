@@ -14,10 +14,11 @@ from patrickstar.config import ActivationOffload, Master, OptimizerConfig, Optim
 from patrickstar.planning.activation_rules import DeviceShares
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
-from patrickstar.planning.machines import ADAM_HOST_BYTES, Machine
+from patrickstar.planning.machines import Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
 from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
+from patrickstar.planning.update_costs import UpdateRates, costs_of_chunks
 from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size, size_in_words
 
@@ -272,10 +273,11 @@ class Predictor:
         room -= stashed_bytes
         planned = planned_chunks(layout, on_device, on_disk)
         ahead = _ahead(setting, chunks, homes, room)
+        rates = self._update_rates(setting.optimizer, on_device)
 
         def play(updates: Sequence[_C.UpdateAt]) -> Plan:
             choose = functools.partial(_choose_plan, layout, timed, on_device, on_disk, budget, updates)
-            return _shared_host_plan(choose, self._machine, self._cluster, planned)
+            return _shared_host_plan(choose, self._machine, self._cluster, planned, rates)
 
         def step_of(plan: Plan) -> Prediction:
             return _accumulated(plan, setting.accumulation)
@@ -414,6 +416,10 @@ class Predictor:
         new_values = sum(_grad_bytes(chunk) for chunk in rest if chunk["trainable"])
         return _C.reserved_gradient_bytes(self._layout) + sum(chunk["home_bytes"] for chunk in rest) + new_values
 
+    def _update_rates(self, rule: OptimizerType, on_device: Sequence[bool]) -> UpdateRates:
+        sides = [[c for c, at in zip(self._chunks, on_device, strict=True) if at == side] for side in (False, True)]
+        return self._machine.update_rates(*(costs_of_chunks(chunks, rule) for chunks in sides))
+
     @property
     def _nowhere(self) -> list[bool]:
         return [False] * len(self._chunks)
@@ -545,7 +551,11 @@ def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
 
 
 def _shared_host_plan(
-    choose: Callable[[_C.Rates], Plan], machine: Machine, cluster: Cluster, chunks: Sequence[PlannedChunk]
+    choose: Callable[[_C.Rates], Plan],
+    machine: Machine,
+    cluster: Cluster,
+    chunks: Sequence[PlannedChunk],
+    updates: UpdateRates,
 ) -> Plan:
     """What ``choose`` makes of the rates that are left when all GPUs of a node do the same: how fast transfers and
     updates are depends on how much of the host's memory bandwidth they take, and that on the step. A few rounds settle
@@ -554,18 +564,18 @@ def _shared_host_plan(
     updated = sum(c.shard_numel for c in chunks if c.trainable and not c.states_on_device)
     traffic = HostTraffic()
     for _ in range(1 if cluster.gpus_per_node == 1 else _ROUNDS):
-        plan = choose(cluster.rates(machine, traffic))
+        plan = choose(cluster.rates(machine, traffic, updates))
         step = plan.prediction
         assert step is not None
         per_second = 1e-9 / step.seconds
         traffic = HostTraffic(
             upload_gbps=step.uploaded_bytes * per_second,
             download_gbps=step.downloaded_bytes * per_second,
-            adam_gbps=updated * ADAM_HOST_BYTES * per_second,
+            adam_gbps=updated * updates.host_bytes * per_second,
         )
     if cluster.gpus_per_node == 1:
         return plan
-    moved = step.uploaded_bytes + step.downloaded_bytes + updated * ADAM_HOST_BYTES
+    moved = step.uploaded_bytes + step.downloaded_bytes + updated * updates.host_bytes
     busy = moved / (cluster.host_gbps(machine) * 1e9)
     return dataclasses.replace(plan, prediction=dataclasses.replace(step, host_memory_seconds=busy))
 
