@@ -910,6 +910,9 @@ class Runtime(UseListener):
     def drop_derivable(self) -> None:
         """Frees what the device has and could have again from other arrays or ranks."""
 
+    def return_cached(self) -> None:
+        """What the allocator has cached goes back to the device: on CUDA it counts as tide."""
+
     def copy_on_device(self, to: int, from_: int, num_bytes: int) -> None: ...
     def leave_stored(self, chunk: int) -> None:
         """Frees all that the chunk has, whose values are elsewhere; close() comes soon."""

@@ -354,6 +354,7 @@ void register_runtime(py::module_& module) {
             self.write_stored(param, stored_ranges(ranges));
           },
           "[(array, begin, end, address, tier)]: elements of this rank's part, as stored_on_device() has them.")
+      .def("return_cached", &Runtime::return_cached, ReleaseGil())
       .def("drop_derivable", &Runtime::drop_derivable, ReleaseGil())
       .def(
           "copy_on_device",

@@ -247,6 +247,12 @@ void Runtime::drop_derivable() {
   open->pager.drop_derivable();
 }
 
+void Runtime::return_cached() {
+  const Entry open = compute();
+  open->memory.slots().trim(INT64_MAX);
+  open->backend().reclaim();
+}
+
 void Runtime::copy_on_device(void* to, const void* from, int64_t num_bytes) {
   const Entry open = compute();
   open->backend().copy(Queue::kCompute, to, from, num_bytes);

@@ -82,6 +82,8 @@ class Runtime final : public UseListener {
   void write_stored(ParamId param, const std::vector<StoredRange>& ranges);
   // The device keeps nothing that could be had again from other arrays or ranks.
   void drop_derivable();
+  // What the allocator has cached goes back to the device: on CUDA it counts as tide.
+  void return_cached();
   // Device memory, on the compute queue.
   void copy_on_device(void* to, const void* from, int64_t num_bytes);
   // Frees what the chunk has on the device and the host, whose values are elsewhere; close() comes soon.

@@ -218,6 +218,8 @@ class DeviceShards:
                 torch.cuda.synchronize(session.device)  # the memory may be given to another queue
             for param in params:
                 self._pieces[param].clear()
+        if self._sizes:
+            session.runtime.return_cached()  # else the first steps would leave it the room of states
 
     def _by_chunk(self, session: Session) -> Iterator[list[int]]:
         """These parameters, by the chunks of the session's present core."""
