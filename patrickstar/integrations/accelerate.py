@@ -36,6 +36,7 @@ from patrickstar.integrations.decided_config import (
     precision_decisions,
     ranks_per_sample,
     with_optimizer,
+    with_parallelism,
     with_precision,
     without_decided,
 )
@@ -91,7 +92,7 @@ class PatrickStarAccelerator(Accelerator):
         self._user_dtype: torch.dtype | None = None
         self.accumulated_batches: int | None = None
         """Backwards before a step, for which the engine keeps room; None: ``gradient_accumulation_steps``."""
-        self._config = own_config(patrickstar_config)
+        self._config = with_parallelism(own_config(patrickstar_config), kwargs.pop("parallelism_config", None))
         if mixed_precision is not None:
             self._config = _precise(self._config, str(mixed_precision))
         elif os.environ.get(_PRECISION_VARIABLE, "no") != "no":  # its default is set too

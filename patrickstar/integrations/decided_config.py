@@ -53,6 +53,44 @@ def ranks_per_sample(config: Mapping[str, Any]) -> int:
     return math.prod(size for size in sizes if type(size) is int and size > 0)
 
 
+def with_parallelism(config: Mapping[str, Any], parallelism: Any) -> dict[str, Any]:
+    """``config`` with what an ``accelerate.ParallelismConfig`` (None: nothing) says of ranks that share matrices
+    (``tp_size``: columns of a mesh) or sequences (``cp_size``; ``sp_size``: Ulysses'). All other ranks share data, and
+    chunks are sharded over them in any case.
+
+    Raises:
+        ValueError: it says something else than ``config``, or numbers of ranks that do not go together.
+    """
+    if parallelism is None:
+        return dict(config)
+    sizes = {name: getattr(parallelism, f"{name}_size", None) or 1 for name in ("tp", "cp", "sp")}
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        raise ValueError(f"parallelism_config has cp_size {sizes['cp']} and sp_size {sizes['sp']}; give one of them")
+    data = math.prod(getattr(parallelism, f"dp_{name}_size", None) or 1 for name in ("replicate", "shard"))
+    world, wanted = int(os.environ.get("WORLD_SIZE", "1")), data * math.prod(sizes.values())
+    if data > 1 and wanted != world:
+        raise ValueError(
+            f"the sizes of parallelism_config are for {wanted} ranks, and there are {world}; leave dp_replicate_size "
+            "and dp_shard_size out, and data is shared by what the others leave"
+        )
+    sequences = {"size": max(sizes["cp"], sizes["sp"]), **({"mode": "ulysses"} if sizes["sp"] > 1 else {})}
+    sections = {
+        "tensor_parallel": ({"columns": sizes["tp"]}, sizes["tp"]),
+        "sequence_parallel": (sequences, sequences["size"]),
+    }
+    decisions = [
+        Decision(key=f"{name}.{key}", value=value, source=f"parallelism_config's {key} of {name}")
+        for name, (section, size) in sections.items()
+        for key, value in section.items()
+        if size > 1
+    ]
+    result = without_decided(config, decisions)
+    for decision in decisions:
+        name, key = decision.key.split(".")
+        result[name] = {**result.get(name, {}), key: decision.value}
+    return result
+
+
 def without_decided(config: Mapping[str, Any], decisions: Iterable[Decision]) -> dict[str, Any]:
     """``config`` without the keys of ``decisions``. A section's ``enabled`` is True where the section does not say it.
 

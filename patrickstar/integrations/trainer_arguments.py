@@ -76,12 +76,6 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
             "that all of them see; leave it out",
         ),
         (
-            getattr(args, "parallelism_config", None),
-            "parallelism_config is set, and parameters are sharded over all ranks already; leave it out. For its "
-            'cp_size or sp_size give patrickstar_config={"sequence_parallel": {"size": ...}}, for its tp_size '
-            '{"tensor_parallel": {"columns": ...}}',
-        ),
-        (
             placed,
             "the model was loaded with device_map, which places its layers; load it without (under TRL "
             "model_init_kwargs={'device_map': None}), PatrickStar moves them as they are needed",

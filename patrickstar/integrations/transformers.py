@@ -28,7 +28,7 @@ from patrickstar.checkpoint import latest_tag
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import CHECKPOINT_FOLDER, PatrickStarAccelerator
-from patrickstar.integrations.decided_config import Decision, own_config
+from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
 from patrickstar.integrations.trainer_arguments import (
     check_arguments,
     global_batch,
@@ -154,6 +154,8 @@ class PatrickStarTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with an accelerator that knows the engine."""
         check_arguments(self.args, self.model)
+        self._engine_config = with_parallelism(self._engine_config, getattr(self.args, "parallelism_config", None))
+        self.args.parallelism_config = None  # said to the engine, and by it alone
         self._engine_config = settled_config(self._engine_config, self.args, self._global_batch())
         self._schedule = self._engine_config.pop("scheduler", None)
         parse_config(self._engine_config)  # what is wrong in it is said now, not when training begins

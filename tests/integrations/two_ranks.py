@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Seq2SeqTrainingArguments, Trainer
 
@@ -51,8 +52,8 @@ def trainers(folder: Path) -> dict[str, Any]:
     options["save_strategy"] = "no"
     shared = {"sequence_parallel": {"size": 2, "mode": "zigzag"}}
     results["shared"] = train(make_trainer(PatrickStarTrainer, folder / "shared", config=shared, **options))
-    mesh = {"tensor_parallel": {"columns": 2}}
-    results["matrices"] = train(make_trainer(PatrickStarTrainer, folder / "matrices", config=mesh, **options))
+    mesh = {"parallelism_config": ParallelismConfig(tp_size=2)}
+    results["matrices"] = train(make_trainer(PatrickStarTrainer, folder / "matrices", **mesh, **options))
     results["sft_plain"] = train(make_trainer(SftLikeTrainer, folder / "sft", **options))
     results["sft"] = train(make_trainer(PatrickStarSftLikeTrainer, folder / "sft", **options))
     return results
