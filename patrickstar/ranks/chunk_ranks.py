@@ -52,7 +52,7 @@ class ChunkRanks:
         )
         if ranks.context.device.type == "cuda" and found.size > 1:
             with ranks.guard("the first collectives"):
-                warm_up((found.gather, found.scatter), ranks.context.device)
+                warm_up(found.gather, found.scatter, ranks.context.device)
         return found
 
     @property

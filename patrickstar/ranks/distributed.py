@@ -128,7 +128,7 @@ class RankGroups:
                 self._further.append(made)
                 self._watch.watch_also(made)
             if self.context.device.type == "cuda":
-                warm_up((self.gather, self.scatter), self.context.device)
+                warm_up(self.gather, self.scatter, self.context.device)
 
     def open_communicator(self, what: str, members: Sequence[int] | None = None) -> _C.collective.Communicator:
         """Another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
@@ -705,16 +705,18 @@ def _numbers(groups: RankGroups, members: tuple[int, ...]) -> Sequence[int]:
     return members if len(members) < groups.context.world_size else ()
 
 
-def warm_up(communicators: Sequence[_C.collective.Communicator], device: torch.device) -> None:
-    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not."""
-    memory = torch.zeros(3, communicators[0].size, 4, device=device)
+def warm_up(gather: _C.collective.Communicator, scatter: _C.collective.Communicator, device: torch.device) -> None:
+    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. Each communicator
+    is connected for what it is for: all-gathers take other connections than messages between two ranks, of which a
+    scatter is made, and each kind takes a third of a second and memory.
+    """
+    memory = torch.zeros(3, gather.size, 4, device=device)
     whole, scratch, shard = (part.data_ptr() for part in memory)
     with torch.cuda.device(device):
-        for communicator in communicators:
-            communicator.all_gather(whole, 16)
-            communicator.reduce_scatter_mean(whole, shard, scratch, 4, _C.DType.FLOAT32)
+        gather.all_gather(whole, 16)
+        scatter.reduce_scatter_mean(whole, shard, scratch, 4, _C.DType.FLOAT32)
         torch.cuda.current_stream().synchronize()
-        for communicator in communicators:
+        for communicator in (gather, scatter):
             communicator.check()
 
 

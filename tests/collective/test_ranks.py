@@ -107,7 +107,7 @@ def share_gpus(gpus):
         return _C.collective.make_c10d_communicator(group_name, members)
 
     distributed._gpu_in_use = lambda device: gpus[int(os.environ["RANK"])]
-    distributed.warm_up = lambda communicators, device: None
+    distributed.warm_up = lambda gather, scatter, device: None
     _C.collective.make_cuda_staged_communicator = make_staged
     with open_ranks(device_type="cuda", device_index=0, timeout_seconds=60) as ranks:
         whole = torch.zeros(ranks.gather.size)
