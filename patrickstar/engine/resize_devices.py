@@ -25,6 +25,8 @@ from patrickstar.ranks.passing import PeerBytes, exchange, prepare_to_pass
 
 _BATCH_MESSAGES = 64  # that are enqueued together
 _SIMULATED = -1  # of GPUs: host memory
+_ALONE_SHARE = 0.8
+"""Of a GPU's memory, that is free where nobody else uses it."""
 _ROOM_SHARE = 0.9
 """Of what is free on a device, that arriving values may take; the rest is for what their transport takes."""
 
@@ -37,14 +39,17 @@ def params_on_device(session: Session) -> list[int]:
 
 def prepare_to_receive(session: Session) -> None:
     """What a process that will join can do before it is awaited. To map device memory takes a second for some tens of
-    gigabytes: so memory for as much as it may get, half of what there is, is taken and left to PyTorch's cache.
+    gigabytes: so memory for as much as it may get, half of what there is, is taken and left to PyTorch's cache. Not on
+    a GPU that others use, perhaps the ranks that train.
     """
     if session.device.type != "cuda":
         return
     prepare_to_pass(session.device)
+    free, total = torch.cuda.mem_get_info(session.device)
+    if free < _ALONE_SHARE * total:
+        return
     numels = [spec.param.numel() for spec in session.plan_of_params.chunked]
     sizes = stored_bytes(session, range(len(numels)))
-    free, _ = torch.cuda.mem_get_info(session.device)
     wanted = sum(numel * sum(sizes[param]) for param, numel in enumerate(numels)) // 2
     with contextlib.suppress(_C.MemoryBudgetError):
         _C.DeviceMemory(session.device.index, min(wanted, int(free * _ROOM_SHARE)))
