@@ -348,10 +348,10 @@ def _activation_bytes(length: int, size: int) -> int:
                              num_key_value_heads=4, vocab_size=8192, use_cache=False)  # fmt: skip
         model = LlamaForCausalLM(config)
     params = plan_params(model, torch.bfloat16, use_cpu_embedding=False)
-    division = PlannedDivision(model, 1, length, size, Links()) if size > 1 else None
+    divisions = [PlannedDivision(model, 1, length, size, Links())] if size > 1 else []
     tokens = torch.empty(1, length, dtype=torch.long, device="meta")
-    inputs = {"input_ids": tokens, "labels": tokens} if division is None else division.inputs(1, model)
-    uses = trace_uses(model, params, torch.bfloat16, inputs, H200.gpu, division=division)
+    inputs = {"input_ids": tokens, "labels": tokens} if not divisions else divisions[0].inputs(1, model)
+    uses = trace_uses(model, params, torch.bfloat16, inputs, H200.gpu, divisions=divisions)
     return max(use.tide_peak_bytes for use in uses.uses)
 
 
