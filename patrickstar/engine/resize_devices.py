@@ -115,15 +115,6 @@ class DeviceShards:
         self._sizes, self._old, self._new = sizes, old, new
         self._pieces: dict[int, list[_Piece]] = {param: [] for param in sizes}
 
-    @property
-    def params(self) -> list[int]:
-        """The parameters, in ascending order."""
-        return list(self._sizes)
-
-    def num_bytes(self, move: Move) -> int:
-        """That a move of one of them takes."""
-        return move.numel * sum(self._sizes[move.param])
-
     def reserve(self, session: Session, moves: Sequence[Move], targets: dict[int, int], mine: int) -> None:
         """Takes memory for what this process will receive, which is its rank ``mine`` of ``targets``; see
         :meth:`pass_on`.

@@ -149,9 +149,10 @@ def device_rooms(facts: Sequence[MemoryFacts], staying: Sequence[MemoryFacts]) -
 
     Args:
         facts: by old rank.
-        staying: by new rank.
+        staying: by new rank; of those that stay the same objects.
     """
-    gpus = [one.device for one in facts] + [one.device for one in staying if one not in facts]
+    old = {id(one) for one in facts}
+    gpus = [one.device for one in (*facts, *(one for one in staying if id(one) not in old))]
     is_shared = len(set(gpus)) < len(gpus) and set(gpus) != {""}
     return [0 if is_shared else one.free_device_bytes for one in staying]
 

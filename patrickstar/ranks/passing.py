@@ -77,8 +77,12 @@ def passing_communicator(
     with _connecting(name, place):
         store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
         store = dist.PrefixStore(f"patrickstar/passing/{name}", store)
-    opened = _nccl if device.type == "cuda" else _gloo
-    with opened(name, store, place, device, meanwhile, timeout_seconds) as communicator:
+    if device.type == "cuda":
+        with _nccl(name, store, place, device, meanwhile, timeout_seconds) as communicator:
+            yield communicator
+        return
+    meanwhile()
+    with _gloo(name, store, place, timeout) as communicator:
         yield communicator
 
 
@@ -119,15 +123,8 @@ def _nccl(
 
 @contextlib.contextmanager
 def _gloo(
-    name: str,
-    store: dist.Store,
-    place: PassingPlace,
-    device: torch.device,
-    meanwhile: Callable[[], object],
-    timeout_seconds: float,
+    name: str, store: dist.Store, place: PassingPlace, timeout: datetime.timedelta
 ) -> Iterator[_C.collective.Communicator]:
-    meanwhile()
-    timeout = datetime.timedelta(seconds=timeout_seconds)
     group = dist.ProcessGroup(store, place.rank, place.size)
     with _connecting(name, place):
         backend = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=timeout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.elastic.movement import Move
 from patrickstar.engine.resize_devices import DeviceShards, params_on_device, stored_bytes, those_with_room
+from patrickstar.engine.resize_room import MemoryFacts, device_rooms
 from patrickstar.ranks.passing import PassingPlace, passing_communicator
 from tests.elastic.runs import state_of
 from tests.elastic.test_memory import CONFIGS, step, trained
@@ -90,3 +93,15 @@ def test_a_process_that_does_not_come():
     ):
         pass
     assert called == [1]
+
+
+def test_processes_that_share_a_gpu_receive_nothing_there():
+    """Also one that joins and says the same of itself as a rank that stays."""
+    facts = dict.fromkeys(("available_bytes", "usable_bytes", "reserve_bytes", "held_bytes", "device_bytes"), 1)
+    one = MemoryFacts(host="a", device="first", free_device_bytes=5, **facts)
+    shares, apart = dataclasses.replace(one), dataclasses.replace(one, device="second", free_device_bytes=7)
+    assert device_rooms([one], [one, shares]) == [0, 0]
+    assert device_rooms([one], [one, apart]) == [5, 7]
+    assert device_rooms([one, apart], [one]) == [5]
+    simulated = dataclasses.replace(one, device="")
+    assert device_rooms([simulated], [simulated, dataclasses.replace(simulated)]) == [5, 5]
