@@ -105,14 +105,30 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
   return count;
 }
 
-// Whether the host holds all chunks from the first `count` on, with new compute values beside the old ones.
-bool has_room_ahead(const Layout& layout, int count, int64_t host_limit_bytes) {
-  int64_t bytes = reserved_gradient_bytes(layout);
+// What of the host's updates can start ahead of the step.
+struct UpdatesAhead {
+  int64_t value_bytes = 0;  // of the new compute values that they make
+  bool all = false;
+};
+
+// Of the chunks from the first `count` on, which the host holds: those of whose compute values there is room for new
+// ones beside the old.
+UpdatesAhead updates_ahead(const Layout& layout, int count, int64_t host_limit_bytes) {
+  int64_t room = host_limit_bytes - reserved_gradient_bytes(layout);
+  for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) room -= home_bytes(layout.chunk(chunk));
+  UpdatesAhead ahead{0, room >= 0};
   for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
-    bytes += home_bytes(spec) + (spec.trainable ? spec.num_bytes(layout.param_home()) : 0);
+    if (!spec.trainable) continue;
+    const int64_t bytes = spec.num_bytes(layout.param_home());
+    if (bytes > room) {
+      ahead.all = false;
+      continue;
+    }
+    room -= bytes;
+    ahead.value_bytes += bytes;
   }
-  return bytes <= host_limit_bytes;
+  return ahead;
 }
 
 // The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
@@ -372,12 +388,14 @@ int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t 
   const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
   const int beside = num_state_chunks_within(layout, budget, without_values, Gradients::kBesideValues);
   const int most = num_state_chunks_within(layout, budget, without_values, Gradients::kInPlaceOfValues);
-  // So many that gradients leave the device as well are worth it where all updates on the host can then start in
-  // backward.
-  int ahead = count;
-  while (ahead < most && !has_room_ahead(layout, ahead, budget.host_limit_bytes)) ++ahead;
-  if (ahead == count || has_room_ahead(layout, ahead, budget.host_limit_bytes)) return ahead;
-  return std::max(count, beside);
+  // So many that gradients leave the device as well are worth it where more updates on the host can then start in
+  // backward; no more than it takes for all.
+  const auto ahead = [&](int states) { return updates_ahead(layout, states, budget.host_limit_bytes); };
+  int enough = count;
+  while (enough < most && !ahead(enough).all) ++enough;
+  if (enough == count || ahead(enough).all) return enough;
+  const int fewer = std::max(count, beside);
+  return ahead(most).value_bytes > ahead(fewer).value_bytes ? most : fewer;
 }
 
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params) {

@@ -101,9 +101,10 @@ int64_t reserved_gradient_bytes(const Layout& layout);
 
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
 // are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
-// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, which
-// leaves room for fewer compute copies, but no less than are prefetched: to fetch a value again takes less time than to
-// wait for the norm.
+// PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, until it
+// has, or as many as let it update more: each chunk that leaves the host makes room there for the new compute values of
+// several others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a
+// value again takes less time than to wait for the norm.
 int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes);
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,

@@ -56,6 +56,16 @@ def test_gradients_stay_on_the_device_where_updates_wait_for_the_norm_all_the_sa
     assert most * STATES < MARGIN
 
 
+def test_gradients_leave_the_device_where_more_updates_can_start_in_backward_then(layout):
+    """For each chunk more on the device, seven others' new values have room on the host."""
+    most = max(c for c in range(NUM_CHUNKS) if num_on_device(layout, host_bytes_ahead(layout, c)) == c)
+    fewer = num_on_device(layout, 0)
+    all_at_home = host_bytes_ahead(layout, most) - (NUM_CHUNKS - most) * VALUES
+    assert num_on_device(layout, all_at_home) == fewer
+    assert num_on_device(layout, all_at_home + VALUES) == most
+    assert num_on_device(layout, host_bytes_ahead(layout, most) - 1) == most
+
+
 def test_a_share_of_the_values_counts_where_it_is_a_part_of_the_states():
     """Of two ranks, 12 bytes per parameter of a share are on the device with float32 masters and with split ones."""
 
