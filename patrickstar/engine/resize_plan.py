@@ -106,19 +106,25 @@ class ResizePlan:
         )
 
     def passing_place(self, old: int | None, guest: int | None = None) -> PassingPlace:
-        """Of a process among all that take part: old ranks, then those that join."""
-        rank = old if old is not None else self.num_old + self.guests.index(_given(guest))
-        return PassingPlace(rank=rank, size=self.num_old + len(self.guests), host=self.host, port=self.port)
+        """Of a process among all that take part: new ranks in their order, then those that leave."""
+        rank = self.new_rank(old, guest)
+        if rank is None:
+            rank = len(self.former) + self._leaving.index(old)
+        return PassingPlace(rank=rank, size=len(self.former) + len(self._leaving), host=self.host, port=self.port)
 
-    def passing_targets(self) -> dict[int, int]:
-        """By new rank, its :meth:`passing_place`'s rank."""
-        joining = iter(range(self.num_old, self.num_old + len(self.guests)))
-        return {new: next(joining) if old is None else old for new, old in enumerate(self.former)}
+    @property
+    def passing_sources(self) -> dict[int, int]:
+        """By old rank, its :meth:`passing_place`'s rank."""
+        return {old: self.passing_place(old).rank for old in range(self.num_old)}
 
+    @property
+    def _leaving(self) -> list[int | None]:
+        return [old for old in range(self.num_old) if old not in self.former]
 
-def _given(guest: int | None) -> int:
-    assert guest is not None  # who is no old rank joins
-    return guest
+    @property
+    def all_stay(self) -> bool:
+        """So that those who take part are the new ranks."""
+        return not self._leaving
 
 
 def make_plan(

@@ -76,12 +76,13 @@ from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.planning.step_plan import timeline_from_json
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators, warm_up
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.passing import PassingPlace, passing_communicator
+from patrickstar.ranks.passing import PassingPlace, connect_ahead, passing_communicator
 
 _REFUSAL = "refusal"  # a key of an invitation
 
@@ -140,6 +141,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         shards = Shards(session, plan, new, options.folder)
         on_devices = shards.on_devices(control.rank, new)
         server: FileServer | None = None
+        connected: ChunkCommunicators | None = None
         is_decided = False
         try:
             with all_or_none(session, "shards were not published"):
@@ -155,7 +157,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if is_leader and meeting is not None:
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
-                _pass_on(session, plan, shards, on_devices, plan.passing_place(control.rank), options)
+                place = plan.passing_place(control.rank)
+                connected = _pass_on(session, plan, shards, on_devices, place, options)
                 if new is not None:
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
@@ -168,6 +171,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             is_decided = True  # by the leader as well: all have told each other that nothing failed
         finally:
             if not is_decided:
+                if connected is not None:
+                    connected.close()
                 if is_leader:
                     forget_world(plan.host, plan.port)
                 if meeting is not None:
@@ -179,7 +184,8 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 server.close()
         if new is None and server is not None:
             shards.remove_given(control.rank, server)
-        return _change(session, plan, shards, Held(shards, on_devices, control.rank, new), new, options)
+        held = Held(shards, on_devices, control.rank, new)
+        return _change(session, plan, shards, held, new, options, connected)
 
 
 def join_session(session: Session, options: ResizeOptions) -> Resized:
@@ -195,7 +201,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
     prepare_to_receive(session)
     options.note_phase(Phase.GATHER)
     number = meeting.arrive(description(session, options.carried))
-    with meeting.beating(number):
+    with meeting.beating(number), contextlib.ExitStack() as unless_joined:
         options.note_phase(Phase.PUBLISH)
         invitation = meeting.invitation(number, options.timeout_seconds)
         if _REFUSAL in invitation:
@@ -205,12 +211,15 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         rank = plan.new_rank(None, number)
         assert rank is not None
         problem: str | None = None
+        connected: ChunkCommunicators | None = None
         folder = options.folder or (plan.folder if Path(plan.folder).is_dir() else DEFAULT_FOLDER)
         shards = Shards(session, plan, rank, folder)
         on_devices = shards.on_devices(None, rank)
         try:
             _check_carried(options.carried, len(plan.former))
-            _pass_on(session, plan, shards, on_devices, plan.passing_place(None, number), options)
+            connected = _pass_on(session, plan, shards, on_devices, plan.passing_place(None, number), options)
+            if connected is not None:
+                unless_joined.callback(connected.close)
             shards.files.reach(rank, invitation["addresses"], options.timeout_seconds)
             state = reached_state(folder, plan.token, rank, invitation["addresses"][0], options.timeout_seconds)
             check_state(state, options.carried)
@@ -219,10 +228,11 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         meeting.answer(number, problem)
         options.note_phase(Phase.DECIDE)
         decision = meeting.decision(plan.token, options.timeout_seconds)
-    if decision is Decision.STAY or problem is not None:
-        shards.remove_reached(rank)
-        raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
-    return _change(session, plan, shards, Held(shards, on_devices, None, rank), rank, options, state)
+        if decision is Decision.STAY or problem is not None:
+            shards.remove_reached(rank)
+            raise ResizeError(f"this process did not join: {problem or 'the ranks that train gave the resize up'}")
+        unless_joined.pop_all()
+    return _change(session, plan, shards, Held(shards, on_devices, None, rank), rank, options, connected, state)
 
 
 def _change(
@@ -232,9 +242,15 @@ def _change(
     held: Held,
     new: int | None,
     options: ResizeOptions,
+    connected: ChunkCommunicators | None,
     state: dict[str, Any] | None = None,
 ) -> Resized:
-    """After the decision; see [Note: order of a resize]. ``state``: what a process that joins takes over."""
+    """After the decision; see [Note: order of a resize].
+
+    Args:
+        connected: what the new ranks have opened already.
+        state: what a process that joins takes over.
+    """
     try:
         options.note_phase(Phase.CLOSE)
         managed = managed_states(session) if state is None else state["managed"]
@@ -255,6 +271,7 @@ def _change(
             device_type=was.device.type,
             timeout_seconds=config.rank_timeout_seconds,
             device_index=was.device.index,
+            connected=connected,
         )
         with ranks.guard("resize"):
             check_same_config(ranks, config)
@@ -297,6 +314,8 @@ def _change(
             shards.remove()
     except BaseException as error:
         shards.remove()  # nobody can go on with them
+        if connected is not None:
+            connected.close()
         session.abandon(error)
         raise
     received = [move for move in shards.moves if move.target == new]
@@ -344,25 +363,44 @@ def _pass_on(
     on_devices: DeviceShards,
     place: PassingPlace,
     options: ResizeOptions,
-) -> None:
-    """All processes call this at the same point, before the decision."""
+) -> ChunkCommunicators | None:
+    """All processes call this at the same point, before the decision. Where values pass between the new ranks alone,
+    they do it in a communicator that these go on with; it is given, and whoever gets it closes it.
+    """
     if not any(move.param in shards.sizes for move in shards.moves):
-        return
-    limit = options.timeout_seconds
-    old_ranks = {old: old for old in range(plan.num_old)}
+        return None
+    limit, moves = options.timeout_seconds, shards.moves
     if not plan.guests:
         communicator = session.ranks.scatter
-        on_devices.reserve(session, shards.moves, plan.passing_targets(), communicator.rank)
+        sources = {old: old for old in range(plan.num_old)}
+        targets = {new: _given(old) for new, old in enumerate(plan.former)}
+        on_devices.reserve(session, moves, targets, communicator.rank)
         with session.guard("resize"):
-            on_devices.pass_on(session, communicator, shards.moves, old_ranks, plan.passing_targets(), limit)
-        return
-    name = f"resize {plan.token}"
-    reserve = functools.partial(on_devices.reserve, session, shards.moves, plan.passing_targets(), place.rank)
-    with passing_communicator(name, place, session.device, reserve, timeout_seconds=limit) as communicator:
+            on_devices.pass_on(session, communicator, moves, sources, targets, limit)
+        return None
+    name, sources = f"resize {plan.token}", plan.passing_sources
+    targets = {new: new for new in range(len(plan.former))}
+    reserve = functools.partial(on_devices.reserve, session, moves, targets, place.rank)
+    with contextlib.ExitStack() as unless_it_passes:
         try:
-            on_devices.pass_on(session, communicator, shards.moves, old_ranks, plan.passing_targets(), limit)
+            if not plan.all_stay:
+                with passing_communicator(name, place, session.device, reserve, timeout_seconds=limit) as communicator:
+                    on_devices.pass_on(session, communicator, moves, sources, targets, limit)
+                return None
+            connected = connect_ahead(name, place, session.device, reserve, timeout_seconds=limit)
+            unless_it_passes.callback(connected.close)
+            on_devices.pass_on(session, connected.scatter, moves, sources, targets, limit)
+            if session.device.type == "cuda":
+                warm_up(connected.gather, connected.scatter, session.device, limit)
         except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
             raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
+        unless_it_passes.pop_all()
+    return connected
+
+
+def _given(old: int | None) -> int:
+    assert old is not None  # nobody joins
+    return old
 
 
 def _expect(session: Session, plan: ResizePlan) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 
 from patrickstar import _C
-from patrickstar.ranks.distributed import RankGroups, warm_up
+from patrickstar.ranks.chunk_communicators import warm_up
+from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.mesh import Axis, MeshRanks
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators, warm_up
 from patrickstar.ranks.failures import (
     DisagreementError,
     FailureWatch,
@@ -94,6 +95,7 @@ class RankGroups:
         self._controls: list[_C.collective.ControlGroup] = []  # of some of the members
         self._communicator_of: Callable[[RankGroups, tuple[int, ...]], _C.collective.Communicator] = _host_communicator
         self._has_collectives = False
+        self._connected: ChunkCommunicators | None = None
         self._watch: FailureWatch | None = None
         self._stop_watch_at_exit: Callable[[], object] = lambda: None
         self._uses_world = False
@@ -129,6 +131,18 @@ class RankGroups:
                 self._watch.watch_also(made)
             if self.context.device.type == "cuda":
                 warm_up(self.gather, self.scatter, self.context.device)
+
+    def take_collectives(self, connected: ChunkCommunicators) -> None:
+        """In place of :meth:`open_collectives`: ``gather`` and ``scatter`` that these ranks opened before they were
+        ranks, in their order. They fail, are stopped and are closed together with these groups.
+        """
+        self._has_collectives = True
+        self.gather, self.scatter = connected.gather, connected.scatter
+        self._connected = connected
+        self._further += [self.gather, self.scatter]
+        if self._watch is not None:
+            self._watch.watch_also(self.gather)
+            self._watch.watch_also(self.scatter)
 
     def open_communicator(self, what: str, members: Sequence[int] | None = None) -> _C.collective.Communicator:
         """Another communicator, for ``what``: of ``members`` (default: all), connected for exchanges.
@@ -256,6 +270,8 @@ class RankGroups:
         abort_all(parts)  # before any is closed: on a GPU what one has begun may be behind what waits in another
         for part in parts:
             part.close()
+        if self._connected is not None:
+            self._connected.close()
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -280,23 +296,33 @@ def open_ranks(
     local_rank: int | None = None,
     device_index: int | None = None,
     ranks: Sequence[int] | None = None,
+    connected: ChunkCommunicators | None = None,
 ) -> RankGroups:
     """The groups of `ranks` (default: all), each of which must call this; the others need not.
 
     `device_type` is "cpu" (gloo) or "cuda" (NCCL; through the host, over gloo, where two ranks have one GPU);
     `local_rank` overrides LOCAL_RANK, `device_index` is the GPU's where that is not `local_rank`. `timeout_seconds`
-    bounds every wait for another rank. Raises RankFailure when a rank does not come, StateError for an incomplete
-    environment.
+    bounds every wait for another rank. `connected`, which all of them or none must give, are what they opened for
+    chunks beforehand; these groups close it, also when they cannot be opened. Raises RankFailure when a rank does not
+    come, StateError for an incomplete environment.
     """
-    groups = join_ranks(
-        device_type=device_type,
-        timeout_seconds=timeout_seconds,
-        local_rank=local_rank,
-        device_index=device_index,
-        ranks=ranks,
-    )
     try:
-        groups.open_collectives()
+        groups = join_ranks(
+            device_type=device_type,
+            timeout_seconds=timeout_seconds,
+            local_rank=local_rank,
+            device_index=device_index,
+            ranks=ranks,
+        )
+    except BaseException:
+        if connected is not None:
+            connected.close()
+        raise
+    try:
+        if connected is None:
+            groups.open_collectives()
+        else:
+            groups.take_collectives(connected)
     except BaseException:
         groups._take_down()
         raise
@@ -705,23 +731,8 @@ def _numbers(groups: RankGroups, members: tuple[int, ...]) -> Sequence[int]:
     return members if len(members) < groups.context.world_size else ()
 
 
-def warm_up(gather: _C.collective.Communicator, scatter: _C.collective.Communicator, device: torch.device) -> None:
-    """NCCL connects ranks at their first messages, which may wait; from then on enqueuing does not. Each communicator
-    is connected for what it is for: all-gathers take other connections than messages between two ranks, of which a
-    scatter is made, and each kind takes a third of a second and memory.
-    """
-    memory = torch.zeros(3, gather.size, 4, device=device)
-    whole, scratch, shard = (part.data_ptr() for part in memory)
-    with torch.cuda.device(device):
-        gather.all_gather(whole, 16)
-        scatter.reduce_scatter_mean(whole, shard, scratch, 4, _C.DType.FLOAT32)
-        torch.cuda.current_stream().synchronize()
-        for communicator in (gather, scatter):
-            communicator.check()
-
-
 def _send_to_all(communicator: _C.collective.Communicator, device: torch.device) -> None:
-    """As :func:`warm_up`, for exchanges alone: connections for collectives would take memory."""
+    """As ``warm_up``, for exchanges alone: connections for collectives would take memory."""
     others = [rank for rank in range(communicator.size) if rank != communicator.rank]
     sent, received = torch.zeros(2, communicator.size, 4, device=device)
     with torch.cuda.device(device):

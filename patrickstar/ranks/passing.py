@@ -1,7 +1,12 @@
-"""A communicator of processes that have no world in common, for as long as something passes between them.
+"""Communicators of processes that have no world in common: for as long as something passes between them, or to begin
+a world with.
 
     with passing_communicator("a resize", place, device, make_room, timeout_seconds=60) as communicator:
         exchange(communicator, [(sends, receives), ...], device, timeout_seconds=60)
+
+    connected = connect_ahead("a resize", place, device, make_room, timeout_seconds=60)
+    exchange(connected.scatter, [(sends, receives), ...], device, timeout_seconds=60)
+    ranks = open_ranks(..., connected=connected)
 
 Nothing of torch.distributed's world is used or made, so that processes may be in worlds of their own meanwhile. They
 meet in a store that one of them serves. A process that does not come, or goes, is an OSError here, and no RankFailure:
@@ -15,8 +20,7 @@ import dataclasses
 import datetime
 import functools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -24,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators, wait_for
 from patrickstar.ranks.failures import first_line
 
 PeerBytes = tuple[int, int, int]
 """The other's rank, an address, and bytes."""
-_POLL_SECONDS = 0.0005
 _T = TypeVar("_T")
 
 
@@ -73,17 +77,42 @@ def passing_communicator(
     Raises:
         OSError: not all have come within ``timeout_seconds``, or are not reached.
     """
+    with contextlib.ExitStack() as connections:
+        (communicator,) = _connect(name, ["all"], place, device, meanwhile, connections, timeout_seconds)
+        yield communicator
+
+
+def connect_ahead(
+    name: str, place: PassingPlace, device: torch.device, meanwhile: Callable[[], object], *, timeout_seconds: float
+) -> ChunkCommunicators:
+    """What these processes need for chunks when they are the ranks of one world, each with its rank in ``place``. NCCL
+    connects both at the same time, and takes half of what it takes one after the other.
+
+    Args, raises: of :func:`passing_communicator`.
+    """
+    with contextlib.ExitStack() as connections:
+        both = _connect(name, ["gather", "scatter"], place, device, meanwhile, connections, timeout_seconds)
+        return ChunkCommunicators(*both, connections.pop_all())
+
+
+def _connect(
+    name: str,
+    uses: Sequence[str],
+    place: PassingPlace,
+    device: torch.device,
+    meanwhile: Callable[[], object],
+    connections: contextlib.ExitStack,
+    timeout_seconds: float,
+) -> list[_C.collective.Communicator]:
+    """A communicator for each use, which ``connections`` will end."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with _connecting(name, place):
         store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        store = dist.PrefixStore(f"patrickstar/passing/{name}", store)
+    stores = {use: dist.PrefixStore(f"patrickstar/passing/{name}/{use}", store) for use in uses}
     if device.type == "cuda":
-        with _nccl(name, store, place, device, meanwhile, timeout_seconds) as communicator:
-            yield communicator
-        return
+        return _nccl(name, stores, place, device, meanwhile, connections, timeout_seconds)
     meanwhile()
-    with _gloo(name, store, place, timeout) as communicator:
-        yield communicator
+    return [connections.enter_context(_gloo(name, use, one, place, timeout)) for use, one in stores.items()]
 
 
 @contextlib.contextmanager
@@ -95,35 +124,37 @@ def _connecting(name: str, place: PassingPlace) -> Iterator[None]:
         raise OSError(f"the {place.size} processes of {name} were not connected: {first_line(error)}") from error
 
 
-@contextlib.contextmanager
 def _nccl(
     name: str,
-    store: dist.Store,
+    stores: Mapping[str, dist.Store],
     place: PassingPlace,
     device: torch.device,
     meanwhile: Callable[[], object],
+    connections: contextlib.ExitStack,
     timeout_seconds: float,
-) -> Iterator[_C.collective.Communicator]:
-    with _connecting(name, place):
-        if place.rank == 0:
-            store.set("id", _C.collective.make_nccl_id())
-        made = bytes(store.get("id"))
-    connect = functools.partial(
-        _C.collective.make_nccl_communicator, made, rank=place.rank, size=place.size, device=device.index
-    )
-    connected = _begin(connect)
+) -> list[_C.collective.Communicator]:
+    begun = []
+    for store in stores.values():
+        with _connecting(name, place):
+            if place.rank == 0:
+                store.set("id", _C.collective.make_nccl_id())
+            made = bytes(store.get("id"))
+        connect = functools.partial(
+            _C.collective.make_nccl_communicator, made, rank=place.rank, size=place.size, device=device.index
+        )
+        begun.append(_begin(connect))
     meanwhile()
-    with _connecting(name, place):
-        communicator = connected(timeout_seconds)
-    try:
-        yield communicator
-    finally:
-        communicator.close()
+    communicators = []
+    for connected in begun:
+        with _connecting(name, place):
+            communicators.append(connected(timeout_seconds))
+        connections.callback(communicators[-1].close)
+    return communicators
 
 
 @contextlib.contextmanager
 def _gloo(
-    name: str, store: dist.Store, place: PassingPlace, timeout: datetime.timedelta
+    name: str, use: str, store: dist.Store, place: PassingPlace, timeout: datetime.timedelta
 ) -> Iterator[_C.collective.Communicator]:
     group = dist.ProcessGroup(store, place.rank, place.size)
     with _connecting(name, place):
@@ -131,18 +162,19 @@ def _gloo(
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
-    group._set_group_name(name)
+    group_name = f"{name}/{use}"
+    group._set_group_name(group_name)
     registry = torch._C._distributed_c10d
-    registry._register_process_group(name, group)
+    registry._register_process_group(group_name, group)
     try:
-        communicator = _C.collective.make_c10d_communicator(name)
+        communicator = _C.collective.make_c10d_communicator(group_name)
         try:
             yield communicator
         finally:
             communicator.abort()  # its threads end, whatever the others do
             communicator.close()
     finally:
-        registry._unregister_process_group(name)
+        registry._unregister_process_group(group_name)
 
 
 def _begin(call: Callable[[], _T]) -> Callable[[float], _T]:
@@ -180,19 +212,9 @@ def exchange(
     Raises:
         RankFailure: another process is gone, or not all came within ``timeout_seconds``; the communicator is aborted.
     """
-    deadline = time.monotonic() + timeout_seconds
     context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with context:
         for sends, receives in messages:
             communicator.exchange(sends, receives)
-        if device.type != "cuda":
-            return
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            communicator.check()
-            if time.monotonic() > deadline:
-                communicator.abort()
-                raise _C.RankFailure(f"values of other processes did not come within {timeout_seconds:g} s")
-            time.sleep(_POLL_SECONDS)
-        communicator.check()
+        if device.type == "cuda":
+            wait_for([communicator], device, timeout_seconds)

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.ranks import distributed
 from patrickstar.ranks.distributed import DistributedContext, open_ranks
+from patrickstar.ranks.passing import PassingPlace, connect_ahead, exchange
 from tests.distributed import ROOT, free_port, run_ranks
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,6 +99,40 @@ def use_the_users_world():
 
 def test_an_initialised_torch_distributed_is_used_and_left():
     assert run_ranks(2, use_the_users_world) == [([[b"0", b"1"]] * 2, 2.0)] * 2
+
+
+def connect_before_the_world():
+    """What passes in a communicator, what is gathered once it is the ranks', and what is left of it."""
+    rank, device = int(os.environ["RANK"]), torch.device("cpu")
+    port = distributed.serve_world("127.0.0.1", 60) if rank == 0 else None
+    meeting = dist.TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]) + 1, is_master=rank == 0, wait_for_workers=False
+    )
+    if port is not None:
+        meeting.set("port", str(port))
+    place = PassingPlace(rank=rank, size=2, host="127.0.0.1", port=int(meeting.get("port")))
+    connected = connect_ahead("a test", place, device, lambda: None, timeout_seconds=60)
+    passed, threads = torch.full((2,), float(rank)), threading.active_count()
+    sends, receives = ([(1 - rank, passed[which].data_ptr(), 4)] for which in (rank, 1 - rank))
+    exchange(connected.scatter, [(sends, receives)], device, timeout_seconds=60)
+    assert not dist.is_initialized()
+    with open_ranks(timeout_seconds=60, connected=connected) as ranks:
+        assert ranks.gather is connected.gather and ranks.scatter is connected.scatter
+        gathered = torch.zeros(2)
+        gathered[rank] = rank + 1
+        ranks.gather.all_gather(gathered.data_ptr(), 4)
+    assert threading.active_count() <= threads
+    with pytest.raises(RuntimeError):
+        connected.gather.all_gather(gathered.data_ptr(), 4)
+    connected.close()
+    meeting.add("done", 1)
+    while int(meeting.add("done", 0)) < 2:
+        time.sleep(0.01)
+    return passed.tolist(), gathered.tolist()
+
+
+def test_communicators_that_were_connected_before_their_world():
+    assert run_ranks(2, connect_before_the_world) == [([0.0, 1.0], [1.0, 2.0])] * 2
 
 
 def share_gpus(gpus):

@@ -77,9 +77,9 @@ def test_files_that_are_elsewhere_are_fetched_and_cut_ones_are_refused(tmp_path)
     try:
         mine.reach(2, [server.address, "127.0.0.1:1"], 10)
         check(mine, 2)
-        assert all(server.has_given(file.name, "2") == (file.target == 2) for file in shards.of_source(0))
     finally:
         server.close()
+    assert all(server.has_given(file.name, "2") == (file.target == 2) for file in shards.of_source(0))
     cut = next(file for file in mine.files if file.target == 2)
     os.truncate(mine.path(cut), cut.num_bytes - 1)
     with pytest.raises(OSError, match=f"bytes instead of {cut.num_bytes}"):

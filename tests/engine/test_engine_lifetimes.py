@@ -16,8 +16,8 @@ SLACK_REGIONS = 8  # the heaps of threads that have ended, kept by malloc
 def test_a_hundred_engines(config):
     ((before, after, more),) = run_ranks(1, come_and_go, 100, config, timeout_seconds=300)
     print(before, after, more)
-    assert after["threads"] == before["threads"]
-    assert after["descriptors"] == before["descriptors"]
+    assert after["threads"] <= before["threads"]
+    assert after["descriptors"] <= before["descriptors"]
     assert after["regions"] <= before["regions"] + SLACK_REGIONS
     assert more < 100 * GARBAGE_BYTES
 
@@ -26,5 +26,5 @@ def test_a_hundred_engines(config):
 def test_engines_of_two_ranks(collecting_rank):
     for before, after, _ in run_ranks(2, come_and_go, 12, {}, collecting_rank, timeout_seconds=300):
         print(before, after)
-        assert after["threads"] == before["threads"]
-        assert after["descriptors"] == before["descriptors"]
+        assert after["threads"] <= before["threads"]
+        assert after["descriptors"] <= before["descriptors"]
