@@ -437,6 +437,11 @@ def host_peak_bytes(
 ) -> int:
     """The most that a rank will have mapped of the host (csrc/plan/host_demand.h)."""
 
+def leaving_gradient_bytes(
+    layout: Layout, moments: list[dict[str, Any]], states_on_device: list[bool], budget: DeviceBudget
+) -> int:
+    """Of gradients that wait on the device for the norm, what has no room there and waits on the host."""
+
 def num_device_state_chunks(layout: Layout, moments: list[dict[str, Any]], budget: DeviceBudget) -> int:
     """How many chunks, from the first on, have their states on the device once the tide is known."""
 

@@ -95,6 +95,15 @@ void register_placement(py::module_& module) {
       py::arg("layout"), py::arg("moments"), py::arg("budget"),
       "How many chunks, from the first on, have their states on the device (plan/placement.h).");
   module.def(
+      "leaving_gradient_bytes",
+      [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
+         const DeviceBudget& budget) {
+        const std::vector<uint8_t> on_device(states_on_device.begin(), states_on_device.end());
+        return leaving_gradient_bytes(layout, parse_timeline(moments), on_device, budget);
+      },
+      py::arg("layout"), py::arg("moments"), py::arg("states_on_device"), py::arg("budget"),
+      "Of gradients that wait on the device for the norm, what waits on the host instead (plan/placement.h).");
+  module.def(
       "pose_problem",
       [](const Layout& layout, const py::list& moments, const std::vector<bool>& states_on_device,
          const DeviceBudget& budget) {

@@ -283,6 +283,14 @@ DeviceBudget Residency::budget_for_states() const {
   return budget;
 }
 
+int64_t Residency::leaving_gradient_bytes(const Timeline& last) const {
+  std::vector<uint8_t> on_device;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
+    on_device.push_back(store().has_states_on_device(chunk));
+  }
+  return patrickstar::leaving_gradient_bytes(layout(), last, on_device, device_budget());
+}
+
 int64_t Residency::predicted_host_peak_bytes() const {
   std::vector<uint8_t> on_device;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {

@@ -71,6 +71,8 @@ class Residency {
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
   PlanProblem plan_problem(const Timeline& last, const std::vector<uint8_t>& states_on_device) const;
+  // Of a step like `last`, with states where they are now (plan/placement.h). 0 before the first step.
+  int64_t leaving_gradient_bytes(const Timeline& last) const;
   // What the arena will have mapped at its peak ([Note: the host's peak], plan/host_demand.h), with states where they
   // are now: before the first step all that do not have to be on the device are on the host.
   int64_t predicted_host_peak_bytes() const;

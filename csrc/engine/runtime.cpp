@@ -74,6 +74,10 @@ void place_states(OpenEngine& open, const Timeline& step) {
   open.residency.place_in_margin(step);
 }
 
+void choose_speculation(OpenEngine& open) {
+  open.updates.choose_speculation(open.residency.leaving_gradient_bytes(open.recorder.last()));
+}
+
 void finish_step(OpenEngine& open, StepOutcome outcome) {
   open.flow.clear();
   for (ParamId param = 0; param < open.layout().num_params(); ++param) {
@@ -91,7 +95,7 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     open.warmed_up = true;
     open.backend().set_limit_policy(LimitPolicy::kEnforce);
     open.updates.forget_choice();  // of what was unfrozen before
-    open.updates.choose_speculation();
+    choose_speculation(open);
   }
   Timeline last = open.recorder.last();
   std::vector<PlanVote> votes;
@@ -400,7 +404,7 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
   open->updates.check_nothing_committed("a second backward");
   open->updates.expect(expected_groups, expected_grad_scale);
   if (!open->flow.pending()) {
-    open->updates.choose_speculation();
+    choose_speculation(*open);
     open->disk.expect_updates();
   }
   open->tracker.release_transient();

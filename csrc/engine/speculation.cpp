@@ -40,10 +40,21 @@ void Speculation::expect(std::vector<GroupOptions> groups, ScaleBounds scales) {
   scales_ = scales;
 }
 
+void Speculation::forget_choice() {
+  chosen_.clear();
+  left_bytes_ = 0;
+}
+
+void Speculation::leave(int64_t num_bytes) {
+  if (num_bytes <= left_bytes_) return;
+  chosen_.clear();
+  left_bytes_ = num_bytes;
+}
+
 void Speculation::choose(const std::vector<NewBytes>& sizes) {
   free_completed();
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
-  AheadChoice choice = choose_ahead(sizes, {arena_.free_bytes() - reserve_bytes_, spare});
+  AheadChoice choice = choose_ahead(sizes, {room_bytes(), spare});
   chosen_ = std::move(choice.chosen);
   chosen_bytes_ = 0;
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
@@ -88,7 +99,7 @@ NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
 
 void Speculation::prepare_open() {
   if (!active_ || scales_.is_exact() || chosen_.empty()) return free_open();
-  int64_t left = arena_.free_bytes() - reserve_bytes_ - chosen_bytes_;
+  int64_t left = room_bytes() - chosen_bytes_;
   for (const auto& [event, block] : leaving_) left += block.num_bytes;
   open_.take(std::max<int64_t>(left, 0), chosen_bytes_ / 2);  // parameters of 16 bits
 }

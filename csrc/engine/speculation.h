@@ -61,7 +61,9 @@ class Speculation {
   void choose(const std::vector<NewBytes>& sizes);
   bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
   // The next choice is made anew: other chunks have their states on the host.
-  void forget_choice() { chosen_.clear(); }
+  void forget_choice();
+  // So much more is left to others than what always is; where that is more than before, the next choice is made anew.
+  void leave(int64_t num_bytes);
   bool wants(ChunkId chunk) const { return active_ && ahead(chunk) != Ahead::kNothing; }
   // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
   bool succeeds(ChunkId chunk) const { return is_on() && backwards_to_wait_ == 0 && ahead(chunk) != Ahead::kNothing; }
@@ -103,7 +105,9 @@ class Speculation {
     NewValues values;
     std::shared_ptr<std::atomic<bool>> cancelled;  // null: nothing was started
   };
-  bool allows(int64_t num_bytes) const { return num_bytes + reserve_bytes_ <= arena_.free_bytes(); }
+  // Of host memory, beside what is left to others.
+  int64_t room_bytes() const { return arena_.free_bytes() - reserve_bytes_ - left_bytes_; }
+  bool allows(int64_t num_bytes) const { return num_bytes <= room_bytes(); }
   void reserve(std::vector<int64_t> blocks);
   void free_open();
 
@@ -112,6 +116,7 @@ class Speculation {
   Backend& backend_;
   SpeculationMode mode_;
   int64_t reserve_bytes_;
+  int64_t left_bytes_ = 0;        // to others beside that, since the last choice was forgotten
   std::vector<Pending> pending_;  // by chunk
   std::vector<Ahead> chosen_;     // by chunk
   int64_t chosen_bytes_ = 0;      // of their parameters

@@ -63,7 +63,8 @@ bool Updates::settles_values() const {
   });
 }
 
-void Updates::choose_speculation() {
+void Updates::choose_speculation(int64_t gradient_bytes) {
+  speculation_.leave(gradient_bytes);
   if (speculation_.must_choose()) choose_chunks();
   speculation_.prepare_open();
 }

@@ -99,13 +99,19 @@ struct DeviceBudget {
 constexpr int kNumReservedGradients = 4;
 int64_t reserved_gradient_bytes(const Layout& layout);
 
+// Gradients of chunks whose states are on the device wait there for the norm, in the place of parameters that nobody
+// needs any more. Of those of a step like `step`, what the device has no room for, whatever else leaves it: they wait on
+// the host, where updates ahead of the step must leave them room. None of several ranks, which reckon with it.
+int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
+                               const DeviceBudget& budget);
+
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
 // are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
 // PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, until it
-// has, or as many as let it update more: each chunk that leaves the host makes room there for the new compute values of
-// several others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a
+// has for all or nearly all: each chunk that leaves the host makes room there for the new compute values of several
+// others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a
 // value again takes less time than to wait for the norm.
-int num_margin_chunks(const Layout& layout, const DeviceBudget& budget, int64_t tide_peak_bytes);
+int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,
 // and where memory does not follow the tide a few at the boundary of two steps in any case.

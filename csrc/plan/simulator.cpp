@@ -4,6 +4,7 @@
 #include <deque>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "common/check.h"
 #include "plan/placement.h"
@@ -64,8 +65,9 @@ class Player {
  private:
   struct ArrayTimes {
     bool on_device = false;
-    When on_device_at;  // its upload is over
-    When on_host_at;    // what makes the host's copy is over
+    When on_device_at;      // its upload is over
+    When on_host_at;        // what makes the host's copy is over
+    bool has_left = false;  // a gradient that is to come back for its update
   };
 
   void play_moment(size_t t);
@@ -76,6 +78,7 @@ class Player {
   void update_on_host(ChunkId chunk, double begin, double share = 1);
   // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
   void update_through_disk(ChunkId chunk, double begin);
+  void make_room(int64_t num_bytes);
   void run_host_adam(ChunkId chunk, double begin, double share);
   void prefetch(const std::vector<ArrayId>& arrays);
   void bring_postponed(int last);
@@ -283,15 +286,35 @@ void Player::update(ChunkId chunk) {
     where == UpdateAt::kHostAfterNorm ? update_on_host(chunk, begin) : update_through_disk(chunk, begin);
   } else if (where == UpdateAt::kDeviceAfterNorm) {
     wait(launch_);
+    const bool comes_back = std::exchange(times(grad).has_left, false) && !times(grad).on_device;
+    if (comes_back) {
+      make_room(cost(grad).num_bytes);
+      bring(grad);
+      wait(times(grad).on_device_at);
+    }
     const double seconds = static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
     step_.device_adam_seconds += seconds;
     run(seconds);
-    // The new parameter takes the gradient's place, unless it has one for good.
+    // The new parameter takes the gradient's place, unless it has one for good, or others need that.
     if (times(param).on_device) release(param, compute_end_);
-    if (times(grad).on_device && cost(param).num_bytes > 0) {
+    if (comes_back) {
+      release(grad, compute_end_);
+    } else if (times(grad).on_device && cost(param).num_bytes > 0) {
       times(grad).on_device = false;
       times(param) = {true, {compute_end_, kOnMemory}, {}};
     }
+  }
+}
+
+// Between two steps, beside what activations have left. Values that the next step needs last leave first.
+void Player::make_room(int64_t num_bytes) {
+  if (problem_.limit_bytes == INT64_MAX) return;
+  const int64_t most =
+      problem_.limit_bytes - problem_.fixed_bytes - tide(problem_, plan_.moments.size() - 1) - num_bytes;
+  for (auto chunk = static_cast<ChunkId>(shape_.updates.size()); chunk-- > 0 && used_bytes_ > most;) {
+    const int param = ArrayId{chunk, ArrayKind::kParam}.index();
+    const bool is_copy = shape_.updates[static_cast<size_t>(chunk)] != UpdateAt::kDeviceAfterNorm;
+    if (is_copy && times(param).on_device) release(param, compute_end_);
   }
 }
 
@@ -402,6 +425,7 @@ double Player::download(int array, int64_t num_bytes, double ready) {
 
 void Player::evict(int array) {
   if (!times(array).on_device) return;
+  times(array).has_left = true;
   release(array, cost(array).evict_bytes > 0 ? download(array, cost(array).evict_bytes) : compute_end_);
 }
 

@@ -270,7 +270,7 @@ class Predictor:
         timed = self._timeline(self._first_device(setting), on_device, later)
         timed = _slowed(timed, self._cluster.slowdown(self._machine))
         stashed_bytes = 0 if later is None else self._tides(later).away_bytes
-        room -= stashed_bytes
+        room -= stashed_bytes + _C.leaving_gradient_bytes(layout, timed.moments, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
         ahead = _ahead(setting, chunks, homes, room)
         rates = self._update_rates(setting.optimizer, on_device)

@@ -215,6 +215,18 @@ def test_updates_on_the_device():
     assert step["uploaded_bytes"] == 0
 
 
+def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
+    """Of four one stays beside what each moment needs; the others are brought when the norm is known."""
+    moments = [moment(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE)) for i in range(4)]
+    costs, limits = costs_of(4, range(4)), {"limit_bytes": 3 * GB, "fixed_bytes": 0}
+    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
+    given = {"updates": [ON_DEVICE] * 4, "numels": [GB] * 4, "num_ranks": 1, "disk_bytes": [GB] * 4, **limits}
+    step = _C.simulate(moments, costs, plan, rates_of(upload=2), compute_seconds=[1.0] * 4, **given)
+    assert step["downloaded_bytes"] == plan["downloaded_bytes"] == step["uploaded_bytes"] > 0
+    assert step["seconds"] == pytest.approx(4 + step["uploaded_bytes"] / (2 * GB))
+    assert step["stall_seconds"]["upload"] == pytest.approx(step["upload_seconds"])
+
+
 def test_the_norm_leaves_the_device_idle():
     rates = rates_of(synchronize_seconds=0.5)
     step = simulate(one_pass(4), rates, seconds=1.0, device_states=range(4))
