@@ -1,11 +1,13 @@
-"""What states of fewer bytes cost in quality: held-out losses of ``examples/finetune_gpt2.py`` by scheme and seed.
+"""What fewer bytes per parameter cost in quality: held-out losses of ``examples/finetune_gpt2.py`` by scheme and seed.
 
-A GPT-2 is trained from scratch on the language reference that every CPython carries, once for each scheme of
-``optimizer.states`` and each seed, which decides initial values and order. The float32 runs' spread over seeds is what
-a difference between schemes must exceed to mean anything.
+A GPT-2 is trained from scratch on the language reference that every CPython carries, once for each scheme and each
+seed, which decides initial values and order. The spread of the runs with exact states over seeds is what a difference
+between schemes must exceed to mean anything. Schemes are those of ``optimizer.states`` with AdamW, ``stochastic``
+(states of 8 bits, and no masters) and ``lion``, whose rate is a third and whose weight decay three times AdamW's, as
+its authors recommend (Chen et al. 2023).
 
 * loss: on the held-out text after the last step, the mean over seeds, and the least and the most of them.
-* against fp32: the mean over seeds of the relative difference to the float32 run of the same seed.
+* against fp32: the mean over seeds of the relative difference to the run with float32 states and the same seed.
 * curves: in one picture with ``--plot``.
 """
 
@@ -22,44 +24,54 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import provenance
-from patrickstar.config import States
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "finetune_gpt2.py"
+_RATE, _DECAY = 5e-4, 0.01  # of the example
+SCHEMES = {
+    "fp32": {},
+    "bf16": {"states": "bf16"},
+    "8bit": {"states": "8bit"},
+    "stochastic": {"states": "8bit", "master": "stochastic"},
+    "lion": {"optimizer": "Lion", "lr": _RATE / 3, "weight-decay": 3 * _DECAY},
+}
+"""The example's flags of each."""
 _SCORE = re.compile(r"step (\d+): held-out loss ([0-9.]+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [member.value for member in States]
-    parser.add_argument("--states", nargs="+", choices=names, default=names)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model-size", default="small", help="of the example")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="stochastic needs bf16")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the curves there")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains each in a process of its own."""
-    curves: dict[str, dict[int, dict[int, float]]] = {states: {} for states in args.states}
-    asked = [(states, seed) for seed in args.seeds for states in args.states]
+    curves: dict[str, dict[int, dict[int, float]]] = {scheme: {} for scheme in args.schemes}
+    asked = [(scheme, seed) for seed in args.seeds for scheme in args.schemes]
     with ThreadPoolExecutor(args.jobs) as pool:
         found = pool.map(lambda pair: _train(*pair, args), asked)
-        for (states, seed), curve in zip(asked, found, strict=True):
-            curves[states][seed] = curve
-            print(f"{states}, seed {seed}: {curve}", file=sys.stderr, flush=True)
-    rows = [_row(states, curves) for states in args.states]
+        for (scheme, seed), curve in zip(asked, found, strict=True):
+            curves[scheme][seed] = curve
+            print(f"{scheme}, seed {seed}: {curve}", file=sys.stderr, flush=True)
+    rows = [_row(scheme, curves) for scheme in args.schemes]
     if args.plot:
         _plot(curves, args.plot)
     settings = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
+    settings["precision"] = args.precision
     return {"case": "quality", **settings, "rows": rows, "curves": curves, **provenance()}
 
 
-def _train(states: str, seed: int, args: argparse.Namespace) -> dict[int, float]:
+def _train(scheme: str, seed: int, args: argparse.Namespace) -> dict[int, float]:
     """Held-out losses by steps."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"states": states, "seed": seed, "model-size": args.model_size, "steps": args.steps}
-        flags |= {"batch-size": args.batch_size, "output-dir": folder}
+        flags = {"seed": seed, "model-size": args.model_size, "steps": args.steps, "batch-size": args.batch_size}
+        flags |= {"precision": args.precision, "lr": _RATE, "weight-decay": _DECAY, "output-dir": folder}
+        flags |= SCHEMES[scheme]
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(
             [sys.executable, EXAMPLE, "--overwrite", *words],
@@ -67,16 +79,16 @@ def _train(states: str, seed: int, args: argparse.Namespace) -> dict[int, float]
             capture_output=True,
         )
     if done.returncode != 0:
-        sys.exit(f"{EXAMPLE.name} --states {states} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        sys.exit(f"{EXAMPLE.name} ({scheme}) ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return {int(step): float(loss) for step, loss in _SCORE.findall(done.stdout + done.stderr)}
 
 
-def _row(states: str, curves: dict[str, dict[int, dict[int, float]]]) -> dict[str, Any]:
-    last = {seed: curve[max(curve)] for seed, curve in curves[states].items()}
+def _row(scheme: str, curves: dict[str, dict[int, dict[int, float]]]) -> dict[str, Any]:
+    last = {seed: curve[max(curve)] for seed, curve in curves[scheme].items()}
     exact = {seed: curve[max(curve)] for seed, curve in curves.get("fp32", {}).items()}
     gaps = [last[seed] / exact[seed] - 1 for seed in last if seed in exact]
     return {
-        "states": states,
+        "scheme": scheme,
         "loss": statistics.mean(last.values()),
         "least": min(last.values()),
         "most": max(last.values()),
@@ -92,10 +104,10 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
 
     figure, (losses, gaps) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     exact = curves.get("fp32", {})
-    for color, (states, by_seed) in zip(("C0", "C1", "C2"), curves.items(), strict=False):
+    for color, (scheme, by_seed) in zip(("C0", "C1", "C2", "C3", "C4"), curves.items(), strict=False):
         for number, (seed, curve) in enumerate(by_seed.items()):
             steps = sorted(curve)
-            style = {"color": color, "alpha": 0.7, "marker": ".", "label": states if number == 0 else None}
+            style = {"color": color, "alpha": 0.7, "marker": ".", "label": scheme if number == 0 else None}
             losses.plot(steps, [curve[step] for step in steps], **style)
             if seed in exact:
                 gaps.plot(steps, [100 * (curve[step] / exact[seed][step] - 1) for step in steps], **style)
@@ -103,7 +115,7 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
     gaps.set_ylabel("% above fp32 with the same seed")
     for axes in (losses, gaps):
         axes.set_xlabel("step")
-        axes.legend(title="optimizer.states")
+        axes.legend(title="scheme")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 
@@ -112,9 +124,9 @@ def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"GPT-2 {result['model_size']}, {result['steps']} steps of {result['batch_size']} sequences, seeds "
         f"{', '.join(map(str, result['seeds']))}",
-        f"{'states':<8}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
+        f"{'scheme':<11}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
     ]
     for row in result["rows"]:
         gap = "" if row["against_fp32"] is None else f"{row['against_fp32']:+.2%}"
-        lines.append(f"{row['states']:<8}{row['loss']:>9.4f}{row['least']:>9.4f}{row['most']:>9.4f}{gap:>14}")
+        lines.append(f"{row['scheme']:<11}{row['loss']:>9.4f}{row['least']:>9.4f}{row['most']:>9.4f}{gap:>14}")
     return "\n".join(lines)

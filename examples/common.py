@@ -372,7 +372,8 @@ class _Loop:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when the run goes on, by the words of the command line."""
-        names = ("seed", "lr", "warmup", "weight_decay", "clip", "precision", "states", "lora", "lora_rank")
+        names = ("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "states", "master")
+        names += ("lora", "lora_rank")
         flags = {f"--{name.replace('_', '-')}": getattr(self.args, name, None) for name in names}
         return flags | {
             "--batch-size": self.batch_size,

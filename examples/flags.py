@@ -50,6 +50,12 @@ def _add_memory_arguments(memory: Any) -> None:
     memory.add_argument(
         "--states", choices=["fp32", "bf16", "8bit"], default="fp32", help="what momentum and variance are stored in"
     )
+    memory.add_argument(
+        "--master",
+        choices=["exact", "stochastic"],
+        default="exact",
+        help="what bf16 parameters are updated from: float32 masters, or themselves, rounded stochastically",
+    )
     memory.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default=precision, help="of the computation")
 
 
@@ -66,6 +72,7 @@ def _add_optimization_arguments(training: Any) -> None:
         metavar="N",
         help="forwards and backwards per optimizer step",
     )
+    training.add_argument("--optimizer", choices=["AdamW", "Lion"], default="AdamW", help="Lion wants a lower rate")
     training.add_argument("--lr", type=float, default=5e-4, help="the highest learning rate, after the warm-up")
     training.add_argument("--warmup", type=float, default=0.1, help="share of the steps in which the rate rises")
     training.add_argument("--weight-decay", type=float, default=0.01, help="not for biases and norms")
@@ -137,8 +144,14 @@ def checkpoints(args: argparse.Namespace, stage: str | None = None) -> Path:
 
 def engine_config(args: argparse.Namespace) -> dict:
     """The PatrickStar configuration that the flags ask for."""
+    betas = {"AdamW": (0.9, 0.95), "Lion": (0.9, 0.99)}[args.optimizer]
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": (0.9, 0.95)}, "states": args.states},
+        "optimizer": {
+            "type": args.optimizer,
+            "params": {"lr": args.lr, "betas": betas},
+            "states": args.states,
+            "master": args.master,
+        },
         "gradient_clipping": args.clip,
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,
