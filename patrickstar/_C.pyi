@@ -438,7 +438,7 @@ def host_peak_bytes(
     """The most that a rank will have mapped of the host (csrc/plan/host_demand.h)."""
 
 def leaving_gradient_bytes(
-    layout: Layout, moments: list[dict[str, Any]], states_on_device: list[bool], budget: DeviceBudget
+    layout: Layout, moments: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> int:
     """Of gradients that wait on the device for the norm, what has no room there and waits on the host."""
 

@@ -50,7 +50,7 @@ Timeline parse_timeline(const pybind11::list& moments);
 Plan parse_plan(const pybind11::dict& plan);
 // {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
-std::vector<ArrayCost> parse_costs(const CostMap& costs);
+std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline);
 // A step of the simulator.
 pybind11::dict describe_step(const SimulatedStep& step);
 

@@ -163,12 +163,18 @@ Plan parse_plan(const py::dict& fields) {
   return plan;
 }
 
-std::vector<ArrayCost> parse_costs(const CostMap& costs) {
+std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline) {
   std::vector<ArrayCost> arrays;
+  // Whole chunks: as many arrays for each.
+  const auto make = [&arrays](ChunkId chunk) {
+    arrays.resize(std::max(arrays.size(), (static_cast<size_t>(chunk) + 1) * kNumArrayKinds));
+  };
+  for (const Moment& moment : timeline.moments) {
+    for (const Access& access : moment.accesses) make(access.array.chunk);
+  }
   for (const auto& [key, cost] : costs) {
     const auto index = static_cast<size_t>(ArrayId{key.first, key.second}.index());
-    // Whole chunks: as many arrays for each.
-    if (arrays.size() <= index) arrays.resize((static_cast<size_t>(key.first) + 1) * kNumArrayKinds);
+    make(key.first);
     const auto& [num_bytes, fetch, evict, retire, survives] = cost;
     arrays[index] = {num_bytes, fetch, evict, retire, survives};
   }
@@ -224,7 +230,7 @@ void register_plan(py::module_& module) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
-        problem.arrays = parse_costs(costs);
+        problem.arrays = parse_costs(costs, timeline);
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
@@ -234,7 +240,7 @@ void register_plan(py::module_& module) {
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
-      "survives_step)}.");
+      "survives_step)}, but of those that take nothing.");
   register_placement(module);
 }
 

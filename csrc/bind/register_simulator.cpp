@@ -55,8 +55,8 @@ void register_choice(py::module_& module) {
          int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
          std::vector<int64_t> disk_bytes) {
         const Timeline timeline = parse_timeline(moments);
-        const PlanProblem problem{&timeline,        parse_costs(costs), limit_bytes,
-                                  least_tide_bytes, fixed_bytes,        prefetch_bytes};
+        const PlanProblem problem{
+            &timeline, parse_costs(costs, timeline), limit_bytes, least_tide_bytes, fixed_bytes, prefetch_bytes};
         const PlanChoice choice = choose_plan(problem, rates,
                                               {std::move(compute_seconds), std::move(updates), std::move(numels),
                                                num_ranks, parse_copies(activations), std::move(disk_bytes)});
@@ -107,7 +107,7 @@ void register_simulator(py::module_& module) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
-        problem.arrays = parse_costs(costs);
+        problem.arrays = parse_costs(costs, timeline);
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;

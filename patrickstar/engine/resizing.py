@@ -40,7 +40,6 @@ from patrickstar.engine.open_session import open_sessions
 from patrickstar.engine.rank_sync import check_same_config, common_budgets
 from patrickstar.engine.resize_agreement import all_or_none, together
 from patrickstar.engine.resize_devices import (
-    DeviceShards,
     on_all_devices,
     params_on_device,
     prepare_to_receive,
@@ -53,6 +52,7 @@ from patrickstar.engine.resize_handover import (
     take_state,
     write_state,
 )
+from patrickstar.engine.resize_passing import pass_on
 from patrickstar.engine.resize_plan import (
     MEMORY,
     Carried,
@@ -76,13 +76,12 @@ from patrickstar.engine.session import Session
 from patrickstar.machine.budgets import make_budgets
 from patrickstar.module.first_rank_values import check_same_model
 from patrickstar.planning.step_plan import timeline_from_json
-from patrickstar.ranks.chunk_communicators import ChunkCommunicators, warm_up
+from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups, forget_world, move_to_world, open_ranks
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.mesh import Axis, MeshRanks
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.passing import PassingPlace, connect_ahead, passing_communicator
 
 _REFUSAL = "refusal"  # a key of an invitation
 
@@ -158,7 +157,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                     for number in plan.guests:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
                 place = plan.passing_place(control.rank)
-                connected = _pass_on(session, plan, shards, on_devices, place, options)
+                connected = pass_on(session, plan, shards, on_devices, place, options)
                 if new is not None:
                     shards.files.reach(new, addresses, options.timeout_seconds)
                 if is_leader and meeting is not None:
@@ -217,7 +216,7 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
         on_devices = shards.on_devices(None, rank)
         try:
             _check_carried(options.carried, len(plan.former))
-            connected = _pass_on(session, plan, shards, on_devices, plan.passing_place(None, number), options)
+            connected = pass_on(session, plan, shards, on_devices, plan.passing_place(None, number), options)
             if connected is not None:
                 unless_joined.callback(connected.close)
             shards.files.reach(rank, invitation["addresses"], options.timeout_seconds)
@@ -354,53 +353,6 @@ def _shared_facts(session: Session) -> list[MemoryFacts]:
     told = together(session, json.dumps(dataclasses.asdict(MemoryFacts.of(session))))
     with reading("memory before a resize"):
         return [MemoryFacts(**json.loads(message)) for message in told]
-
-
-def _pass_on(
-    session: Session,
-    plan: ResizePlan,
-    shards: Shards,
-    on_devices: DeviceShards,
-    place: PassingPlace,
-    options: ResizeOptions,
-) -> ChunkCommunicators | None:
-    """All processes call this at the same point, before the decision. Where values pass between the new ranks alone,
-    they do it in a communicator that these go on with; it is given, and whoever gets it closes it.
-    """
-    if not any(move.param in shards.sizes for move in shards.moves):
-        return None
-    limit, moves = options.timeout_seconds, shards.moves
-    if not plan.guests:
-        communicator = session.ranks.scatter
-        sources = {old: old for old in range(plan.num_old)}
-        targets = {new: _given(old) for new, old in enumerate(plan.former)}
-        on_devices.reserve(session, moves, targets, communicator.rank)
-        with session.guard("resize"):
-            on_devices.pass_on(session, communicator, moves, sources, targets, limit)
-        return None
-    name, sources = f"resize {plan.token}", plan.passing_sources
-    targets = {new: new for new in range(len(plan.former))}
-    reserve = functools.partial(on_devices.reserve, session, moves, targets, place.rank)
-    with contextlib.ExitStack() as unless_it_passes:
-        try:
-            if not plan.all_stay:
-                with passing_communicator(name, place, session.device, reserve, timeout_seconds=limit) as communicator:
-                    on_devices.pass_on(session, communicator, moves, sources, targets, limit)
-                return None
-            connected = connect_ahead(name, place, session.device, reserve, timeout_seconds=limit)
-            unless_it_passes.callback(connected.close)
-            on_devices.pass_on(session, connected.scatter, moves, sources, targets, limit)
-            if session.device.type == "cuda":
-                warm_up(connected.gather, connected.scatter, session.device, limit)
-        except _C.RankFailure as error:  # of processes, some of which join: no rank has failed yet
-            raise OSError(f"values did not pass from device to device: {first_line(error)}") from error
-        unless_it_passes.pop_all()
-    return connected
-
-
-def _given(old: int | None) -> int:
-    assert old is not None  # nobody joins
-    return old
 
 
 def _expect(session: Session, plan: ResizePlan) -> None:

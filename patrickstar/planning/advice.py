@@ -19,13 +19,16 @@ from patrickstar.planning.planner import Answer, Planner, Question
 from patrickstar.planning.prediction import DoesNotFitError
 from patrickstar.planning.proposals import (
     Proposal,
+    adapters_alone,
     fewer_state_bytes,
     more_device_memory,
     more_host_memory,
     most_device_bytes,
+    on_a_disk,
     other_setting,
     other_work,
     recomputed,
+    without_masters,
 )
 from patrickstar.sizes import size_in_words
 from patrickstar.tensor2d.cost import Mode
@@ -38,6 +41,7 @@ _MORE_GPUS = (2, 4, 8)
 _LENGTH_UNIT = 128
 _MOST_CHANGES = 8
 _TRIES = 4
+_ENDLESS_DISK = 2**50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,8 @@ def rescue(planner: Planner, question: Question, refusal: DoesNotFitError) -> li
             found += itertools.islice(_planned(planner, proposals), 1)  # each is a trace, which takes seconds
     if refusal.least_host_bytes is not None:
         found += _host_memory_that_fits(planner, question, refusal)
+        found += _fewer_bytes(planner, question)
+        found += _disk_that_fits(planner, question)
     if refusal.least_device_bytes is not None:
         found += _largest_that_fits(planner, question, refusal)
     if not found:
@@ -196,7 +202,6 @@ def _remedies(question: Question, refusal: DoesNotFitError) -> Iterator[Proposal
             yield more_device_memory(question, size_in_words(int(least_device * share)))
     if refusal.least_host_bytes is not None:
         yield from _device_memory(question)
-        yield from fewer_state_bytes(question)
     for factor in _MORE_GPUS:
         count = question.cluster.gpus_per_node * factor
         if count <= 2 * question.machine.gpus_per_socket:
@@ -218,6 +223,25 @@ def _shared_sequences(question: Question) -> Iterator[Proposal]:
             text = f"{size} GPUs share each sequence, so that each has 1/{size} of its activations"
             flags = ("--sequence-parallel", str(size))
             yield other_work("sequences", text, flags, question, sequence_ranks=size)
+
+
+def _fewer_bytes(planner: Planner, question: Question) -> list[Advice]:
+    """Of the schemes that are not exact the first kind that fits, the more exact one first; else adapters alone."""
+    for proposals in (fewer_state_bytes, without_masters, adapters_alone):
+        found = list(_planned(planner, proposals(question)))
+        if found:
+            return found
+    return []
+
+
+def _disk_that_fits(planner: Planner, question: Question) -> list[Advice]:
+    """As much of a disk as placement takes of one without an end."""
+    try:
+        endless = planner.answer(on_a_disk(question, _ENDLESS_DISK).question)
+        proposal = on_a_disk(question, endless.chosen.disk_bytes)
+        return [Advice(proposal=proposal, answer=planner.answer(proposal.question))]
+    except DoesNotFitError:
+        return []
 
 
 def _host_memory_that_fits(planner: Planner, question: Question, refusal: DoesNotFitError) -> list[Advice]:

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from patrickstar.config import States, rule_of
+from patrickstar.config import Master, QuantizationType, Speculation, States, rule_of
 from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.planner import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
+
+_LORA_RANK = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,39 @@ def fewer_state_bytes(question: Question) -> Iterator[Proposal]:
             moments = "momentum and variance" if has_variance else "momentum"
             text = f"store {moments} {words}, which is no longer exact"
             yield other_setting("states", text, ("--states", states.value), question, states=states)
+
+
+def without_masters(question: Question) -> Iterator[Proposal]:
+    """Parameters that are updated from themselves, the more exact moments first."""
+    setting = question.setting
+    may = question.workload.precision == "bf16" and setting.speculation is not Speculation.ALWAYS
+    if not may or setting.master is Master.STOCHASTIC:
+        return
+    for states in list(States)[list(States).index(setting.states) :]:
+        moments = {States.FP32: "", States.BF16: ", moments in bfloat16", States.EIGHT_BIT: ", moments in 8 bits"}
+        text = f"no float32 masters, bfloat16 parameters rounded stochastically{moments[states]}: no longer exact"
+        flags = (*(() if states is setting.states else ("--states", states.value)), "--master", "stochastic")
+        yield other_setting("masters", text, flags, question, states=states, master=Master.STOCHASTIC)
+
+
+def on_a_disk(question: Question, num_bytes: int) -> Proposal:
+    """So much of a disk for optimizer states."""
+    num_bytes = size_in_words(num_bytes)
+    text = (
+        f"{show_size(num_bytes)} of a disk for optimizer states, which reads {question.machine.disk_gbps:g} GB/s and "
+        "writes as much meanwhile (--disk-bandwidth)"
+    )
+    return other_setting("disk", text, ("--disk", enough_size(num_bytes)), question, disk_bytes=num_bytes)
+
+
+def adapters_alone(question: Question) -> Iterator[Proposal]:
+    """LoRA on a base in as few bits as there are, where all parameters were to be trained."""
+    work = question.workload
+    if work.lora_rank == 0 and work.quantization is None and work.mesh is None:
+        text = f"train LoRA's adapters of rank {_LORA_RANK} alone, on a base that is frozen in 4 bits (QLoRA)"
+        flags = ("--lora-rank", str(_LORA_RANK), "--quantization", QuantizationType.NF4.value)
+        changes = {"lora_rank": _LORA_RANK, "quantization": QuantizationType.NF4}
+        yield other_work("adapters", text, flags, question, **changes)
 
 
 def most_device_bytes(question: Question) -> int:

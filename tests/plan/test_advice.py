@@ -167,6 +167,35 @@ def test_states_that_do_not_fit_are_answered_with_fewer_bytes(planner):
     assert again.chosen.step.seconds == found["states"].answer.chosen.step.seconds
 
 
+def test_what_else_takes_fewer_bytes(planner):
+    """Masters are left out where fewer bytes of moments are not enough, adapters are trained where nothing else is."""
+    found = {}
+    for host_mib in (700, 550):
+        question = ask(450, host_mib, CHECKPOINTED)
+        with pytest.raises(DoesNotFitError) as refused:
+            planner.answer(question)
+        found[host_mib] = {advice.proposal.kind: advice for advice in rescue(planner, question, refused.value)}
+        assert not found[host_mib].keys() & {"states", "disk"}  # which passes through memory for its largest chunk
+    assert found[700]["masters"].proposal.flags == ("--states", "bf16", "--master", "stochastic")
+    assert found[700]["masters"].answer.config()["optimizer"]["master"] == "stochastic"
+    assert found[550]["adapters"].answer.config()["quantization"] == {"type": "nf4"}
+    assert not found[700].keys() & {"adapters"} and not found[550].keys() & {"masters"}
+
+
+def test_states_that_do_not_fit_are_answered_with_a_disk(planner):
+    """As large as placement fills it: with less they do not fit."""
+    question = ask(450, 1350, dataclasses.replace(CHECKPOINTED, model="gpt:512x24"))
+    with pytest.raises(DoesNotFitError) as refused:
+        planner.answer(question)
+    advice = next(a for a in rescue(planner, question, refused.value) if a.proposal.kind == "disk")
+    num_bytes = parse_bytes(advice.proposal.flags[1], "--disk")
+    assert num_bytes * 0.98 < advice.answer.chosen.disk_bytes <= num_bytes
+    assert advice.answer.config()["disk_memory"]["size"] == advice.proposal.flags[1]
+    setting = dataclasses.replace(question.setting, disk_bytes=num_bytes // 2)
+    with pytest.raises(DoesNotFitError):
+        planner.answer(dataclasses.replace(question, setting=setting))
+
+
 # The command
 
 

@@ -227,6 +227,15 @@ def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
     assert step["stall_seconds"]["upload"] == pytest.approx(step["upload_seconds"])
 
 
+def test_chunks_that_take_nothing_need_no_costs():
+    """As where a value and its gradient have places of their own beside states on the device."""
+    moments, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}
+    costs = {key: cost for key, cost in costs_of(3).items() if key[0] < 1}
+    given = {"updates": [NEVER] * 3, "numels": [GB] * 3, "num_ranks": 1, "disk_bytes": [GB] * 3, **limits}
+    choice = _C.choose_plan(moments, costs, rates_of(), compute_seconds=[1.0] * 3, prefetch_bytes=0, **given)
+    assert choice["predicted"]["seconds"] == pytest.approx(3)
+
+
 def test_the_norm_leaves_the_device_idle():
     rates = rates_of(synchronize_seconds=0.5)
     step = simulate(one_pass(4), rates, seconds=1.0, device_states=range(4))
