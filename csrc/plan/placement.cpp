@@ -197,6 +197,7 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (states_on_device[static_cast<size_t>(chunk)] != 0) states += placed_bytes(layout.chunk(chunk));
   }
+  const int64_t limit_bytes = budget.limit_bytes - pose_problem(layout, step, states_on_device, budget).prefetch_bytes;
   std::set<int> waiting;
   int64_t gradients = 0;
   int64_t leaving = 0;
@@ -214,7 +215,7 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
         gradients += layout.num_bytes(access.array);
       }
     }
-    leaving = std::max(leaving, states + gradients + others + moment.tide_peak_bytes - budget.limit_bytes);
+    leaving = std::max(leaving, states + gradients + others + moment.tide_peak_bytes - limit_bytes);
   }
   return std::min(leaving, gradients);
 }

@@ -100,8 +100,9 @@ constexpr int kNumReservedGradients = 4;
 int64_t reserved_gradient_bytes(const Layout& layout);
 
 // Gradients of chunks whose states are on the device wait there for the norm, in the place of parameters that nobody
-// needs any more. Of those of a step like `step`, what the device has no room for, whatever else leaves it: they wait
-// on the host, where updates ahead of the step must leave them room. None of several ranks, which reckon with it.
+// needs any more. Of those of a step like `step`, what the device has no room for beside what it keeps for prefetches,
+// whatever else leaves it: they wait on the host, where updates ahead of the step must leave them room. None of several
+// ranks, which reckon with it.
 int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                                const DeviceBudget& budget);
 

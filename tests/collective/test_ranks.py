@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -101,13 +100,11 @@ def test_an_initialised_torch_distributed_is_used_and_left():
     assert run_ranks(2, use_the_users_world) == [([[b"0", b"1"]] * 2, 2.0)] * 2
 
 
-def connect_before_the_world():
+def connect_before_the_world(meeting_port):
     """What passes in a communicator, what is gathered once it is the ranks', and what is left of it."""
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     port = distributed.serve_world("127.0.0.1", 60) if rank == 0 else None
-    meeting = dist.TCPStore(
-        "127.0.0.1", int(os.environ["MASTER_PORT"]) + 1, is_master=rank == 0, wait_for_workers=False
-    )
+    meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=rank == 0, wait_for_workers=False)
     if port is not None:
         meeting.set("port", str(port))
     place = PassingPlace(rank=rank, size=2, host="127.0.0.1", port=int(meeting.get("port")))
@@ -125,14 +122,11 @@ def connect_before_the_world():
     with pytest.raises(RuntimeError):
         connected.gather.all_gather(gathered.data_ptr(), 4)
     connected.close()
-    meeting.add("done", 1)
-    while int(meeting.add("done", 0)) < 2:
-        time.sleep(0.01)
     return passed.tolist(), gathered.tolist()
 
 
 def test_communicators_that_were_connected_before_their_world():
-    assert run_ranks(2, connect_before_the_world) == [([0.0, 1.0], [1.0, 2.0])] * 2
+    assert run_ranks(2, connect_before_the_world, free_port()) == [([0.0, 1.0], [1.0, 2.0])] * 2
 
 
 def share_gpus(gpus):

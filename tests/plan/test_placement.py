@@ -82,6 +82,7 @@ def test_gradients_that_wait_on_the_host(layout):
     moments = [moment(chunk, TIDE) for chunk in reversed(range(NUM_CHUNKS))]
     on_device = [chunk < 10 for chunk in range(NUM_CHUNKS)]
     budget = _C.DeviceBudget()
+    budget.prefetches_far = False
 
     def leaving(room_bytes):
         budget.limit_bytes = TIDE + 10 * STATES + room_bytes
@@ -91,6 +92,8 @@ def test_gradients_that_wait_on_the_host(layout):
     assert leaving(11 * VALUES - 1) == 1
     assert leaving(4 * VALUES) == 7 * VALUES
     assert leaving(-100 * VALUES) == 10 * VALUES
+    budget.prefetches_far = True  # half of what is left beside a moment's own is kept for that
+    assert leaving(12 * VALUES) == 4 * VALUES
     budget.keeps_gradients = False  # updates are committed
     assert leaving(0) == 0
 
