@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-size", default="small", help="of the example")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="stochastic needs bf16")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the curves there")
 
@@ -62,7 +61,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.plot:
         _plot(curves, args.plot)
     settings = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
-    settings["precision"] = args.precision
     return {"case": "quality", **settings, "rows": rows, "curves": curves, **provenance()}
 
 
@@ -70,7 +68,7 @@ def _train(scheme: str, seed: int, args: argparse.Namespace) -> dict[int, float]
     """Held-out losses by steps."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"seed": seed, "model-size": args.model_size, "steps": args.steps, "batch-size": args.batch_size}
-        flags |= {"precision": args.precision, "lr": _RATE, "weight-decay": _DECAY, "output-dir": folder}
+        flags |= {"precision": "bf16", "lr": _RATE, "weight-decay": _DECAY, "output-dir": folder}
         flags |= SCHEMES[scheme]
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(

@@ -71,13 +71,13 @@ from patrickstar.planning.machines import MACHINES, Machine, given_disk, given_g
 from patrickstar.planning.models import model_config
 from patrickstar.planning.planner import DTYPES, Answer, Planner, Question, Workload, check_precision
 from patrickstar.planning.prediction import DoesNotFitError, Prediction, Setting, predict, predict_case
+from patrickstar.planning.proposals import LORA_RANK
 from patrickstar.planning.step_plan import Plan
 from patrickstar.tensor2d.cost import Mode
 
 _GRAIN = 2**28
 _BATCH, _LENGTH = 16, 1024
 _OPTIMIZERS = {member.value.lower(): member for member in OptimizerType}
-_LORA_RANK = 16
 
 __all__ = ["Plan", "Prediction", "Setting", "main", "predict", "predict_case"]
 
@@ -135,7 +135,7 @@ def _parser(prog: str) -> CommandParser:
     work.add_argument(
         "--quantization", choices=[member.value for member in QuantizationType],
         help="quantization.type: what frozen linear weights are stored in (default: as they are); without --lora-rank, "
-        f"adapters of rank {_LORA_RANK} are trained",
+        f"adapters of rank {LORA_RANK} are trained",
     )  # fmt: skip
     work.add_argument("--precision", choices=DTYPES, default="bf16", help="of compute")
     work.add_argument("--clip", type=not_negative, default=0.0, metavar="NORM", help="gradient_clipping, 0: none")
@@ -236,7 +236,7 @@ def _question(args: argparse.Namespace) -> Question:
             batch=batch,
             length=length,
             checkpointing=args.checkpointing,
-            lora_rank=args.lora_rank or (0 if args.quantization is None else _LORA_RANK),
+            lora_rank=args.lora_rank or (0 if args.quantization is None else LORA_RANK),
             quantization=None if args.quantization is None else QuantizationType(args.quantization),
             precision=args.precision,
             loss=LossComputation.FUSED if args.fused_loss else LossComputation.WHOLE,

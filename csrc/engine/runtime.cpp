@@ -74,8 +74,13 @@ void place_states(OpenEngine& open, const Timeline& step) {
   open.residency.place_in_margin(step);
 }
 
+void leave_to_gradients(OpenEngine& open) {
+  open.updates.leave_to_gradients(open.residency.leaving_gradient_bytes(open.recorder.last()));
+}
+
 void choose_speculation(OpenEngine& open) {
-  open.updates.choose_speculation(open.residency.leaving_gradient_bytes(open.recorder.last()));
+  if (open.updates.must_choose_speculation()) leave_to_gradients(open);
+  open.updates.choose_speculation();
 }
 
 void finish_step(OpenEngine& open, StepOutcome outcome) {
@@ -107,6 +112,7 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   open.residency.limit_payloads(open.recorder.last());
   if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
   const bool holds = open.planner.end_step(previous, agreed(votes));
+  if (!holds) leave_to_gradients(open);  // the tide may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
 }
 

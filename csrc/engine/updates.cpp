@@ -63,8 +63,7 @@ bool Updates::settles_values() const {
   });
 }
 
-void Updates::choose_speculation(int64_t gradient_bytes) {
-  speculation_.leave(gradient_bytes);
+void Updates::choose_speculation() {
   if (speculation_.must_choose()) choose_chunks();
   speculation_.prepare_open();
 }

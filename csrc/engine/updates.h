@@ -37,8 +37,11 @@ class Updates {
   // The chunk's gradient is complete and where its states are, or on its way there.
   void start_early(ChunkId chunk);
   // Decides which chunks' updates may start then, unless that is decided: to be called when all states have been made.
-  // `gradient_bytes`: of host memory, what gradients of chunks with their states on the device will take.
-  void choose_speculation(int64_t gradient_bytes);
+  void choose_speculation();
+  bool must_choose_speculation() const { return speculation_.must_choose(); }
+  // Of host memory, what gradients of chunks with their states on the device will take: it is left to them. Where that
+  // is more than before, it is decided anew.
+  void leave_to_gradients(int64_t num_bytes) { speculation_.leave(num_bytes); }
   // It is decided anew, since there are more states.
   void forget_choice() { speculation_.forget_choice(); }
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.

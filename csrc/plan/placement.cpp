@@ -423,7 +423,15 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
   // backward then; no more than it takes for all.
   int enough = count;
   UpdatesAhead ahead = updates_ahead(layout, step, budget, enough);
-  while (enough < most && ahead.waiting_bytes > 0) ahead = updates_ahead(layout, step, budget, ++enough);
+  if (ahead.waiting_bytes > 0) {
+    int too_few = count;  // what a chunk gives the host's room is more than its gradient takes, so more are never worse
+    enough = std::max(count, most);
+    while (enough - too_few > 1) {
+      const int middle = too_few + (enough - too_few) / 2;
+      (updates_ahead(layout, step, budget, middle).waiting_bytes > 0 ? too_few : enough) = middle;
+    }
+    ahead = updates_ahead(layout, step, budget, enough);
+  }
   const int64_t worth_leaving = share(ahead.value_bytes + ahead.waiting_bytes, kWorthLeaving);
   if (enough == count || ahead.value_bytes >= worth_leaving) return enough;
   return std::max(count, beside);

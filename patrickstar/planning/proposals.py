@@ -11,7 +11,8 @@ from patrickstar.machine.budgets import expected_device_bytes
 from patrickstar.planning.planner import Question
 from patrickstar.sizes import enough_size, show_size, size_in_words
 
-_LORA_RANK = 16
+LORA_RANK = 16
+"""Of adapters, where nobody says it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,9 @@ def adapters_alone(question: Question) -> Iterator[Proposal]:
     """LoRA on a base in as few bits as there are, where all parameters were to be trained."""
     work = question.workload
     if work.lora_rank == 0 and work.quantization is None and work.mesh is None:
-        text = f"train LoRA's adapters of rank {_LORA_RANK} alone, on a base that is frozen in 4 bits (QLoRA)"
-        flags = ("--lora-rank", str(_LORA_RANK), "--quantization", QuantizationType.NF4.value)
-        changes = {"lora_rank": _LORA_RANK, "quantization": QuantizationType.NF4}
+        text = f"train LoRA's adapters of rank {LORA_RANK} alone, on a base that is frozen in 4 bits (QLoRA)"
+        flags = ("--lora-rank", str(LORA_RANK), "--quantization", QuantizationType.NF4.value)
+        changes = {"lora_rank": LORA_RANK, "quantization": QuantizationType.NF4}
         yield other_work("adapters", text, flags, question, **changes)
 
 
