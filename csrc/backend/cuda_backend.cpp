@@ -104,10 +104,11 @@ class CudaBackend final : public Backend {
     PS_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     total_bytes_ = static_cast<int64_t>(total_bytes);
     limit_bytes_ = std::min(limit_bytes, total_bytes_);
+    allowed_bytes_ = limit_bytes_ - rounding_bytes;
     for (int queue = 1; queue < kNumQueues; ++queue) {
       streams_[static_cast<size_t>(queue)] = lasting_stream(device, static_cast<Queue>(queue));
     }
-    allocator_limit_.emplace(device_, limit_bytes_ - rounding_bytes, total_bytes_);
+    allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
     if (taken_bytes(device) > 0) {
       cached_slot_bytes_ = cached_bytes(device_);
@@ -130,7 +131,7 @@ class CudaBackend final : public Backend {
   // by stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
   void* allocate(int64_t num_bytes) override {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    const bool fits = stats.reserved_bytes[kAggregate].current + num_bytes <= limit_bytes_;
+    const bool fits = stats.reserved_bytes[kAggregate].current + num_bytes <= allowed_bytes_;
     if (!fits && cached_slot_bytes_ < num_bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(device_);
     const CudaSlotAllocationScope scope;
@@ -301,7 +302,7 @@ class CudaBackend final : public Backend {
     pressure_.reset();
     if (handler == nullptr) return;
     const auto headroom = static_cast<int64_t>(static_cast<double>(limit_bytes_) * kHeadroomRatio);
-    pressure_.emplace(device_, limit_bytes_, headroom, segments_, handler);
+    pressure_.emplace(device_, allowed_bytes_, headroom, segments_, handler);
   }
 
  private:
@@ -323,6 +324,9 @@ class CudaBackend final : public Backend {
   Segments segments_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
+  // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what seems to
+  // fit below that and not below this fails, and costs all that was cached.
+  int64_t allowed_bytes_ = 0;
   std::array<cudaStream_t, kNumQueues> streams_{};  // by queue, of all but kCompute
   cudaStream_t compute_;                            // [Note: one compute queue]
   int64_t slot_bytes_ = 0;

@@ -16,7 +16,7 @@ constexpr int64_t kUnknown = -1;
 
 struct Listener {
   std::atomic<c10::DeviceIndex> device{0};
-  std::atomic<int64_t> limit_bytes{0};
+  std::atomic<int64_t> allowed_bytes{0};
   std::atomic<int64_t> headroom_bytes{0};
   std::atomic<int64_t> largest_request{0};   // of activations since the scope began
   std::atomic<int64_t> fragments{kUnknown};  // the most that was seen since then ([Note: fragments])
@@ -116,7 +116,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     }
   }
   static int64_t left_bytes(const Listener& target) {
-    return target.limit_bytes - current(stats_of(target).reserved_bytes);
+    return target.allowed_bytes - current(stats_of(target).reserved_bytes);
   }
   // What the allocator gives back by itself before it fails. As long as nobody knows what stays, as much as is to be
   // kept free is taken for it.
@@ -130,7 +130,7 @@ class EvictChunks final : public c10::FreeMemoryCallback {
 
 }  // namespace
 
-CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t headroom_bytes, Segments segments,
+CudaPressureScope::CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,
                                      PressureHandler* handler) {
   static std::once_flag attached;  // PyTorch cannot detach it; without a handler it does nothing
   std::call_once(attached, [] {
@@ -144,7 +144,7 @@ CudaPressureScope::CudaPressureScope(int device, int64_t limit_bytes, int64_t he
   target.fragments = kUnknown;
   target.has_released = false;
   target.device = static_cast<c10::DeviceIndex>(device);
-  target.limit_bytes = limit_bytes;
+  target.allowed_bytes = allowed_bytes;
   target.headroom_bytes = headroom_bytes;
   target.segments = segments;
   target.gate.set(handler);

@@ -12,6 +12,7 @@
 #include "memory/host_arena.h"
 #include "memory/host_mapping.h"
 #include "memory/interleave.h"
+#include "memory/slot_pool.h"
 
 namespace py = pybind11;
 
@@ -86,6 +87,50 @@ class AddressedArena {
   std::map<uintptr_t, HostBlock> blocks_;
 };
 
+// Hands out addresses and no memory.
+class CountedBytes final : public DeviceAllocator {
+ public:
+  explicit CountedBytes(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
+
+  void* allocate(int64_t num_bytes) override {
+    if (taken_bytes_ + num_bytes > limit_bytes_) return nullptr;
+    taken_bytes_ += num_bytes;
+    return reinterpret_cast<void*>(++num_allocations_);
+  }
+  void* allocate_over_limit(int64_t) override { return nullptr; }
+  void free(void*, int64_t num_bytes, const BusyUntil&) noexcept override { taken_bytes_ -= num_bytes; }
+  bool is_idle(const BusyUntil&) override { return true; }
+
+  int64_t num_allocations() const { return static_cast<int64_t>(num_allocations_); }
+
+ private:
+  int64_t limit_bytes_;
+  int64_t taken_bytes_ = 0;
+  uintptr_t num_allocations_ = 0;
+};
+
+// For tests.
+class AddressedSlots {
+ public:
+  AddressedSlots(int64_t limit_bytes, double max_waste_ratio)
+      : allocator_(limit_bytes), slots_(allocator_, max_waste_ratio) {}
+
+  SlotPool& slots() { return slots_; }
+  int64_t num_allocations() const { return allocator_.num_allocations(); }
+  uintptr_t acquire(int64_t num_bytes) {
+    Slot slot = slots_.acquire(num_bytes);
+    const auto address = reinterpret_cast<uintptr_t>(slot.data);
+    if (slot) used_.emplace(address, std::move(slot));
+    return address;
+  }
+  void release(uintptr_t address) { used_.erase(address); }
+
+ private:
+  CountedBytes allocator_;
+  SlotPool slots_;
+  std::map<uintptr_t, Slot> used_;
+};
+
 template <typename Result>
 auto of_arena(Result (HostArena::*method)() const) {
   return [method](AddressedArena& self) { return (self.arena().*method)(); };
@@ -158,6 +203,17 @@ Raises:
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
       .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
+  py::class_<AddressedSlots>(module, "SlotPool",
+                             "Device slots within a limit (memory/slot_pool.h), for tests: of memory that nobody uses.")
+      .def(py::init<int64_t, double>(), py::arg("limit_bytes"), py::arg("max_waste_ratio"))
+      .def("acquire", &AddressedSlots::acquire, py::arg("num_bytes"), "The slot's address, 0: there is no room.")
+      .def("release", &AddressedSlots::release, py::arg("address"))
+      .def(
+          "trim", [](AddressedSlots& self, int64_t num_bytes) { return self.slots().trim(num_bytes); },
+          py::arg("num_bytes"))
+      .def_property_readonly("num_allocations", &AddressedSlots::num_allocations)
+      .def_property_readonly("used_bytes", [](AddressedSlots& self) { return self.slots().used_bytes(); })
+      .def_property_readonly("idle_bytes", [](AddressedSlots& self) { return self.slots().idle_bytes(); });
 }
 
 }  // namespace patrickstar::bind

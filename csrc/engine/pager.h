@@ -119,6 +119,10 @@ class Pager final : public Tenant {
   int64_t tide_of_running_moment();
   int64_t next_use(ArrayId id) const { return next_use_.after(id, recorder_.position()); }
 
+  // Fetches it ahead of its use where there is room. False when it is too early: what makes the host's copy is still
+  // running.
+  bool prefetch(ArrayId id);
+
   // Pushes out what can leave.
   void vacate(Vacate what);
   // Frees what the device has and could have again from other arrays or ranks.
@@ -134,8 +138,6 @@ class Pager final : public Tenant {
 
  private:
   bool measures_tide() const { return !replaying_ || memory_.device().backend().measures_tide_freely(); }
-  // False when it is too early: what makes the host's copy is still running.
-  bool prefetch(ArrayId id);
   // `staging`: of a quantised chunk, as take_staging() gives it.
   void fetch_into_slot(ArrayId id, Slot staging);
   // [Note: staging] The codes of a quantised chunk that is on the host come up into device memory of their own, which

@@ -440,6 +440,7 @@ void Runtime::end_backward() {
     if (!open->pager.replays()) open->turns.finish_phase();
     open->flow.scatter_rest();
   }
+  open->updates.fetch_gradients();
   open->pager.set_running(false);
   open->tracker.set_tracking(Tracking::kUntracked);
   open->backend().set_limit_policy(policy_between_calls(*open));

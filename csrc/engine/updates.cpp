@@ -259,6 +259,17 @@ void Updates::note_new_values(ChunkId chunk) {
   }
 }
 
+void Updates::fetch_gradients() {
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    const ArrayId grad{chunk, gradients_.source(chunk)};
+    const ArrayRecord& record = memory_.array(grad);
+    if (grad.kind == ArrayKind::kGradSum || record.on_device || !record.on_host) continue;
+    if (!gradients_.has_any(chunk) || !has_states(chunk, Tier::kDevice)) continue;
+    pager_.prefetch(grad);
+    if (!record.slot) return;
+  }
+}
+
 // Drops what was started for nothing, which may have to be waited for.
 bool Updates::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});

@@ -42,6 +42,9 @@ class Updates {
   // Of host memory, what gradients of chunks with their states on the device will take: it is left to them. Where that
   // is more than before, it is decided anew.
   void leave_to_gradients(int64_t num_bytes) { speculation_.leave(num_bytes); }
+  // Backward is over: gradients that left the device begin to come back for their updates there, as far as it has room,
+  // while the norm is computed.
+  void fetch_gradients();
   // It is decided anew, since there are more states.
   void forget_choice() { speculation_.forget_choice(); }
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.

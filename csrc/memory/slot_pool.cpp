@@ -1,27 +1,27 @@
 #include "memory/slot_pool.h"
 
-#include <iterator>
 #include <utility>
 
 namespace patrickstar {
 
+namespace {
+
+// What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
+constexpr double kMostWasteRatio = 0.5;
+
+}  // namespace
+
 Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
-  const auto found = idle_.lower_bound(num_bytes);
-  const auto largest_fit = num_bytes + static_cast<int64_t>(static_cast<double>(num_bytes) * max_waste_ratio_);
-  const bool fits = found != idle_.end() && found->first <= largest_fit;
-  if (fits && used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_ && !allocator_.is_idle(found->second.busy)) {
-    if (void* data = allocator_.allocate(num_bytes)) {
-      used_bytes_ += num_bytes;
-      return {*this, data, num_bytes, {}};
-    }
+  const bool ample = used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_;
+  const auto found = find_idle(num_bytes, max_waste_ratio_);
+  const bool fits = found != idle_.end();
+  if (fits && ample && !allocator_.is_idle(found->second.busy)) {
+    if (void* data = allocator_.allocate(num_bytes)) return hand_out(data, num_bytes, {});
   }
-  if (fits) {
-    const int64_t size = found->first;
-    Idle idle = std::move(found->second);
-    idle_.erase(found);
-    idle_bytes_ -= size;
-    used_bytes_ += size;
-    return {*this, idle.data, size, std::move(idle.busy)};
+  if (fits) return hand_out_idle(found);
+  if (!ample && max_waste_ratio_ > 0) {
+    const auto larger = find_idle(num_bytes, kMostWasteRatio);
+    if (larger != idle_.end()) return hand_out_idle(larger);
   }
   void* data = allocator_.allocate(num_bytes);
   if (data == nullptr && idle_bytes_ > 0) {
@@ -30,8 +30,28 @@ Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
   }
   if (data == nullptr && over_limit == OverLimit::kAllow) data = allocator_.allocate_over_limit(num_bytes);
   if (data == nullptr) return {};
+  return hand_out(data, num_bytes, {});
+}
+
+SlotPool::IdleSlots::iterator SlotPool::find_idle(int64_t num_bytes, double waste_ratio) {
+  const auto found = idle_.lower_bound(num_bytes);
+  const auto most = num_bytes + static_cast<int64_t>(static_cast<double>(num_bytes) * waste_ratio);
+  return found != idle_.end() && found->first <= most ? found : idle_.end();
+}
+
+Slot SlotPool::hand_out_idle(IdleSlots::iterator found) {
+  const int64_t size = found->first;
+  Idle idle = std::move(found->second);
+  idle_.erase(found);
+  idle_bytes_ -= size;
+  --num_of_size_[size];
+  return hand_out(idle.data, size, std::move(idle.busy));
+}
+
+Slot SlotPool::hand_out(void* data, int64_t num_bytes, BusyUntil busy) {
   used_bytes_ += num_bytes;
-  return {*this, data, num_bytes, {}};
+  ++num_of_size_[num_bytes];
+  return {*this, data, num_bytes, std::move(busy)};
 }
 
 void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) {
@@ -40,14 +60,23 @@ void SlotPool::take_back(void* data, int64_t num_bytes, BusyUntil busy) {
   idle_.emplace(num_bytes, Idle{data, std::move(busy)});
 }
 
+SlotPool::IdleSlots::iterator SlotPool::most_common() {
+  auto best = idle_.begin();
+  for (auto next = best; next != idle_.end(); next = idle_.upper_bound(next->first)) {
+    if (num_of_size_[next->first] >= num_of_size_[best->first]) best = next;
+  }
+  return best;
+}
+
 int64_t SlotPool::trim(int64_t num_bytes) {
   int64_t freed = 0;
   while (freed < num_bytes && !idle_.empty()) {
-    const auto largest = std::prev(idle_.end());
-    const int64_t size = largest->first;
-    const Idle idle = std::move(largest->second);
-    idle_.erase(largest);
+    const auto next = most_common();
+    const int64_t size = next->first;
+    const Idle idle = std::move(next->second);
+    idle_.erase(next);
     idle_bytes_ -= size;
+    if (--num_of_size_[size] == 0) num_of_size_.erase(size);
     freed += size;
     allocator_.free(idle.data, size, idle.busy);
   }

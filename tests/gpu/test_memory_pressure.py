@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.models import Case
@@ -52,3 +53,59 @@ def test_alternating_sequence_lengths(precision):
     )
     assert report["device_peak_bytes"] <= budget
     assert_same(run, expected)
+
+
+class Reaching(torch.nn.Module):
+    """Layers whose forward ends with one allocation of as much as its input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(48))
+
+    def forward(self, x, num_bytes):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        reached = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+        return x.square().mean() + 0 * reached[0].float()
+
+
+def test_an_activation_as_large_as_what_chunks_can_leave():
+    """Sizes by which the last chunks that must leave end everywhere between two pages."""
+    budget = 4 * 2**30
+    config = make_config("bf16", default_chunk_size=4 * MIB, device_memory=budget)
+    sizes = [budget - reserve * MIB for reserve in range(700, 600, -7)]
+
+    def batch(generator):
+        return {"x": torch.randn(8, 2048, generator=generator), "num_bytes": sizes[0]}
+
+    def before_step(engine, step):
+        sizes.append(sizes.pop(0))
+
+    case = Case(Reaching, batch, loss=lambda loss: loss)
+    report = train(case, config, steps=len(sizes), before_step=before_step).report
+    assert report["device_peak_bytes"] <= budget
+    assert report["num_pressure_evictions"] > 0
+
+
+def test_nothing_cached_goes_back_in_steps_that_repeat():
+    """A head that is larger than all other chunks, within little memory: its slots are kept, and so is what activations
+    had, since PyTorch would give back all of it where anything cannot be had in one piece."""
+    retries = []
+
+    def before_step(engine, step):
+        retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
+
+    def build():
+        config = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=24, n_head=8)
+        config.tie_word_embeddings = False
+        model = GPT2LMHeadModel(config)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def batch(generator):
+        tokens = torch.randint(0, 50304, (4, 1024), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    config = make_config("bf16", default_chunk_size=8 * MIB, device_memory=4 * 2**30)
+    train(Case(build, batch), config, steps=12, before_step=before_step)
+    assert len(set(retries[-4:])) == 1, retries
