@@ -381,11 +381,13 @@ def make_plan(
     least_tide_bytes: int = 0,
     fixed_bytes: int = 0,
     prefetch_bytes: int = 0,
+    idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The plan for a timeline.
 
     ``moments``: ``{"phase", "accesses": [(chunk, kind, mode)], "tide_peak_bytes"}`` each; ``costs``:
-    ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``.
+    ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}``; ``idle_bytes``: by moment,
+    what slots that wait for another moment take, or empty.
     """
 
 @final
@@ -494,6 +496,7 @@ def simulate(
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
+    idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
@@ -515,6 +518,7 @@ def choose_plan(
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
+    idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get.
 

@@ -324,8 +324,8 @@ class CudaBackend final : public Backend {
   Segments segments_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
-  // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what seems to
-  // fit below that and not below this fails, and costs all that was cached.
+  // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what fits
+  // below that and not below this fails, and costs all that was cached.
   int64_t allowed_bytes_ = 0;
   std::array<cudaStream_t, kNumQueues> streams_{};  // by queue, of all but kCompute
   cudaStream_t compute_;                            // [Note: one compute queue]

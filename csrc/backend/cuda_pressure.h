@@ -16,8 +16,8 @@ namespace patrickstar {
 // of an expandable one as they become free.
 enum class Segments : uint8_t { kFixed, kExpandable };
 
-// While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `allowed_bytes` are left to reserve on
-// `device`. One at a time.
+// While it lives, `handler` (not null) is asked when less than `headroom_bytes` of `allowed_bytes`, which PyTorch's
+// allocator compares requests with, are left to reserve on `device`. One at a time.
 class CudaPressureScope {
  public:
   CudaPressureScope(int device, int64_t allowed_bytes, int64_t headroom_bytes, Segments segments,

@@ -148,6 +148,7 @@ py::dict describe_problem(const PlanProblem& problem) {
   result["least_tide_bytes"] = problem.least_tide_bytes;
   result["fixed_bytes"] = problem.fixed_bytes;
   result["prefetch_bytes"] = problem.prefetch_bytes;
+  result["idle_bytes"] = problem.idle_bytes;
   return result;
 }
 
@@ -226,7 +227,7 @@ void register_plan(py::module_& module) {
   module.def(
       "make_plan",
       [](const py::list& moments, const CostMap& costs, int64_t limit_bytes, int64_t least_tide_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes) {
+         int64_t fixed_bytes, int64_t prefetch_bytes, std::vector<int64_t> idle_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -235,12 +236,13 @@ void register_plan(py::module_& module) {
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
         problem.prefetch_bytes = prefetch_bytes;
+        problem.idle_bytes = std::move(idle_bytes);
         return describe_plan(make_plan(problem));
       },
       py::arg("moments"), py::arg("costs"), py::kw_only(), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
-      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0,
+      py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("idle_bytes") = std::vector<int64_t>{},
       "Plan for a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, "
-      "survives_step)}, but of those that take nothing.");
+      "survives_step)}, but of those that take nothing. idle_bytes: by moment, or none.");
   register_placement(module);
 }
 

@@ -4,13 +4,6 @@
 
 namespace patrickstar {
 
-namespace {
-
-// What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
-constexpr double kMostWasteRatio = 0.5;
-
-}  // namespace
-
 Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
   const bool ample = used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_;
   const auto found = find_idle(num_bytes, max_waste_ratio_);
@@ -20,7 +13,7 @@ Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
   }
   if (fits) return hand_out_idle(found);
   if (!ample && max_waste_ratio_ > 0) {
-    const auto larger = find_idle(num_bytes, kMostWasteRatio);
+    const auto larger = find_idle(num_bytes, kMostSlotWaste);
     if (larger != idle_.end()) return hand_out_idle(larger);
   }
   void* data = allocator_.allocate(num_bytes);

@@ -6,9 +6,10 @@
 //
 // [Note: rare sizes] Idle slots go back in the order of how many slots have their size, those of the most common size
 // first: another such slot is free soon, but one of a rare size (a language model's head) can be had again only where
-// PyTorch finds as much memory in one piece. On CUDA it gave everything that it had cached back to the driver for it, in
-// every step, while the device stood still for 0.13 s. For the same reason a slot that is up to a half larger serves a
-// request where there is no room for another one: in the end all slots of common sizes are large enough for each other.
+// PyTorch finds as much memory in one piece. On CUDA it gave all that it had cached back to the driver for it, in
+// every step, while the device stood still for 0.13 s. For the same reason a slot that is up to a half larger serves
+// a request where there is no room for another one: in the end all slots of common sizes are large enough for each
+// other. Plans leave slots of rare sizes their room at all moments (idle_slot_bytes(), plan/placement.cpp).
 #pragma once
 
 #include <cstdint>
@@ -56,6 +57,9 @@ class Slot {
 };
 
 enum class OverLimit { kRefuse, kAllow };
+
+// What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
+constexpr double kMostSlotWaste = 0.5;
 
 class SlotPool {
  public:

@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "memory/disk_file.h"
 #include "memory/host_arena.h"
+#include "memory/slot_pool.h"
 
 namespace patrickstar {
 
@@ -25,6 +26,8 @@ constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 constexpr double kWorthLeaving = 0.8;
 // Quantised chunks whose codes are on the device on their way into compute values ([Note: staging], engine/pager.h).
 constexpr int64_t kStagings = 2;
+// A size is rare that no more than this share of the chunks have, or a larger one.
+constexpr double kRareShare = 0.125;
 // Compute values that are made of codes on the device which are kept free room for: more are made when they are needed.
 constexpr int64_t kDequantizedChunks = 4;
 
@@ -84,6 +87,43 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   for (const ChunkSpec& chunk : layout.chunks()) largest = std::max(largest, chunk.num_bytes(ArrayKind::kParam));
   const int64_t spare = room - largest_moment_bytes(layout, *problem.timeline);
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
+}
+
+// The size above which arrays of compute values are rare, and too large for slots of the others: INT64_MAX where sizes
+// are too different for that.
+int64_t rare_above(const Layout& layout) {
+  std::vector<int64_t> sizes;
+  for (const ChunkSpec& chunk : layout.chunks()) sizes.push_back(chunk.num_bytes(ArrayKind::kParam));
+  if (sizes.empty()) return INT64_MAX;
+  std::sort(sizes.begin(), sizes.end());
+  const int64_t served = sizes[sizes.size() / 2] + share(sizes[sizes.size() / 2], kMostSlotWaste);
+  const auto num_larger = sizes.end() - std::upper_bound(sizes.begin(), sizes.end(), served);
+  return static_cast<double>(num_larger) <= kRareShare * static_cast<double>(sizes.size()) ? served : INT64_MAX;
+}
+
+// [Note: rare sizes] (memory/slot_pool.h): by moment, what slots of such sizes take that wait for the moment that needs
+// most of them, but no more than half of what the moment leaves. Empty: there are none.
+std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& problem) {
+  const int64_t above = rare_above(layout);
+  const std::vector<Moment>& moments = problem.timeline->moments;
+  std::vector<int64_t> rare(moments.size(), 0);
+  std::vector<int64_t> idle(moments.size(), 0);
+  for (size_t t = 0; t < moments.size(); ++t) {
+    std::set<int> needed;
+    idle[t] = room_bytes(problem, t);
+    for (const Access& access : moments[t].accesses) {
+      if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
+      const int64_t bytes = problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
+      rare[t] += bytes > above ? bytes : 0;
+      idle[t] -= bytes;
+    }
+  }
+  const int64_t most = rare.empty() ? 0 : *std::max_element(rare.begin(), rare.end());
+  if (most == 0) return {};
+  for (size_t t = 0; t < moments.size(); ++t) {
+    idle[t] = std::clamp(idle[t] / 2, int64_t{0}, most - rare[t]);
+  }
+  return idle;
 }
 
 // Where the gradients of chunks with their states on the device wait for the norm.
@@ -264,6 +304,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
   if (budget.limit_bytes == INT64_MAX) return problem;
   if (!budget.follows_tide) problem.least_tide_bytes = highest_tide(last);
   problem.limit_bytes = budget.limit_bytes;
+  if (!budget.follows_tide) problem.idle_bytes = idle_slot_bytes(layout, problem);
   if (budget.prefetches_far) problem.prefetch_bytes = prefetch_bytes(layout, problem);
   return problem;
 }

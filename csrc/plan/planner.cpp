@@ -235,7 +235,8 @@ std::set<int> Sweep::survivors() const {
 int64_t room_bytes(const PlanProblem& problem, size_t moment) {
   if (problem.limit_bytes == INT64_MAX) return INT64_MAX;
   const int64_t tide = std::max(problem.timeline->moments[moment].tide_peak_bytes, problem.least_tide_bytes);
-  return problem.limit_bytes - problem.fixed_bytes - tide;
+  const int64_t idle = problem.idle_bytes.empty() ? 0 : problem.idle_bytes[moment];
+  return problem.limit_bytes - problem.fixed_bytes - tide - idle;
 }
 
 uint64_t fingerprint(const Plan& plan) {

@@ -40,6 +40,9 @@ struct PlanProblem {
   int64_t least_tide_bytes = 0;     // the tide counts as at least this at every moment
   int64_t fixed_bytes = 0;          // payloads that stay on the device throughout
   int64_t prefetch_bytes = 0;       // of the room, for fetches ahead of their use
+  // By moment, or empty: of the room, what slots take that wait for another moment ([Note: rare sizes],
+  // memory/slot_pool.h).
+  std::vector<int64_t> idle_bytes;
 };
 
 struct MomentPlan {

@@ -168,3 +168,80 @@ def test_the_first_come_home_from_the_disk(layout):
     assert _C.home_from_disk(layout, found, 0) == []
     assert _C.home_from_disk(layout, found, 3 * (STATES + 8192)) == [first, first + 1, first + 2]
     assert _C.home_from_disk(layout, found, 2**40) == list(range(first, NUM_CHUNKS))
+
+
+HEAD = 10 * VALUES
+
+
+@pytest.fixture(scope="module")
+def headed():
+    """Layers, and a head that is ten times as large."""
+    numels = [NUMEL] * 15 + [10 * NUMEL]
+    layout = _C.Layout.pack(numels, [_C.DType.BFLOAT16] * 16, [True] * 16, NUMEL)
+    assert layout.num_chunks == 16
+    return layout
+
+
+def problem_of(layout, accesses, room, follows_tide=False):
+    """What ``accesses`` pose, by moment the arrays that it reads, all states on the host."""
+    budget = _C.DeviceBudget()
+    budget.limit_bytes, budget.follows_tide = TIDE + room, follows_tide
+    moments = [
+        {
+            "phase": _C.Phase.FORWARD,
+            "tide_peak_bytes": TIDE if not index else 0,
+            "accesses": [(chunk, kind, _C.AccessMode.READ) for chunk, kind in arrays],
+        }
+        for index, arrays in enumerate(accesses)
+    ]
+    return moments, _C.pose_problem(layout, moments, [False] * layout.num_chunks, budget)
+
+
+PARAM, GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
+HEADED_STEP = [[(0, PARAM)], [(15, PARAM)], [(15, PARAM), (15, GRAD)], [(0, PARAM), (0, GRAD)]]
+
+
+def test_slots_of_rare_sizes_have_room_at_all_moments(headed):
+    """That of a head and its gradient, less what a moment has of them."""
+    _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES)
+    assert problem["idle_bytes"] == [2 * HEAD, HEAD, 0, 2 * HEAD]
+    # Where there is little room, no more than half of what a moment leaves.
+    _, problem = problem_of(headed, HEADED_STEP, room=2 * HEAD + 2 * VALUES)
+    assert problem["idle_bytes"] == [(2 * HEAD + VALUES) // 2, (HEAD + 2 * VALUES) // 2, 0, HEAD]
+    _, problem = problem_of(headed, HEADED_STEP, room=0)
+    assert problem["idle_bytes"] == [0] * 4
+
+
+def test_no_size_is_rare_where_slots_are_cut_to_fit_or_many_chunks_are_large(headed, layout):
+    _, problem = problem_of(headed, HEADED_STEP, room=100 * VALUES, follows_tide=True)
+    assert problem["idle_bytes"] == []
+    _, problem = problem_of(layout, HEADED_STEP, room=100 * VALUES)
+    assert problem["idle_bytes"] == []
+    two_in_five = _C.Layout.pack([NUMEL] * 3 + [10 * NUMEL] * 2, [_C.DType.BFLOAT16] * 5, [True] * 5, NUMEL)
+    _, problem = problem_of(two_in_five, [[(4, PARAM)], [(4, PARAM), (4, GRAD)]], room=100 * VALUES)
+    assert problem["idle_bytes"] == []
+
+
+def highest(plan, moments, problem):
+    """The most that arrays and idle slots take at a moment of the second step."""
+    resident, costs, found = set(), problem["costs"], []
+    for _ in range(2):
+        for index, moment in enumerate(plan["moments"]):
+            resident -= set(moment["evict"])
+            resident |= set(moment["fetch"]) | {array[:2] for array in moments[index]["accesses"]}
+            found.append(sum(costs[array][0] for array in resident) + problem["idle_bytes"][index])
+            resident -= set(moment["evict_ahead"])
+            resident |= set(moment["prefetch"])
+    return max(found)
+
+
+def test_plans_leave_idle_slots_their_room(headed):
+    """Layers are read forwards and backwards."""
+    layers = [[(chunk, PARAM)] for chunk in range(15)]
+    step = [*layers, [(15, PARAM)], [(15, PARAM), (15, GRAD)], *reversed(layers)]
+    room = 2 * HEAD + 10 * VALUES
+    moments, problem = problem_of(headed, step, room)
+    plan = _C.make_plan(moments, **problem)
+    without = _C.make_plan(moments, **{**problem, "idle_bytes": []})
+    assert highest(plan, moments, problem) <= room < highest(without, moments, problem)
+    assert plan["least_limit_bytes"] == without["least_limit_bytes"]
