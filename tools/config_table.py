@@ -157,7 +157,7 @@ def _what_happens(key: Key) -> str:
     if fate.action is Action.MAPPED:
         return f"mapped to `{fate.target}`: {fate.text}"
     if fate.action is Action.NO_EFFECT:
-        return f"no effect: {fate.text}" + (f". Others are refused: {fate.otherwise}" if fate.otherwise else "")
+        return f"no effect: {fate.text}"
     if fate.only is None:
         return f"refused where it switches something on: {fate.text}"
     return f"refused but for {', '.join(_literal(value) for value in fate.only)}: {fate.text}"

@@ -47,19 +47,24 @@ def find_conflicts(config: Config) -> list[str]:
 
 
 def _conflicts_of_disk(config: Config) -> list[str]:
-    section, offload = config.disk_memory, config.zero_optimization.offload_optimizer
-    if offload.device == "nvme" and section.path is None:
+    section, zero = config.disk_memory, config.zero_optimization
+    offloads = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
+    on_disk = {name: offload for name, offload in offloads.items() if offload.device == "nvme"}
+    if on_disk and section.path is None:
         return [
-            'zero_optimization.offload_optimizer.device is "nvme", but nvme_path is missing; give a folder on that '
-            "disk, or disk_memory.path"
+            f'zero_optimization.{next(iter(on_disk))}.device is "nvme", but nvme_path is missing; give a folder on '
+            "that disk, or disk_memory.path"
         ]
     if section.size is not None and section.path is None:
         return [f"disk_memory.size is {section.size}, but disk_memory.path is missing; give a folder on that disk"]
-    if offload.device == "nvme" and offload.nvme_path not in (None, section.path):
-        return [
-            f"disk_memory.path is {shown(section.path)} and zero_optimization.offload_optimizer.nvme_path is "
-            f"{shown(offload.nvme_path)}; give one of them"
-        ]
+    for name, offload in on_disk.items():  # the first one's folder counts
+        if offload.nvme_path == section.path:
+            break
+        if offload.nvme_path is not None:
+            return [
+                f"disk_memory.path is {shown(section.path)} and zero_optimization.{name}.nvme_path is "
+                f"{shown(offload.nvme_path)}; give one of them"
+            ]
     return []
 
 

@@ -83,9 +83,10 @@ def resolve(config: Config) -> Config:
 
 def _resolve_disk(config: Config) -> Any:
     """In the folder that DeepSpeed's keys name, where ``disk_memory`` names none."""
-    section, offload = config.disk_memory, config.zero_optimization.offload_optimizer
-    is_there = offload.device == "nvme" and section.path is None
-    return section.model_copy(update={"path": offload.nvme_path}) if is_there else section
+    section, zero = config.disk_memory, config.zero_optimization
+    offloads = [offload for offload in (zero.offload_optimizer, zero.offload_param) if offload.device == "nvme"]
+    named = [offload.nvme_path for offload in offloads if offload.nvme_path is not None]
+    return section.model_copy(update={"path": named[0]}) if named and section.path is None else section
 
 
 def _resolve_columns(config: Config) -> Any:

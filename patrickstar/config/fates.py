@@ -82,9 +82,9 @@ def mapped(target: str, how: str) -> Fate:
     return Fate(action=Action.MAPPED, target=target, text=how)
 
 
-def no_effect(why: str, *, only: tuple[Any, ...] | None = None, otherwise: str = "") -> Fate:
-    """The key is accepted; ``why`` says what is done instead. Values beside ``only`` are refused with ``otherwise``."""
-    return Fate(action=Action.NO_EFFECT, text=why, only=only, otherwise=otherwise)
+def no_effect(why: str) -> Fate:
+    """The key is accepted; ``why`` says what is done instead."""
+    return Fate(action=Action.NO_EFFECT, text=why)
 
 
 def refused(why: str, *, only: tuple[Any, ...] = (False,)) -> Fate:

@@ -58,9 +58,6 @@ def _default(text: str, kind: str) -> Any:
 
 def _fate(text: str) -> Fate:
     what, _, why = text.partition(": ")
-    why, _, otherwise = why.partition(". Others are refused: ")
     action, _, accepted = what.partition(" for ")
-    details: dict[str, Any] = {"otherwise": otherwise} if otherwise else {}
-    if accepted:
-        details["only"] = ast.literal_eval(f"({accepted},)")
+    details = {"only": ast.literal_eval(f"({accepted},)")} if accepted else {}
     return _FATES[action](why, **details)

@@ -29,6 +29,26 @@ class OffloadOptimizerConfig(with_other_keys("zero_optimization.offload_optimize
     """The folder for optimizer states on an NVMe disk."""
 
 
+class OffloadParamConfig(with_other_keys("zero_optimization.offload_param"), Section):
+    """The section ``zero_optimization.offload_param``: parameters in host memory or on disk."""
+
+    device: Annotated[
+        OffloadDevice,
+        mapped(
+            "disk_memory.path",
+            '``"nvme"`` is ``nvme_path``, for optimizer states that GPU and host have no room for: parameters, 2 bytes '
+            "each in 16 bits, stay in host memory or on the GPU. Otherwise there is no disk: ``device_memory`` and "
+            "``host_memory`` say how much may be taken, and what fits stays on the GPU",
+        ),
+    ] = "none"
+    """Where parameters are kept: ``"none"`` (the GPU), ``"cpu"`` or ``"nvme"`` (disk)."""
+    nvme_path: Annotated[
+        FilePath | None,
+        mapped("disk_memory.path", 'with ``device`` ``"nvme"``, where ``offload_optimizer`` names no folder'),
+    ] = None
+    """The folder for parameters on an NVMe disk."""
+
+
 class ZeroConfig(with_other_keys("zero_optimization"), Section):
     """The section ``zero_optimization``; a bare ``true`` or ``false`` is stage 1 or 0."""
 
@@ -39,6 +59,8 @@ class ZeroConfig(with_other_keys("zero_optimization"), Section):
 
     offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
     """Optimizer states kept in host memory or on disk."""
+    offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)
+    """Parameters kept in host memory or on disk."""
     sub_group_size: Annotated[
         AtLeast0,
         mapped("default_chunk_size", "both are elements that are updated at a time: the smaller counts, at least 1024"),

@@ -145,9 +145,10 @@ def all_cases() -> list[Case]:
             beside = {"sequence_parallel": {"size": 4, "mode": "hybrid"}}
         if key.section == "disk_memory" and key.name != "path":
             beside = {"disk_memory": {"path": "/disk"}}
-        if key.section == "zero_optimization.offload_optimizer" and key.name in ("device", "nvme_path"):
+        offload = key.section.rpartition(".")[2]
+        if offload in ("offload_optimizer", "offload_param") and key.name in ("device", "nvme_path"):
             other = {"device": {"nvme_path": "/disk"}, "nvme_path": {"device": "nvme", "nvme_path": "/disk"}}[key.name]
-            beside = {"zero_optimization": {"offload_optimizer": other}}
+            beside = {"zero_optimization": {offload: other}}
         of = title if key.section == "scheduler.params" else ""
         cases.append(Case(key=key, title=key.section + of, beside=beside))
     return cases

@@ -181,7 +181,7 @@ def test_all_problems_are_named_at_once():
         "optimizer": {"type": "Lamb", "params": {"max_coeff": 10.0}},
         "scheduler": {"type": "WarmupLr", "params": {}},
         "fp16": {"enabled": "true", "loss_scal": 0},
-        "zero_optimization": {"stage": 4, "offload_param": {"device": "nvme"}, "zero_quantized_gradients": True},
+        "zero_optimization": {"stage": 4, "offload_param": {"device": "disk"}, "zero_quantized_gradients": True},
     }
     with pytest.raises(ValueError) as raised:
         parse_config(wrong, Dialect.DEEPSPEED)
@@ -196,12 +196,28 @@ def test_all_problems_are_named_at_once():
         "fp16.enabled is 'true'; it is a switch, give True or False",
         "unknown key fp16.loss_scal: did you mean fp16.loss_scale?",
         "zero_optimization.stage is 4; it must be at most 3",
-        "zero_optimization.offload_param.device is 'nvme'; parameters stay in host memory or on the GPU",
+        'zero_optimization.offload_param.device is \'disk\'; give "none", "cpu" or "nvme"',
         "zero_optimization.zero_quantized_gradients is True; quantized gradients change the numbers",
     ]
     assert len(lines) == len(beginnings)
     for beginning in beginnings:
         assert [line for line in lines if line.strip().startswith(beginning)], beginning
+
+
+def test_parameters_on_a_disk_send_optimizer_states_there():
+    """Of two folders that of the states counts."""
+    on_disk = {"device": "nvme", "nvme_path": "/params"}
+    for offload, path in (
+        ({"offload_param": on_disk}, "/params"),
+        ({"offload_param": on_disk, "offload_optimizer": {"device": "cpu"}}, "/params"),
+        ({"offload_param": on_disk, "offload_optimizer": {"device": "nvme", "nvme_path": "/states"}}, "/states"),
+        ({"offload_param": {**on_disk, "device": "cpu"}}, None),
+    ):
+        assert parse_config({"zero_optimization": offload}, Dialect.DEEPSPEED).disk_memory.path == path
+    with pytest.raises(
+        ValueError, match="is '/x' and zero_optimization.offload_param.nvme_path is '/params'; give one"
+    ):
+        parse_config({"disk_memory": {"path": "/x"}, "zero_optimization": {"offload_param": on_disk}})
 
 
 def test_conflicts():
@@ -214,6 +230,7 @@ def test_conflicts():
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training is {'layer_red"),
         ({"optimizer": {"params": {"hurry": 1}}}, "unknown key optimizer.params.hurry: docs/config.md has"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "but nvme_path is missing; give a folder"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device is "nvme", but nvme_path'),
         ({"disk_memory": {"size": "1TiB"}}, "disk_memory.size is 1099511627776, but disk_memory.path is missing"),
         ({"total_num_steps": 1}, "unknown key total_num_steps: did you mean scheduler.params.total_num_steps?"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "params.cycle_max_lr is missing"),
