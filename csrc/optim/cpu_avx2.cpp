@@ -107,28 +107,49 @@ struct Vector {
   static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
   static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
-  static Int min_int(Int a, Int b) { return _mm256_min_epi32(a, b); }
+  static Int max_unsigned(Int a, Int b) { return _mm256_max_epu32(a, b); }
+  static uint32_t largest(Int a) {
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1))));
+  }
+  static uint32_t largest_unsigned(Int a) {
+    __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1))));
+  }
   template <int kBits>
   static Int shift_right(Int a) {
     return _mm256_srli_epi32(a, kBits);
   }
-  static Int signs(Int a) { return _mm256_srai_epi32(a, 31); }
-  static Int less(Float a, Float b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+  static Int less_one_where_less(Int a, Float x, Float y) {
+    return _mm256_add_epi32(a, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_LT_OQ)));
+  }
   static Float where_nonzero(Int a, Float x) {
     return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(a, _mm256_setzero_si256())), x);
   }
+  static Float flip(Float a, Float sign) { return _mm256_xor_ps(a, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign)); }
+  static Float magnitude_from(Float x, Float least) { return _mm256_max_ps(magnitude(x), least); }
   static Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
   static Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
+  static Int round_where_nonzero(Float a, Float x) {
+    const __m256 is_nonzero = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ);
+    return _mm256_cvtps_epi32(_mm256_and_ps(is_nonzero, x));
+  }
   static Half upper(Int a) {
     const __m256i high = _mm256_srli_epi32(a, 16);
     return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
   }
   static Int load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load8(p)); }
   static Int load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(load8(p)); }
-  static void store8(uint8_t* p, Int a) {
-    const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(0xff));
-    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  static void store_negated8(uint8_t* p, const Int (&a)[4]) {
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
+    store8(p, _mm256_sub_epi8(_mm256_setzero_si256(), bytes));
+  }
+  static void store_less_one8(uint8_t* p, const Int (&a)[4]) {
+    const __m256i one = _mm256_set1_epi16(1);
+    const __m256i low = _mm256_subs_epu16(_mm256_packus_epi32(a[0], a[1]), one);
+    store8(p, _mm256_packus_epi16(low, _mm256_subs_epu16(_mm256_packus_epi32(a[2], a[3]), one)));
   }
   using Table = __m256;
   static Table table(const float* eight) { return _mm256_loadu_ps(eight); }
@@ -146,6 +167,11 @@ struct Vector {
   }
 
  private:
+  // What was packed from four vectors, each 128 bits of which hold four bytes of each.
+  static void store8(uint8_t* p, __m256i packed) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(packed, order));
+  }
   static __m128i load8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   static __m128i load16(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 };

@@ -31,15 +31,13 @@ struct Vector {
   static Float set(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
-  static Float load_bf16(const uint16_t* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(p)), 16));
-  }
+  static Float load_bf16(const uint16_t* p) { return _mm512_castsi512_ps(to_upper(load16(p))); }
   static Float load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load16(p)); }
   static __m256i to_bf16(Float x) {
     const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    return upper(_mm512_mask_add_epi32(biased, odd, biased, _mm512_set1_epi32(1)));
   }
   static __m256i to_f16(Float x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static void store16(uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
@@ -76,12 +74,15 @@ struct Vector {
   }
 
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
-    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(upper)), 16);
+    const __m512i high = to_upper(load16(upper));
     const __m512i carry = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(sign), 31), 16);
     const __m512i distance = _mm512_cvtepi16_epi32(load16(lower));
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_add_epi32(high, carry), distance));
   }
-  static __m256i lower(Float x) { return _mm512_cvtepi32_epi16(_mm512_castps_si512(x)); }
+  static __m256i lower(Float x) {
+    const __m512i even = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(even, _mm512_castps_si512(x)));
+  }
   static Float tie(Float x) {
     const __m512i last = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x1ffff));
     const __mmask16 is_tie = _mm512_cmpeq_epi32_mask(last, _mm512_set1_epi32(0x8000));
@@ -103,20 +104,43 @@ struct Vector {
   static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
   static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
-  static Int min_int(Int a, Int b) { return _mm512_min_epi32(a, b); }
+  static Int max_unsigned(Int a, Int b) { return _mm512_max_epu32(a, b); }
+  static uint32_t largest(Int a) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(a)); }
+  static uint32_t largest_unsigned(Int a) { return _mm512_reduce_max_epu32(a); }
   template <int kBits>
   static Int shift_right(Int a) {
     return _mm512_srli_epi32(a, kBits);
   }
-  static Int signs(Int a) { return _mm512_srai_epi32(a, 31); }
-  static Int less(Float a, Float b) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)); }
+  static Int less_one_where_less(Int a, Float x, Float y) {
+    return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), a, _mm512_set1_epi32(-1));
+  }
   static Float where_nonzero(Int a, Float x) { return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(a, a), x); }
+  static Float flip(Float a, Float sign) {
+    const __m512i signs = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(_mm512_castps_si512(a), _mm512_castps_si512(sign), signs, 0x78));  // a ^ (sign & signs)
+  }
+  static Float magnitude_from(Float x, Float least) { return _mm512_range_ps(x, least, 0b1011); }
   static Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
   static Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
-  static Half upper(Int a) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16)); }
+  static Int round_where_nonzero(Float a, Float x) {
+    return _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), x);
+  }
+  static Half upper(Int a) {
+    const __m512i odd = _mm512_broadcast_i64x4(_mm256_setr_epi16(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, a));
+  }
   static Int load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load8(p)); }
   static Int load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(load8(p)); }
-  static void store8(uint8_t* p, Int a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
+  static void store_negated8(uint8_t* p, const Int (&a)[4]) {
+    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
+    store8(p, _mm512_sub_epi8(_mm512_setzero_si512(), bytes));
+  }
+  static void store_less_one8(uint8_t* p, const Int (&a)[4]) {
+    const __m512i one = _mm512_set1_epi16(1);
+    const __m512i low = _mm512_subs_epu16(_mm512_packus_epi32(a[0], a[1]), one);
+    store8(p, _mm512_packus_epi16(low, _mm512_subs_epu16(_mm512_packus_epi32(a[2], a[3]), one)));
+  }
   // Twice, since four bits of an index are used.
   using Table = __m512;
   static Table table(const float* eight) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(eight)); }
@@ -134,6 +158,16 @@ struct Vector {
   }
 
  private:
+  // Each half as the upper one of 32 bits.
+  static __m512i to_upper(__m256i halves) {
+    const __m512i index = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+    return _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, index, _mm512_castsi256_si512(halves));
+  }
+  // What was packed from four vectors, each 128 bits of which hold four bytes of each.
+  static void store8(uint8_t* p, __m512i packed) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, packed));
+  }
   static __m128i load8(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256i load16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 };

@@ -17,7 +17,8 @@ constexpr uint32_t kLeastScaleBits = 0x0d800000u;
 // are looked up by the lowest three bits of its biased exponent.
 //
 // Encoding: x in [0, 1] belongs to the last section s whose start[s] <= x, a start being the middle between
-// neighbouring entries; there j = round(min(fma(x, steps[s], first[s]), last[s])).
+// neighbouring entries; there j = round(min(fma(x, steps[s], first[s]), last[s])). The signed map has the negatives of
+// steps, first and last, and gives -j as round(max(...)).
 struct DynamicMap {
   float slope_by_exponent[kMapSections];
   float offset_by_exponent[kMapSections];
@@ -27,11 +28,17 @@ struct DynamicMap {
   float last[kMapSections];
 };
 
-// The section of x is guessed from its bits, as an integer: round(max(fma(bits, kGuessSlope, kGuessOffset), 0)) is it,
-// or the one after it. (The bits of a float, less those of 1, are 2^23 times its binary logarithm less at most 0.0861.)
-constexpr double kLog10Of2 = 0.30102999566398119521;
-constexpr float kGuessSlope = static_cast<float>(kLog10Of2 / (1 << 23));
-constexpr float kGuessOffset = static_cast<float>(6.8 - 127 * kLog10Of2);
+// What is below these is taken for them: the signed map's entry is 0 at 2^-24, and the unsigned map's 2 at its value, the
+// entry of all positive x below.
+constexpr float kSignedLeast = 0x1p-24f;
+constexpr float kUnsignedLeast = 0.325e-6f;
+
+// The section of x, from kSignedLeast on, is guessed from its bits, as an integer: g = fma(bits, kGuessSlope,
+// kGuessOffset) has it, or the one after it, in its last bits. (The bits of a float, less those of 1, are 2^23 times its
+// binary logarithm less at most 0.0861. Floats near 1.5 * 2^23, whose last bits are zeros, are the integers; the slope is
+// log10(2), but for what makes each guess right though the offset is an integer too.)
+constexpr float kGuessSlope = static_cast<float>(0.2985 / (1 << 23));
+constexpr float kGuessOffset = 0x1.8p23f - 31;
 
 // `entries_of_first`: of section 0.
 constexpr DynamicMap make_dynamic_map(int entries_of_first) {
@@ -66,6 +73,11 @@ constexpr DynamicMap make_signed_map() {
   // Zero, and entry 1 of value 0.55e-6.
   map.steps[0] = static_cast<float>(1 / 0.55e-6);
   map.first[0] = 0;
+  for (int s = 0; s < kMapSections; ++s) {
+    map.steps[s] = -map.steps[s];
+    map.first[s] = -map.first[s];
+    map.last[s] = -map.last[s];
+  }
   return map;
 }
 

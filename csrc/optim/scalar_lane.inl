@@ -77,24 +77,41 @@ struct ScalarLane {
   static Int xor_int(Int a, Int b) { return a ^ b; }
   static Int and_int(Int a, Int b) { return a & b; }
   static Int max_int(Int a, Int b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
-  static Int min_int(Int a, Int b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+  static Int max_unsigned(Int a, Int b) { return a > b ? a : b; }
+  // Of all lanes, by these two orders.
+  static uint32_t largest(Int a) { return a; }
+  static uint32_t largest_unsigned(Int a) { return a; }
   template <int kBits>
   static Int shift_right(Int a) {
     return a >> kBits;
   }
-  // All bits set where the sign is, or where a < b.
-  static Int signs(Int a) { return 0u - (a >> 31); }
-  static Int less(Float a, Float b) { return a < b ? 0xffffffffu : 0u; }
+  // a - 1 where x < y, else a.
+  static Int less_one_where_less(Int a, Float x, Float y) { return x < y ? a - 1 : a; }
   static Float where_nonzero(Int a, Float x) { return a != 0 ? x : 0.0f; }
+  // -a where the sign bit of `sign` is set.
+  static Float flip(Float a, Float sign) { return float_of(bits_of(a) ^ (bits_of(sign) & 0x80000000u)); }
+  // |x|, but at least `least`.
+  static Float magnitude_from(Float x, Float least) { return max(magnitude(x), least); }
   static Float to_float(Int a) { return static_cast<float>(static_cast<int32_t>(a)); }
   // To nearest even, of magnitudes below 2^22.
   static Int round_to_int(Float x) { return bits_of(x + 0x1.8p23f) - 0x4b400000u; }
+  // round_to_int(x) where `a` is neither 0 nor -0, else 0.
+  static Int round_where_nonzero(Float a, Float x) { return a != 0.0f ? round_to_int(x) : 0; }
   // The upper halves.
   static Half upper(Int a) { return static_cast<uint16_t>(a >> 16); }
   static Int load_i8(const uint8_t* p) { return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p))); }
   static Int load_u8(const uint8_t* p) { return *p; }
-  // The lowest eight bits of each.
-  static void store8(uint8_t* p, Int a) { *p = static_cast<uint8_t>(a); }
+  // Bytes of four vectors: -a of signed a, which are taken for -128 or 127 beyond these,
+  static void store_negated8(uint8_t* p, const Int (&a)[4]) {
+    for (int k = 0; k < 4; ++k) {
+      const auto x = static_cast<int32_t>(a[k]);
+      p[k] = static_cast<uint8_t>(-(x < -128 ? -128 : x > 127 ? 127 : x));
+    }
+  }
+  // or a - 1 of `a` from 0 to 256, but 0 of 0.
+  static void store_less_one8(uint8_t* p, const Int (&a)[4]) {
+    for (int k = 0; k < 4; ++k) p[k] = static_cast<uint8_t>(a[k] == 0 ? 0 : a[k] - 1);
+  }
   // Of eight floats, looked up by the lowest three bits.
   using Table = const float*;
   static Table table(const float* eight) { return eight; }

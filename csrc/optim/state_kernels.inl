@@ -52,136 +52,168 @@ inline __attribute__((always_inline)) typename V::Half half_away(typename V::Flo
 // Memory beyond what is read now, in elements.
 constexpr int64_t kBlockAhead = 2 * kStateBlock;
 
+// Values of codes.
 template <class V>
-struct SignedCodes {
-  typename V::Table slope, offset, start, steps, first, last;
+struct SignedValues {
+  typename V::Table slope, offset;
 
   // (One that the compiler writes would be for other instructions.)
-  SignedCodes()
-      : slope(V::table(kSignedMap.slope_by_exponent)),
-        offset(V::table(kSignedMap.offset_by_exponent)),
-        start(V::table(kSignedMap.start)),
-        steps(V::table(kSignedMap.steps)),
-        first(V::table(kSignedMap.first)),
-        last(V::table(kSignedMap.last)) {}
+  SignedValues()
+      : slope(V::table(kSignedMap.slope_by_exponent)), offset(V::table(kSignedMap.offset_by_exponent)) {}
 
-  static PS_INT load(const uint8_t* codes) { return V::load_i8(codes); }
-  PS_FLOAT value(typename V::Int code) const {
+  PS_FLOAT load(const uint8_t* codes) const {
+    const auto code = V::load_i8(codes);
     const auto x = V::to_float(code);
     const auto exponent = V::template shift_right<23>(V::bits(x));
-    const auto y =
-        V::where_nonzero(code, V::fma(V::magnitude(x), V::lookup(slope, exponent), V::lookup(offset, exponent)));
-    return V::floats(V::xor_int(V::bits(y), V::and_int(V::bits(x), V::set_int(0x80000000u))));
-  }
-  // Of the entry nearest to |x|; there is none of value -1.
-  static PS_INT code(typename V::Int entry, typename V::Float x) {
-    const auto sign = V::signs(V::bits(x));
-    const auto magnitude = V::min_int(entry, V::add_int(V::set_int(128), sign));
-    return V::add_int(V::xor_int(magnitude, sign), V::template shift_right<31>(sign));
+    return V::where_nonzero(code, V::fma(x, V::lookup(slope, exponent), V::flip(V::lookup(offset, exponent), x)));
   }
 };
 
 template <class V>
-struct UnsignedCodes {
-  typename V::Table slope, offset, start, steps, first, last;
+struct UnsignedValues {
+  typename V::Table slope, offset;
 
-  // (One that the compiler writes would be for other instructions.)
-  UnsignedCodes()
-      : slope(V::table(kUnsignedMap.slope_by_exponent)),
-        offset(V::table(kUnsignedMap.offset_by_exponent)),
-        start(V::table(kUnsignedMap.start)),
-        steps(V::table(kUnsignedMap.steps)),
-        first(V::table(kUnsignedMap.first)),
-        last(V::table(kUnsignedMap.last)) {}
+  UnsignedValues()
+      : slope(V::table(kUnsignedMap.slope_by_exponent)), offset(V::table(kUnsignedMap.offset_by_exponent)) {}
 
-  static PS_INT load(const uint8_t* codes) { return V::load_u8(codes); }
-  PS_FLOAT value(typename V::Int code) const {
-    const auto entry = V::to_float(V::add_int(code, V::set_int(1)));
+  PS_FLOAT load(const uint8_t* codes) const {
+    const auto entry = V::to_float(V::add_int(V::load_u8(codes), V::set_int(1)));
     const auto exponent = V::template shift_right<23>(V::bits(entry));
     return V::fma(entry, V::lookup(slope, exponent), V::lookup(offset, exponent));
   }
-  // Of the entry nearest to x, but that of the least positive one where x is positive.
-  static PS_INT code(typename V::Int entry, typename V::Float x) {
-    return V::max_int(V::add_int(entry, V::set_int(0xffffffffu)), V::min_int(V::bits(x), V::set_int(1)));
+};
+
+// Codes of values, scaled to magnitudes of at most 1.
+template <class V>
+struct Sections {
+  typename V::Table start, steps, first, last;
+
+  explicit Sections(const DynamicMap& map)
+      : start(V::table(map.start)), steps(V::table(map.steps)), first(V::table(map.first)), last(V::table(map.last)) {}
+
+  // Of a magnitude from kSignedLeast on; an index of the tables.
+  PS_INT of(typename V::Float x) const {
+    const auto guess = V::bits(V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset)));
+    return V::less_one_where_less(guess, x, V::lookup(start, guess));
+  }
+  PS_FLOAT place(typename V::Float x, typename V::Int section) const {
+    return V::fma(x, V::lookup(steps, section), V::lookup(first, section));
   }
 };
 
-template <class V, template <class> class Codes>
-PS_INT nearest_code(const Codes<V>& codes, typename V::Float scaled) {
-  const auto x = V::magnitude(scaled);
-  const auto guess = V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset));
-  auto section = V::round_to_int(V::max(guess, V::set(0.0f)));
-  section = V::add_int(section, V::less(x, V::lookup(codes.start, section)));
-  const auto entry = V::fma(x, V::lookup(codes.steps, section), V::lookup(codes.first, section));
-  return codes.code(V::round_to_int(V::min(entry, V::lookup(codes.last, section))), scaled);
-}
+// There is no entry of value -1: the one before it stands for it.
+template <class V>
+struct SignedCodes {
+  Sections<V> sections;
 
-template <template <class> class Codes>
-PS_LOOP expand_block(const uint8_t* data, float scale, float* out, int64_t numel) {
-  const Codes<Vector> codes;
-  const Codes<ScalarLane> single;
+  SignedCodes() : sections(kSignedMap) {}
+  PS_INT rounded(typename V::Float scaled) const {
+    const auto x = V::magnitude_from(scaled, V::set(kSignedLeast));
+    const auto section = sections.of(x);
+    const auto place = V::max(sections.place(x, section), V::lookup(sections.last, section));
+    return V::round_to_int(V::flip(place, scaled));
+  }
+  static PS_STEP store(uint8_t* codes, const typename V::Int (&rounded)[4]) { V::store_negated8(codes, rounded); }
+};
+
+// Nothing but zero has zero's code.
+template <class V>
+struct UnsignedCodes {
+  Sections<V> sections;
+
+  UnsignedCodes() : sections(kUnsignedMap) {}
+  PS_INT rounded(typename V::Float scaled) const {
+    const auto x = V::magnitude_from(scaled, V::set(kUnsignedLeast));
+    const auto section = sections.of(x);
+    const auto place = V::min(sections.place(x, section), V::lookup(sections.last, section));
+    return V::round_where_nonzero(scaled, place);
+  }
+  static PS_STEP store(uint8_t* codes, const typename V::Int (&rounded)[4]) { V::store_less_one8(codes, rounded); }
+};
+
+template <template <class> class Values>
+PS_LOOP expand_block(const uint8_t* data, float scale, float* out) {
+  const Values<Vector> values;
   __builtin_prefetch(data + kBlockAhead);
   __builtin_prefetch(data + kBlockAhead + 64);
   __builtin_prefetch(data + kBlockAhead + 128);
   __builtin_prefetch(data + kBlockAhead + 192);
-  int64_t i = 0;
-  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
-    Vector::store(out + i, Vector::mul(codes.value(codes.load(data + i)), Vector::set(scale)));
+  for (int64_t i = 0; i < kStateBlock; i += Vector::kWidth) {
+    Vector::store(out + i, Vector::mul(values.load(data + i), Vector::set(scale)));
   }
-  for (; i < numel; ++i) out[i] = single.value(single.load(data + i)) * scale;
 }
 
-// As bits: those of a NaN are above infinity's, which are above all others.
+// The largest of floats that are given as bits: those of a NaN are above infinity's, which are above all others.
+template <class V>
 struct Largest {
-  uint32_t magnitude = 0;
-  uint32_t positive = 0;
+  typename V::Int positive;  // as signed numbers
+  typename V::Int negative;  // as unsigned ones: those of negative floats are above all positive ones'
+
+  Largest() : positive(V::set_int(0)), negative(V::set_int(0)) {}
+  PS_STEP add(typename V::Float x) {
+    positive = V::max_int(positive, V::bits(x));
+    negative = V::max_unsigned(negative, V::bits(x));
+  }
+  // The scale of a block, and whether it is an ordinary one.
+  bool find_scale(float* scale) const {
+    const uint32_t most_positive = V::largest(positive);
+    const uint32_t most_negative = V::largest_unsigned(negative) & 0x7fffffffu;  // or it is positive as well
+    const bool is_positive = most_positive >= most_negative;
+    const uint32_t most = is_positive ? most_positive : most_negative;
+    if (most < kLeastScaleBits || most >= 0x7f800000u) {
+      *scale = float_of(most < kLeastScaleBits ? 0 : 0x7fc00000u);
+      return false;
+    }
+    *scale = float_of(is_positive ? most : most | 0x80000000u);
+    return true;
+  }
 };
 
-PS_LOOP find_largest(const float* in, int64_t numel, Largest* out) {
-  uint32_t magnitudes[Vector::kWidth];
-  uint32_t positives[Vector::kWidth];
-  auto most = Vector::set_int(0);
-  auto most_positive = Vector::set_int(0);
-  int64_t i = 0;
-  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
-    const auto x = Vector::load(in + i);
-    most = Vector::max_int(most, Vector::bits(Vector::magnitude(x)));
-    most_positive = Vector::max_int(most_positive, Vector::bits(x));  // as signed numbers
-  }
-  __builtin_memcpy(magnitudes, &most, sizeof(magnitudes));
-  __builtin_memcpy(positives, &most_positive, sizeof(positives));
-  Largest result;
-  for (const uint32_t lane : magnitudes) result.magnitude = lane > result.magnitude ? lane : result.magnitude;
-  for (const uint32_t lane : positives) result.positive = lane > result.positive ? lane : result.positive;
-  for (; i < numel; ++i) {
-    const uint32_t bits = bits_of(in[i]);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > result.magnitude) result.magnitude = magnitude;
-    if (bits == magnitude && bits > result.positive) result.positive = bits;
-  }
-  *out = result;
-}
-
 template <template <class> class Codes>
-PS_LOOP compress_block(const float* in, uint8_t* data, float* scale, int64_t numel) {
-  Largest most;
-  find_largest(in, numel, &most);
-  if (most.magnitude < kLeastScaleBits || most.magnitude >= 0x7f800000u) {
-    *scale = float_of(most.magnitude < kLeastScaleBits ? 0 : 0x7fc00000u);
-    for (int64_t i = 0; i < numel; ++i) data[i] = 0;
+PS_LOOP compress_block(const float* in, uint8_t* data, float* scale) {
+  Largest<Vector> largest;
+  for (int64_t i = 0; i < kStateBlock; i += Vector::kWidth) largest.add(Vector::load(in + i));
+  if (!largest.find_scale(scale)) {
+    for (int64_t i = 0; i < kStateBlock; ++i) data[i] = 0;
     return;
   }
-  *scale = float_of(most.magnitude == most.positive ? most.magnitude : most.magnitude | 0x80000000u);
-  const float inverse = 1.0f / *scale;
+  const auto inverse = Vector::set(1.0f / *scale);
   const Codes<Vector> codes;
-  const Codes<ScalarLane> single;
-  int64_t i = 0;
-  for (; i + Vector::kWidth <= numel; i += Vector::kWidth) {
-    const auto x = Vector::mul(Vector::load(in + i), Vector::set(inverse));
-    Vector::store8(data + i, nearest_code<Vector, Codes>(codes, x));
+  for (int64_t i = 0; i < kStateBlock; i += 4 * Vector::kWidth) {
+    typename Vector::Int rounded[4];
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < 4; ++k) {
+      rounded[k] = codes.rounded(Vector::mul(Vector::load(in + i + k * Vector::kWidth), inverse));
+    }
+    codes.store(data + i, rounded);
   }
-  for (; i < numel; ++i) {
-    ScalarLane::store8(data + i, nearest_code<ScalarLane, Codes>(single, in[i] * inverse));
+}
+
+// Codes as float32, and back; of a block that may be shorter than a whole one.
+inline void expand_codes(StateType type, const uint8_t* data, float scale, float* out, int64_t numel) {
+  if (numel < kStateBlock) {
+    uint8_t padded[kStateBlock] = {};
+    alignas(64) float expanded[kStateBlock];
+    __builtin_memcpy(padded, data, static_cast<size_t>(numel));
+    expand_codes(type, padded, scale, expanded, kStateBlock);
+    __builtin_memcpy(out, expanded, static_cast<size_t>(numel) * sizeof(float));
+  } else if (type == StateType::kSigned8) {
+    expand_block<SignedValues>(data, scale, out);
+  } else {
+    expand_block<UnsignedValues>(data, scale, out);
+  }
+}
+inline void compress_codes(StateType type, const float* in, uint8_t* data, float* scale, int64_t numel) {
+  if (numel < kStateBlock) {
+    alignas(64) float padded[kStateBlock] = {};
+    uint8_t compressed[kStateBlock];
+    __builtin_memcpy(padded, in, static_cast<size_t>(numel) * sizeof(float));
+    compress_codes(type, padded, compressed, scale, kStateBlock);
+    __builtin_memcpy(data, compressed, static_cast<size_t>(numel));
+  } else if (type == StateType::kSigned8) {
+    compress_block<SignedCodes>(in, data, scale);
+  } else {
+    compress_block<UnsignedCodes>(in, data, scale);
   }
 }
 
@@ -221,12 +253,7 @@ inline void expand(StateType type, const void* data, const float* scales, float*
     case StateType::kUnsigned8:
       for (int64_t i = 0; i < numel; i += kStateBlock) {
         const int64_t size = numel - i < kStateBlock ? numel - i : kStateBlock;
-        const float scale = scales[i / kStateBlock];
-        if (type == StateType::kSigned8) {
-          expand_block<SignedCodes>(codes + i, scale, out + i, size);
-        } else {
-          expand_block<UnsignedCodes>(codes + i, scale, out + i, size);
-        }
+        expand_codes(type, codes + i, scales[i / kStateBlock], out + i, size);
       }
       return;
     case StateType::kLowerHalf:
@@ -247,11 +274,7 @@ inline void compress(const float* in, StateType type, void* out, float* scales, 
     case StateType::kUnsigned8:
       for (int64_t i = 0; i < numel; i += kStateBlock) {
         const int64_t size = numel - i < kStateBlock ? numel - i : kStateBlock;
-        if (type == StateType::kSigned8) {
-          compress_block<SignedCodes>(in + i, codes + i, scales + i / kStateBlock, size);
-        } else {
-          compress_block<UnsignedCodes>(in + i, codes + i, scales + i / kStateBlock, size);
-        }
+        compress_codes(type, in + i, codes + i, scales + i / kStateBlock, size);
       }
       return;
     case StateType::kLowerHalf:
