@@ -4,10 +4,6 @@
 // being float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with
 // every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product.
 struct Tile {
-  const float* momentum;
-  const float* variance;
-  float* next_momentum;
-  float* next_variance;
   const void* master;
   void* next_master;  // null: masters are not written
   const void* grad;
@@ -19,14 +15,14 @@ struct Tile {
 
 struct WholeTile {
   template <class V>
-  static PS_FLOAT load(const Tile& t, int64_t i) {
+  static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* from = static_cast<const float*>(t.master) + i;
     __builtin_prefetch(from + kBlockAhead);
     return V::load(from);
   }
   template <class V>
-  static PS_FLOAT variance(const Tile& t, int64_t i) {
-    return V::load(t.variance + i);
+  static PS_FLOAT variance(typename V::Float stored) {
+    return stored;
   }
   template <class V>
   static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
@@ -43,16 +39,16 @@ struct WholeTile {
 // [Note: split masters]: with a float32 variance, whose sign is part of them,
 struct SignedTile {
   template <class V>
-  static PS_FLOAT load(const Tile& t, int64_t i) {
+  static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float variance) {
     const auto* upper = static_cast<const uint16_t*>(t.param) + i;
     const auto* lower = static_cast<const uint16_t*>(t.master) + i;
     __builtin_prefetch(upper + kBlockAhead);
     __builtin_prefetch(lower + kBlockAhead);
-    return V::join(upper, lower, V::load(t.variance + i));
+    return V::join(upper, lower, variance);
   }
   template <class V>
-  static PS_FLOAT variance(const Tile& t, int64_t i) {
-    return V::magnitude(V::load(t.variance + i));
+  static PS_FLOAT variance(typename V::Float stored) {
+    return V::magnitude(stored);
   }
   template <class V>
   static PS_FLOAT stored_variance(typename V::Float v, typename V::Float p) {
@@ -68,7 +64,7 @@ struct SignedTile {
 // or one of fewer bytes.
 struct UnsignedTile {
   template <class V>
-  static PS_FLOAT load(const Tile& t, int64_t i) {
+  static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* upper = static_cast<const uint16_t*>(t.param) + i;
     const auto* lower = static_cast<const uint16_t*>(t.master) + i;
     __builtin_prefetch(upper + kBlockAhead);
@@ -76,8 +72,8 @@ struct UnsignedTile {
     return V::join(upper, lower, V::set(0.0f));
   }
   template <class V>
-  static PS_FLOAT variance(const Tile& t, int64_t i) {
-    return V::load(t.variance + i);
+  static PS_FLOAT variance(typename V::Float stored) {
+    return stored;
   }
   template <class V>
   static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
@@ -93,14 +89,14 @@ struct UnsignedTile {
 // A bfloat16 parameter and no master.
 struct BareTile {
   template <class V>
-  static PS_FLOAT load(const Tile& t, int64_t i) {
+  static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* from = static_cast<const uint16_t*>(t.param) + i;
     __builtin_prefetch(from + kBlockAhead);
     return V::load_bf16(from);
   }
   template <class V>
-  static PS_FLOAT variance(const Tile& t, int64_t i) {
-    return V::load(t.variance + i);
+  static PS_FLOAT variance(typename V::Float stored) {
+    return stored;
   }
   template <class V>
   static PS_FLOAT stored_variance(typename V::Float v, typename V::Float /*p*/) {
@@ -112,56 +108,261 @@ struct BareTile {
   }
 };
 
-template <class V, DType kGrad, DType kParam, class Master>
-PS_STEP update_tile_at(const Tile& t, const AdamConstants<V>& c, const RandomBits<V>& random, int64_t i) {
+// Moments of a tile where they are float32.
+struct FloatMoments {
+  const float* momentum;
+  const float* variance;
+  float* next_momentum;
+  float* next_variance;
+
+  template <class V>
+  PS_FLOAT load_momentum(int64_t i) const {
+    return V::load(momentum + i);
+  }
+  template <class V>
+  PS_FLOAT load_variance(int64_t i) const {
+    return V::load(variance + i);
+  }
+  template <class V>
+  PS_STEP put_momentum(int64_t i, typename V::Float x) const {
+    V::store(next_momentum + i, V::quiet(x));
+  }
+  template <class V>
+  PS_STEP put_variance(int64_t i, typename V::Float x) const {
+    V::store(next_variance + i, V::quiet(x));
+  }
+};
+
+template <class V, DType kGrad, DType kParam, class Master, class Moments>
+PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
+                       int64_t i) {
   const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
   __builtin_prefetch(grad + kBlockAhead);
-  auto p = Master::template load<V>(t, i);
+  const auto stored_v = moments.template load_variance<V>(i);
+  auto p = Master::template load<V>(t, i, stored_v);
   const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
-  const auto old_m = V::load(t.momentum + i);
-  const auto m = V::quiet(V::fma(c.one_minus_beta1, V::sub(g, old_m), old_m));
-  const auto old_v = V::mul(c.beta2, Master::template variance<V>(t, i));
-  const auto v = V::quiet(V::fma(V::mul(c.one_minus_beta2, g), g, old_v));
+  const auto old_m = moments.template load_momentum<V>(i);
+  const auto m = V::fma(c.one_minus_beta1, V::sub(g, old_m), old_m);
+  const auto old_v = V::mul(c.beta2, Master::template variance<V>(stored_v));
+  const auto v = V::fma(V::mul(c.one_minus_beta2, g), g, old_v);
   const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
   p = V::quiet(V::fma(c.minus_step_size, V::div(m, d), V::mul(p, c.decay)));
-  V::store(t.next_momentum + i, m);
-  V::store(t.next_variance + i, Master::template stored_variance<V>(v, p));
+  moments.template put_momentum<V>(i, m);
+  moments.template put_variance<V>(i, Master::template stored_variance<V>(v, p));
   Master::template put<V, kParam>(t, i, p, random);
 }
 
-template <DType kGrad, DType kParam, class Master>
-PS_LOOP update_tile(const Tile& tile, const AdamScalars& scalars) {
+// The operations of one optimizer, by its scalars.
+struct AdamRule {
+  using Scalars = AdamScalars;
+  template <class V>
+  using Constants = AdamConstants<V>;
+  static constexpr bool kHasVariance = true;
+
+  template <class V, DType kGrad, DType kParam, class Master, class Moments>
+  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, const RandomBits<V>& random,
+                        int64_t i) {
+    update_tile_at<V, kGrad, kParam, Master>(t, moments, c, random, i);
+  }
+};
+
+template <class Rule, DType kGrad, DType kParam, class Master>
+PS_LOOP update_tile(const Tile& tile, const FloatMoments& float_moments, const typename Rule::Scalars& scalars) {
   const Tile t = tile;
-  const AdamConstants<Vector> c(scalars);
+  const FloatMoments moments = float_moments;
+  const typename Rule::template Constants<Vector> c(scalars);
   const RandomBits<Vector> random(t.key);
   int64_t i = 0;
   for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
-    update_tile_at<Vector, kGrad, kParam, Master>(t, c, random, i);
+    Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, random, i);
   }
   if (i == t.numel) return;
-  const AdamConstants<ScalarLane> single(scalars);
+  const typename Rule::template Constants<ScalarLane> single(scalars);
   const RandomBits<ScalarLane> single_random(t.key);
-  for (; i < t.numel; ++i) update_tile_at<ScalarLane, kGrad, kParam, Master>(t, single, single_random, i);
+  for (; i < t.numel; ++i) {
+    Rule::template update<ScalarLane, kGrad, kParam, Master>(t, moments, single, single_random, i);
+  }
 }
 
 template <class Scalars>
-using UpdateTile = void (*)(const Tile& tile, const Scalars& scalars);
+using UpdateTile = void (*)(const Tile& tile, const FloatMoments& moments, const Scalars& scalars);
 
 inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
   UpdateTile<AdamScalars> update = nullptr;
   with_dtype(range.grad_dtype, [&](auto grad) {
     constexpr DType kHalf = DType::kBFloat16;
     if (range.master_type == StateType::kNone) {
-      update = update_tile<grad.value, kHalf, BareTile>;
+      update = update_tile<AdamRule, grad.value, kHalf, BareTile>;
     } else if (range.master_type != StateType::kLowerHalf) {
-      with_dtype(range.param_dtype, [&](auto param) { update = update_tile<grad.value, param.value, WholeTile>; });
+      with_dtype(range.param_dtype,
+                 [&](auto param) { update = update_tile<AdamRule, grad.value, param.value, WholeTile>; });
     } else if (range.variance_type == StateType::kFloat32) {
-      update = update_tile<grad.value, kHalf, SignedTile>;
+      update = update_tile<AdamRule, grad.value, kHalf, SignedTile>;
     } else {
-      update = update_tile<grad.value, kHalf, UnsignedTile>;
+      update = update_tile<AdamRule, grad.value, kHalf, UnsignedTile>;
     }
   });
   return update;
+}
+
+// [Note: blocks in turn] One moment of 8 bits over a range of whole blocks. Its new values wait in `made`, two blocks in
+// turn, since their scale is known after the last of a block only: they are coded while the next block is updated.
+template <template <class> class Values, template <class> class Codes>
+struct CodedMoment {
+  Values<Vector> values;
+  Codes<Vector> codes;
+  const uint8_t* from;
+  const float* from_scales;
+  uint8_t* to;
+  float* to_scales;
+  float* made;
+  Vector::Float scale, inverse;
+  Largest<Vector> largest;
+
+  CodedMoment(const void* from, const float* from_scales, void* to, float* to_scales, float* made)
+      : from(static_cast<const uint8_t*>(from)),
+        from_scales(from_scales),
+        to(static_cast<uint8_t*>(to)),
+        to_scales(to_scales),
+        made(made),
+        scale(Vector::set(0.0f)),
+        inverse(Vector::set(0.0f)) {}
+
+  PS_STEP begin_block(int64_t begin) {
+    prefetch_codes(from + begin);
+    scale = Vector::set(from_scales[begin / kStateBlock]);
+    largest = Largest<Vector>();
+  }
+  PS_STEP end_block(int64_t begin) { inverse = largest.find_scale(to_scales + begin / kStateBlock); }
+  // (For all Vectors alike.)
+  template <class V>
+  PS_FLOAT load(int64_t i) const {
+    return V::mul(values.load(from + i), scale);
+  }
+  template <class V>
+  PS_STEP put(int64_t i, typename V::Float x) {
+    V::store(made_at(i), x);
+    largest.add(x);
+  }
+  // kCodes elements of the block that ended last.
+  PS_STEP put_codes_at(int64_t i) { put_codes(codes, made_at(i), inverse, to + i); }
+
+ private:
+  PS_FLOATS made_at(int64_t i) const { return made + (i & (2 * kStateBlock - 1)); }
+};
+
+// Those of one optimizer: with a variance
+template <bool kHasVariance>
+struct CodedMoments {
+  CodedMoment<SignedValues, SignedCodes> momentum;
+  CodedMoment<UnsignedValues, UnsignedCodes> variance;
+
+  PS_STEP begin_block(int64_t begin) {
+    momentum.begin_block(begin);
+    variance.begin_block(begin);
+  }
+  PS_STEP end_block(int64_t begin) {
+    momentum.end_block(begin);
+    variance.end_block(begin);
+  }
+  PS_STEP put_codes_at(int64_t i) {
+    momentum.put_codes_at(i);
+    variance.put_codes_at(i);
+  }
+  template <class V>
+  PS_FLOAT load_momentum(int64_t i) const {
+    return momentum.template load<V>(i);
+  }
+  template <class V>
+  PS_FLOAT load_variance(int64_t i) const {
+    return variance.template load<V>(i);
+  }
+  template <class V>
+  PS_STEP put_momentum(int64_t i, typename V::Float x) {
+    momentum.template put<V>(i, x);
+  }
+  template <class V>
+  PS_STEP put_variance(int64_t i, typename V::Float x) {
+    variance.template put<V>(i, x);
+  }
+};
+
+// or without.
+template <>
+struct CodedMoments<false> {
+  CodedMoment<SignedValues, SignedCodes> momentum;
+  CodedMoment<UnsignedValues, UnsignedCodes> /*variance*/ unused;
+
+  PS_STEP begin_block(int64_t begin) { momentum.begin_block(begin); }
+  PS_STEP end_block(int64_t begin) { momentum.end_block(begin); }
+  PS_STEP put_codes_at(int64_t i) { momentum.put_codes_at(i); }
+  template <class V>
+  PS_FLOAT load_momentum(int64_t i) const {
+    return momentum.template load<V>(i);
+  }
+  template <class V>
+  PS_STEP put_momentum(int64_t i, typename V::Float x) {
+    momentum.template put<V>(i, x);
+  }
+};
+
+// Where the moments of a range of whole blocks are, and where new ones go.
+struct CodedRange {
+  const void* momentum;
+  const void* variance;
+  const float* momentum_scales;
+  const float* variance_scales;
+  void* next_momentum;
+  void* next_variance;
+  float* next_momentum_scales;
+  float* next_variance_scales;
+};
+
+template <class Rule, DType kGrad, DType kParam, class Master>
+PS_LOOP update_coded(const Tile& tile, const CodedRange& r, const typename Rule::Scalars& scalars) {
+  const Tile t = tile;
+  const typename Rule::template Constants<Vector> c(scalars);
+  const RandomBits<Vector> random(t.key);
+  alignas(64) float momentum[2 * kStateBlock];
+  alignas(64) float variance[2 * kStateBlock];
+  CodedMoments<Rule::kHasVariance> moments{
+      {r.momentum, r.momentum_scales, r.next_momentum, r.next_momentum_scales, momentum},
+      {r.variance, r.variance_scales, r.next_variance, r.next_variance_scales, variance}};
+  for (int64_t i = 0; i < t.numel + kStateBlock; i += kCodes) {
+    if (i % kStateBlock == 0) {
+      if (i > 0) moments.end_block(i - kStateBlock);
+      if (i < t.numel) moments.begin_block(i);
+    }
+    if (i < t.numel) {
+      for (int64_t k = 0; k < kCodes; k += Vector::kWidth) {
+        Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, random, i + k);
+      }
+    }
+    if (i >= kStateBlock) moments.put_codes_at(i - kStateBlock);
+  }
+}
+
+template <class Scalars>
+using UpdateCoded = void (*)(const Tile& tile, const CodedRange& range, const Scalars& scalars);
+
+template <class Rule>
+inline UpdateCoded<typename Rule::Scalars> choose_update_coded(const AdamRange& range) {
+  if (range.momentum_type != StateType::kSigned8 || range.grad_dtype != DType::kBFloat16 ||
+      range.param_dtype != DType::kBFloat16) {
+    return nullptr;
+  }
+  if (Rule::kHasVariance && range.variance_type != StateType::kUnsigned8) return nullptr;
+  constexpr DType kHalf = DType::kBFloat16;
+  switch (range.master_type) {
+    case StateType::kFloat32:
+      return update_coded<Rule, kHalf, kHalf, WholeTile>;
+    case StateType::kLowerHalf:
+      return update_coded<Rule, kHalf, kHalf, UnsignedTile>;
+    case StateType::kNone:
+      return update_coded<Rule, kHalf, kHalf, BareTile>;
+    default:
+      return nullptr;
+  }
 }
 
 // One moment, from block to block.
@@ -190,7 +391,8 @@ struct TileMoment {
 enum class Writes { kParam, kAll };
 
 template <class Scalars>
-inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, const Scalars& scalars, Writes writes) {
+inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCoded<Scalars> update_coded,
+                      const Scalars& scalars, Writes writes) {
   const bool apart = r.new_master != nullptr;
   const bool all = writes == Writes::kAll;
   TileMoment momentum, variance;
@@ -209,21 +411,28 @@ inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, const Scal
   const int64_t param_size = r.param_dtype == DType::kFloat32 ? 4 : 2;
   const ParamStore param_store = choose_param_store(r);
   with_ieee_arithmetic([&] {
-    for (int64_t i = 0; i < r.numel; i += kStateBlock) {
+    int64_t i = 0;
+    if (update_coded != nullptr && all && r.numel >= kStateBlock) {
+      i = r.numel / kStateBlock * kStateBlock;
+      const Tile tile{r.master, next_master, r.grad, r.param, i, r.key, param_store};
+      update_coded(tile,
+                   CodedRange{momentum.from, variance.from, momentum.from_scales, variance.from_scales, momentum.to,
+                              variance.to, momentum.to_scales, variance.to_scales},
+                   scalars);
+    }
+    for (; i < r.numel; i += kStateBlock) {
       const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
       const RandomKey key{r.key.a, r.key.b, r.key.first + i};
-      const Tile tile{momentum.expand_at(i, numel),
-                      variance.expand_at(i, numel),
-                      momentum.next_at(i),
-                      variance.next_at(i),
-                      state_at(r.master, r.master_type, i),
+      const FloatMoments moments{momentum.expand_at(i, numel), variance.expand_at(i, numel), momentum.next_at(i),
+                                 variance.next_at(i)};
+      const Tile tile{state_at(r.master, r.master_type, i),
                       state_at(next_master, r.master_type, i),
                       static_cast<const char*>(r.grad) + i * grad_size,
                       r.param == nullptr ? nullptr : static_cast<char*>(r.param) + i * param_size,
                       numel,
                       key,
                       param_store};
-      update(tile, scalars);
+      update(tile, moments, scalars);
       momentum.compress_at<UpperBits>(i, numel, key);
       variance.compress_at<LowerBits>(i, numel, key);
     }
@@ -237,7 +446,7 @@ inline bool are_moments_whole(const AdamRange& range) {
 
 void adam(const AdamRange& range, const AdamScalars& scalars) {
   if (!are_moments_whole(range) || range.master_type == StateType::kNone) {
-    return run_tiles(range, choose_update_tile(range), scalars, Writes::kAll);
+    return run_tiles(range, choose_update_tile(range), choose_update_coded<AdamRule>(range), scalars, Writes::kAll);
   }
   if (range.master_type == StateType::kLowerHalf) return run_split_adam(range, scalars);
   const ParamStore param_store = choose_param_store(range);
@@ -252,7 +461,8 @@ void adam(const AdamRange& range, const AdamScalars& scalars) {
 }
 
 void adam_param(const AdamRange& range, const AdamScalars& scalars) {
-  if (!are_moments_whole(range)) return run_tiles(range, choose_update_tile(range), scalars, Writes::kParam);
+  if (!are_moments_whole(range))
+    return run_tiles(range, choose_update_tile(range), choose_update_coded<AdamRule>(range), scalars, Writes::kParam);
   run_adam<StatesUnwritten>(range, scalars, choose_param_store(range));
   Vector::end_stream();
 }

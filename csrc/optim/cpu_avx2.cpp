@@ -107,6 +107,7 @@ struct Vector {
   static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
   static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static Int min_unsigned(Int a, Int b) { return _mm256_min_epu32(a, b); }
   static Int max_unsigned(Int a, Int b) { return _mm256_max_epu32(a, b); }
   static uint32_t largest(Int a) {
     __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -133,7 +134,7 @@ struct Vector {
   static Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
   static Int round_to_int(Float x) { return _mm256_cvtps_epi32(x); }
   static Int round_where_nonzero(Float a, Float x) {
-    const __m256 is_nonzero = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ);
+    const __m256 is_nonzero = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_OQ);
     return _mm256_cvtps_epi32(_mm256_and_ps(is_nonzero, x));
   }
   static Half upper(Int a) {

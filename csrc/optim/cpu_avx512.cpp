@@ -80,7 +80,8 @@ struct Vector {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_add_epi32(high, carry), distance));
   }
   static __m256i lower(Float x) {
-    const __m512i even = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+    const __m512i even =
+        _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
     return _mm512_castsi512_si256(_mm512_permutexvar_epi16(even, _mm512_castps_si512(x)));
   }
   static Float tie(Float x) {
@@ -104,6 +105,7 @@ struct Vector {
   static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
   static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static Int min_unsigned(Int a, Int b) { return _mm512_min_epu32(a, b); }
   static Int max_unsigned(Int a, Int b) { return _mm512_max_epu32(a, b); }
   static uint32_t largest(Int a) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(a)); }
   static uint32_t largest_unsigned(Int a) { return _mm512_reduce_max_epu32(a); }
@@ -117,17 +119,18 @@ struct Vector {
   static Float where_nonzero(Int a, Float x) { return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(a, a), x); }
   static Float flip(Float a, Float sign) {
     const __m512i signs = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-    return _mm512_castsi512_ps(
-        _mm512_ternarylogic_epi32(_mm512_castps_si512(a), _mm512_castps_si512(sign), signs, 0x78));  // a ^ (sign & signs)
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(a), _mm512_castps_si512(sign), signs,
+                                                         0x78));  // a ^ (sign & signs)
   }
   static Float magnitude_from(Float x, Float least) { return _mm512_range_ps(x, least, 0b1011); }
   static Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
   static Int round_to_int(Float x) { return _mm512_cvtps_epi32(x); }
   static Int round_where_nonzero(Float a, Float x) {
-    return _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), x);
+    return _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_OQ), x);
   }
   static Half upper(Int a) {
-    const __m512i odd = _mm512_broadcast_i64x4(_mm256_setr_epi16(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    const __m512i odd =
+        _mm512_broadcast_i64x4(_mm256_setr_epi16(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
     return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, a));
   }
   static Int load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load8(p)); }
@@ -160,7 +163,8 @@ struct Vector {
  private:
   // Each half as the upper one of 32 bits.
   static __m512i to_upper(__m256i halves) {
-    const __m512i index = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+    const __m512i index =
+        _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
     return _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, index, _mm512_castsi256_si512(halves));
   }
   // What was packed from four vectors, each 128 bits of which hold four bytes of each.

@@ -24,43 +24,41 @@ PS_FLOAT sign_of(typename V::Float x) {
   return V::where_nonzero(V::bits(V::magnitude(x)), V::add(one, V::mul(x, V::set(0.0f))));
 }
 
-template <class V, MomentumRule kRule, DType kGrad, DType kParam, class Master>
-PS_STEP momentum_tile_at(const Tile& t, const MomentumConstants<V>& c, const RandomBits<V>& random, int64_t i) {
+template <class V, MomentumRule kRule, DType kGrad, DType kParam, class Master, class Moments>
+PS_STEP momentum_tile_at(const Tile& t, Moments& moments, const MomentumConstants<V>& c, const RandomBits<V>& random,
+                         int64_t i) {
   const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
   __builtin_prefetch(grad + kBlockAhead);
-  const auto p = Master::template load<V>(t, i);
+  const auto p = Master::template load<V>(t, i, V::set(0.0f));
   const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
-  const auto old_m = V::load(t.momentum + i);
+  const auto old_m = moments.template load_momentum<V>(i);
   auto m = old_m;
   auto update = old_m;
   if constexpr (kRule == MomentumRule::kLion) {
     const auto distance = V::sub(g, old_m);
-    m = V::quiet(V::fma(c.one_minus_beta2, distance, old_m));
+    m = V::fma(c.one_minus_beta2, distance, old_m);
     update = sign_of<V>(V::fma(c.one_minus_beta1, distance, old_m));
   } else {
-    m = V::quiet(V::fma(c.one_minus_dampening, g, V::mul(c.momentum_factor, old_m)));
+    m = V::fma(c.one_minus_dampening, g, V::mul(c.momentum_factor, old_m));
     update = kRule == MomentumRule::kNesterov ? V::fma(c.momentum_factor, m, g) : m;
   }
-  V::store(t.next_momentum + i, m);
+  moments.template put_momentum<V>(i, m);
   Master::template put<V, kParam>(t, i, V::quiet(V::fma(c.minus_step_size, update, V::mul(p, c.decay))), random);
 }
 
-template <MomentumRule kRule, DType kGrad, DType kParam, class Master>
-PS_LOOP momentum_tile(const Tile& tile, const MomentumScalars& scalars) {
-  const Tile t = tile;
-  const MomentumConstants<Vector> c(scalars);
-  const RandomBits<Vector> random(t.key);
-  int64_t i = 0;
-  for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
-    momentum_tile_at<Vector, kRule, kGrad, kParam, Master>(t, c, random, i);
+template <MomentumRule kRule>
+struct OneMomentRule {
+  using Scalars = MomentumScalars;
+  template <class V>
+  using Constants = MomentumConstants<V>;
+  static constexpr bool kHasVariance = false;
+
+  template <class V, DType kGrad, DType kParam, class Master, class Moments>
+  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, const RandomBits<V>& random,
+                        int64_t i) {
+    momentum_tile_at<V, kRule, kGrad, kParam, Master>(t, moments, c, random, i);
   }
-  if (i == t.numel) return;
-  const MomentumConstants<ScalarLane> single(scalars);
-  const RandomBits<ScalarLane> single_random(t.key);
-  for (; i < t.numel; ++i) {
-    momentum_tile_at<ScalarLane, kRule, kGrad, kParam, Master>(t, single, single_random, i);
-  }
-}
+};
 
 template <MomentumRule kRule>
 inline UpdateTile<MomentumScalars> choose_momentum_tile(const AdamRange& range) {
@@ -68,12 +66,12 @@ inline UpdateTile<MomentumScalars> choose_momentum_tile(const AdamRange& range) 
   with_dtype(range.grad_dtype, [&](auto grad) {
     constexpr DType kHalf = DType::kBFloat16;
     if (range.master_type == StateType::kNone) {
-      update = momentum_tile<kRule, grad.value, kHalf, BareTile>;
+      update = update_tile<OneMomentRule<kRule>, grad.value, kHalf, BareTile>;
     } else if (range.master_type == StateType::kLowerHalf) {
-      update = momentum_tile<kRule, grad.value, kHalf, UnsignedTile>;
+      update = update_tile<OneMomentRule<kRule>, grad.value, kHalf, UnsignedTile>;
     } else {
       with_dtype(range.param_dtype,
-                 [&](auto param) { update = momentum_tile<kRule, grad.value, param.value, WholeTile>; });
+                 [&](auto param) { update = update_tile<OneMomentRule<kRule>, grad.value, param.value, WholeTile>; });
     }
   });
   return update;
@@ -91,12 +89,26 @@ inline UpdateTile<MomentumScalars> choose_momentum_tile(MomentumRule rule, const
   return nullptr;
 }
 
+inline UpdateCoded<MomentumScalars> choose_momentum_coded(MomentumRule rule, const AdamRange& range) {
+  switch (rule) {
+    case MomentumRule::kLion:
+      return choose_update_coded<OneMomentRule<MomentumRule::kLion>>(range);
+    case MomentumRule::kSgd:
+      return choose_update_coded<OneMomentRule<MomentumRule::kSgd>>(range);
+    case MomentumRule::kNesterov:
+      return choose_update_coded<OneMomentRule<MomentumRule::kNesterov>>(range);
+  }
+  return nullptr;
+}
+
 void momentum_step(const AdamRange& range, const MomentumScalars& scalars) {
-  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kAll);
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), choose_momentum_coded(scalars.rule, range), scalars,
+            Writes::kAll);
 }
 
 void momentum_param(const AdamRange& range, const MomentumScalars& scalars) {
-  run_tiles(range, choose_momentum_tile(scalars.rule, range), scalars, Writes::kParam);
+  run_tiles(range, choose_momentum_tile(scalars.rule, range), choose_momentum_coded(scalars.rule, range), scalars,
+            Writes::kParam);
 }
 
 // [Note: settled values] A NaN is open, whatever both ends are.
@@ -109,8 +121,8 @@ inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRang
                               const float* momentum, float* unused, void* param, const MomentumScalars& scalars) {
   const auto* master = static_cast<const float*>(r.master) + i;
   const auto* grad = static_cast<const uint16_t*>(r.grad) + i;
-  update(Tile{momentum, nullptr, unused, nullptr, master, nullptr, grad, param, numel, {}, ParamStore::kCached},
-         scalars);
+  update(Tile{master, nullptr, grad, param, numel, {}, ParamStore::kCached},
+         FloatMoments{momentum, nullptr, unused, nullptr}, scalars);
 }
 
 void momentum_param_between(const AdamRange& r, const MomentumScalars& scalars, float most_grad_scale,

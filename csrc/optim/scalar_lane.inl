@@ -77,6 +77,7 @@ struct ScalarLane {
   static Int xor_int(Int a, Int b) { return a ^ b; }
   static Int and_int(Int a, Int b) { return a & b; }
   static Int max_int(Int a, Int b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static Int min_unsigned(Int a, Int b) { return a < b ? a : b; }
   static Int max_unsigned(Int a, Int b) { return a > b ? a : b; }
   // Of all lanes, by these two orders.
   static uint32_t largest(Int a) { return a; }
@@ -90,13 +91,13 @@ struct ScalarLane {
   static Float where_nonzero(Int a, Float x) { return a != 0 ? x : 0.0f; }
   // -a where the sign bit of `sign` is set.
   static Float flip(Float a, Float sign) { return float_of(bits_of(a) ^ (bits_of(sign) & 0x80000000u)); }
-  // |x|, but at least `least`.
+  // |x|, but at least `least`; that of a NaN.
   static Float magnitude_from(Float x, Float least) { return max(magnitude(x), least); }
   static Float to_float(Int a) { return static_cast<float>(static_cast<int32_t>(a)); }
   // To nearest even, of magnitudes below 2^22.
   static Int round_to_int(Float x) { return bits_of(x + 0x1.8p23f) - 0x4b400000u; }
-  // round_to_int(x) where `a` is neither 0 nor -0, else 0.
-  static Int round_where_nonzero(Float a, Float x) { return a != 0.0f ? round_to_int(x) : 0; }
+  // round_to_int(x), but 0 where `a` is 0, -0 or a NaN.
+  static Int round_where_nonzero(Float a, Float x) { return a < 0.0f || a > 0.0f ? round_to_int(x) : 0; }
   // The upper halves.
   static Half upper(Int a) { return static_cast<uint16_t>(a >> 16); }
   static Int load_i8(const uint8_t* p) { return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p))); }

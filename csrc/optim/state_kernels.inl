@@ -58,8 +58,7 @@ struct SignedValues {
   typename V::Table slope, offset;
 
   // (One that the compiler writes would be for other instructions.)
-  SignedValues()
-      : slope(V::table(kSignedMap.slope_by_exponent)), offset(V::table(kSignedMap.offset_by_exponent)) {}
+  SignedValues() : slope(V::table(kSignedMap.slope_by_exponent)), offset(V::table(kSignedMap.offset_by_exponent)) {}
 
   PS_FLOAT load(const uint8_t* codes) const {
     const auto code = V::load_i8(codes);
@@ -83,7 +82,7 @@ struct UnsignedValues {
   }
 };
 
-// Codes of values, scaled to magnitudes of at most 1.
+// Codes of values, scaled to magnitudes of at most 1. A NaN has zero's.
 template <class V>
 struct Sections {
   typename V::Table start, steps, first, last;
@@ -91,13 +90,13 @@ struct Sections {
   explicit Sections(const DynamicMap& map)
       : start(V::table(map.start)), steps(V::table(map.steps)), first(V::table(map.first)), last(V::table(map.last)) {}
 
-  // Of a magnitude from kSignedLeast on; an index of the tables.
-  PS_INT of(typename V::Float x) const {
+  // Of a magnitude from kSignedLeast on: its entry, before it is rounded. (Of two floats of one sign, the one whose bits
+  // are the smaller number is nearer to zero.)
+  PS_FLOAT place(typename V::Float x) const {
     const auto guess = V::bits(V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset)));
-    return V::less_one_where_less(guess, x, V::lookup(start, guess));
-  }
-  PS_FLOAT place(typename V::Float x, typename V::Int section) const {
-    return V::fma(x, V::lookup(steps, section), V::lookup(first, section));
+    const auto section = V::less_one_where_less(guess, x, V::lookup(start, guess));
+    const auto place = V::fma(x, V::lookup(steps, section), V::lookup(first, section));
+    return V::floats(V::min_unsigned(V::bits(place), V::bits(V::lookup(last, section))));
   }
 };
 
@@ -109,9 +108,7 @@ struct SignedCodes {
   SignedCodes() : sections(kSignedMap) {}
   PS_INT rounded(typename V::Float scaled) const {
     const auto x = V::magnitude_from(scaled, V::set(kSignedLeast));
-    const auto section = sections.of(x);
-    const auto place = V::max(sections.place(x, section), V::lookup(sections.last, section));
-    return V::round_to_int(V::flip(place, scaled));
+    return V::round_to_int(V::flip(sections.place(x), scaled));
   }
   static PS_STEP store(uint8_t* codes, const typename V::Int (&rounded)[4]) { V::store_negated8(codes, rounded); }
 };
@@ -124,20 +121,19 @@ struct UnsignedCodes {
   UnsignedCodes() : sections(kUnsignedMap) {}
   PS_INT rounded(typename V::Float scaled) const {
     const auto x = V::magnitude_from(scaled, V::set(kUnsignedLeast));
-    const auto section = sections.of(x);
-    const auto place = V::min(sections.place(x, section), V::lookup(sections.last, section));
-    return V::round_where_nonzero(scaled, place);
+    return V::round_where_nonzero(scaled, sections.place(x));
   }
   static PS_STEP store(uint8_t* codes, const typename V::Int (&rounded)[4]) { V::store_less_one8(codes, rounded); }
 };
 
+PS_STEP prefetch_codes(const uint8_t* block) {
+  for (int64_t i = 0; i < kStateBlock; i += 64) __builtin_prefetch(block + kBlockAhead + i);
+}
+
 template <template <class> class Values>
 PS_LOOP expand_block(const uint8_t* data, float scale, float* out) {
   const Values<Vector> values;
-  __builtin_prefetch(data + kBlockAhead);
-  __builtin_prefetch(data + kBlockAhead + 64);
-  __builtin_prefetch(data + kBlockAhead + 128);
-  __builtin_prefetch(data + kBlockAhead + 192);
+  prefetch_codes(data);
   for (int64_t i = 0; i < kStateBlock; i += Vector::kWidth) {
     Vector::store(out + i, Vector::mul(values.load(data + i), Vector::set(scale)));
   }
@@ -154,39 +150,38 @@ struct Largest {
     positive = V::max_int(positive, V::bits(x));
     negative = V::max_unsigned(negative, V::bits(x));
   }
-  // The scale of a block, and whether it is an ordinary one.
-  bool find_scale(float* scale) const {
+  // The scale of these, and what they are multiplied by to be coded: 0 where there is no ordinary scale.
+  PS_FLOAT find_scale(float* scale) const {
     const uint32_t most_positive = V::largest(positive);
     const uint32_t most_negative = V::largest_unsigned(negative) & 0x7fffffffu;  // or it is positive as well
     const bool is_positive = most_positive >= most_negative;
     const uint32_t most = is_positive ? most_positive : most_negative;
-    if (most < kLeastScaleBits || most >= 0x7f800000u) {
-      *scale = float_of(most < kLeastScaleBits ? 0 : 0x7fc00000u);
-      return false;
-    }
-    *scale = float_of(is_positive ? most : most | 0x80000000u);
-    return true;
+    const bool is_ordinary = most >= kLeastScaleBits && most < 0x7f800000u;
+    const uint32_t ordinary = is_positive ? most : most | 0x80000000u;
+    *scale = float_of(is_ordinary ? ordinary : most < kLeastScaleBits ? 0 : 0x7fc00000u);
+    return V::set(is_ordinary ? 1.0f / float_of(ordinary) : 0.0f);
   }
 };
+
+// Of four vectors.
+constexpr int64_t kCodes = 4 * Vector::kWidth;
+template <class Codes>
+PS_STEP put_codes(const Codes& codes, const float* in, Vector::Float inverse, uint8_t* data) {
+  Vector::Int rounded[4];
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < 4; ++k) {
+    rounded[k] = codes.rounded(Vector::mul(Vector::load(in + k * Vector::kWidth), inverse));
+  }
+  codes.store(data, rounded);
+}
 
 template <template <class> class Codes>
 PS_LOOP compress_block(const float* in, uint8_t* data, float* scale) {
   Largest<Vector> largest;
   for (int64_t i = 0; i < kStateBlock; i += Vector::kWidth) largest.add(Vector::load(in + i));
-  if (!largest.find_scale(scale)) {
-    for (int64_t i = 0; i < kStateBlock; ++i) data[i] = 0;
-    return;
-  }
-  const auto inverse = Vector::set(1.0f / *scale);
+  const auto inverse = largest.find_scale(scale);
   const Codes<Vector> codes;
-  for (int64_t i = 0; i < kStateBlock; i += 4 * Vector::kWidth) {
-    typename Vector::Int rounded[4];
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < 4; ++k) {
-      rounded[k] = codes.rounded(Vector::mul(Vector::load(in + i + k * Vector::kWidth), inverse));
-    }
-    codes.store(data + i, rounded);
-  }
+  for (int64_t i = 0; i < kStateBlock; i += kCodes) put_codes(codes, in + i, inverse, data + i);
 }
 
 // Codes as float32, and back; of a block that may be shorter than a whole one.
