@@ -2,6 +2,7 @@
 // [Note: one order of summation] in kernels.h and of the note on NaN in kernel_body.inl; intrinsics with an
 // explicit rounding mode keep the compiler from contracting, whatever its flags.
 #include <cstdint>
+#include <type_traits>
 
 #include "common/cuda_elementwise.h"
 #include "optim/cuda_kernels.h"
@@ -170,13 +171,15 @@ static_assert(kSquaresLanes == 64, "the fold in squares() takes two warps");
 
 // ---- States of fewer bytes ---------------------------------------------------------------------------
 
-// A warp has a block of states, lane l its elements l, l + 32, and so on: kPerLane of them.
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPerLane = static_cast<int>(kStateBlock) / kWarp;
+constexpr int kQuad = 4;
 
-__constant__ DynamicMap device_signed_map = make_signed_map();
-__constant__ DynamicMap device_unsigned_map = make_unsigned_map();
+__device__ inline int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+__device__ const DynamicMap device_signed_map = make_signed_map();
+__device__ const DynamicMap device_unsigned_map = make_unsigned_map();
 
 // [Note: random bits]
 struct RandomBits {
@@ -202,223 +205,353 @@ __device__ inline uint16_t rounded_up_by(float x, uint32_t bits) {
   return static_cast<uint16_t>((__float_as_uint(quiet(x)) + bits) >> 16);
 }
 
-// [Note: states of 8 bits] Tables lie in the lanes, eight of which hold one; all lanes of the warp look up at once.
+// [Note: states of 8 bits] Tables lie in the lanes; all lanes of the warp look up at once, by the lowest five bits of an
+// index. Those by section repeat every kMapSections lanes. Values are looked up by the exponent of 2^24 times the entry,
+// which a code is as the highest byte of an integer, and are zero in lanes that no entry has.
+constexpr float kCodeUnit = 0x1p-24f;
+
+template <bool kSigned>
 struct Codes {
-  bool is_signed;
   float slope, offset, start, steps, first, last;
 
-  __device__ explicit Codes(StateType type) : is_signed(type == StateType::kSigned8) {
-    const DynamicMap& map = is_signed ? device_signed_map : device_unsigned_map;
-    const int lane = static_cast<int>(threadIdx.x) % kMapSections;
-    slope = map.slope_by_exponent[lane];
-    offset = map.offset_by_exponent[lane];
-    start = map.start[lane];
-    steps = map.steps[lane];
-    first = map.first[lane];
-    last = map.last[lane];
+  __device__ Codes() {
+    const DynamicMap& map = kSigned ? device_signed_map : device_unsigned_map;
+    const int index = lane() % kMapSections;
+    start = map.start[index];
+    steps = map.steps[index];
+    first = map.first[index];
+    last = map.last[index];
+    // Exponents are those of 1 (unsigned: of 2, since entry 1 is zero) to 128, and that of entry 256.
+    const bool has_entry = lane() >= (kSigned ? 23 : 24) && lane() < 31;
+    slope = has_entry ? map.slope_by_exponent[index] * kCodeUnit : 0.0f;
+    offset = has_entry ? map.offset_by_exponent[index] : !kSigned && lane() == 31 ? 1.0f : 0.0f;
   }
   static __device__ float lookup(float table, uint32_t index) {
-    return __shfl_sync(kAllLanes, table, static_cast<int>(index % kMapSections));
+    return __shfl_sync(kAllLanes, table, static_cast<int>(index));
   }
   __device__ float value(uint8_t code) const {
-    const int number = is_signed ? static_cast<int8_t>(code) : code + 1;
-    const float x = __int2float_rn(number);
+    const uint32_t high = static_cast<uint32_t>(code) << 24;
+    // (The sum with the lower bits is rounded up to that of the next code, but for code 0.)
+    const float x = kSigned ? __int2float_rn(static_cast<int>(high)) : __uint2float_rn(high | 0xffffffu);
     const uint32_t exponent = __float_as_uint(x) >> 23;
-    const float y = __fmaf_rn(fabsf(x), lookup(slope, exponent), lookup(offset, exponent));
-    if (number == 0) return 0.0f;
-    return __uint_as_float(__float_as_uint(y) ^ (__float_as_uint(x) & 0x80000000u));
+    return __fmaf_rn(x, lookup(slope, exponent), flip(lookup(offset, exponent), x));
   }
+  // Of a value that is scaled to a magnitude of at most 1, or zero's of a NaN.
   __device__ uint8_t code(float scaled) const {
-    const float x = fabsf(scaled);
+    const float x = fmaxf(fabsf(scaled), kSigned ? kSignedLeast : kUnsignedLeast);
     const float guess = __fmaf_rn(__int2float_rn(__float_as_int(x)), kGuessSlope, kGuessOffset);
-    int section = __float2int_rn(guess > 0.0f ? guess : 0.0f);
-    if (x < lookup(start, static_cast<uint32_t>(section))) --section;
-    const auto index = static_cast<uint32_t>(section);
-    const float near = __fmaf_rn(x, lookup(steps, index), lookup(first, index));
-    const float most = lookup(last, index);
-    const int entry = __float2int_rn(near < most ? near : most);
-    if (!is_signed) return static_cast<uint8_t>(scaled > 0.0f && entry < 2 ? 1 : entry - 1);
-    const bool negative = (__float_as_uint(scaled) & 0x80000000u) != 0;
-    return static_cast<uint8_t>(negative ? -(entry < 127 ? entry : 127) : entry);
+    uint32_t section = __float_as_uint(guess);
+    if (x < lookup(start, section)) --section;
+    const float place = __fmaf_rn(x, lookup(steps, section), lookup(first, section));
+    const float end = lookup(last, section);
+    if (kSigned) {
+      // Of the other sign; there is no entry of value -1.
+      const float opposite = fminf(flip(fmaxf(place, end), scaled), 127.0f);
+      return static_cast<uint8_t>(rounded(-opposite));
+    }
+    const uint32_t entry = fabsf(scaled) > 0.0f ? rounded(fminf(place, end)) : 1;
+    return static_cast<uint8_t>(entry - 1);
   }
+
+ private:
+  // -x where `sign` is negative.
+  static __device__ float flip(float x, float sign) {
+    return __uint_as_float(__float_as_uint(x) ^ (__float_as_uint(sign) & 0x80000000u));
+  }
+  // To nearest even, in the lowest bits.
+  static __device__ uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 0x1.8p23f)); }
 };
 
-// One block of one state, by all lanes of a warp. Elements from `count` on are outside of the range: they are zeros.
+// One block of a range, by all lanes of a warp. `kWhole`: no element is outside of the range, and arrays are aligned so
+// that four elements are loaded and stored at once. Else elements from `count` on are outside: they are zeros.
+template <bool kWhole>
 struct StateBlock {
-  StateType type;
   int64_t begin;
   int count;
 
-  static __device__ int element(int k) { return k * kWarp + static_cast<int>(threadIdx.x) % kWarp; }
-  __device__ bool has(int k) const { return element(k) < count; }
+  static __device__ int element(int k) { return k / kQuad * (kQuad * kWarp) + lane() * kQuad + k % kQuad; }
+  __device__ bool has(int k) const { return kWhole || element(k) < count; }
 
-  __device__ void load(const void* data, const float* scales, float (&out)[kPerLane]) const {
-    if (is_8_bit(type)) {
-      const Codes codes(type);
-      const float scale = scales[begin / kStateBlock];
+  // Of an array that starts with the range's first element.
+  template <class Element>
+  __device__ void load(const void* array, Element (&out)[kPerLane]) const {
+    const Element* from = static_cast<const Element*>(array) + begin;
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k += kQuad) {
+        const auto quad = *reinterpret_cast<const Pack<Element, kQuad>*>(from + element(k));
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) out[k + j] = quad.elements[j];
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) out[k] = has(k) ? from[element(k)] : Element{};
+    }
+  }
+  template <class Element>
+  __device__ void store(void* array, const Element (&in)[kPerLane]) const {
+    Element* to = static_cast<Element*>(array) + begin;
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; k += kQuad) {
+        Pack<Element, kQuad> quad;
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) quad.elements[j] = in[k + j];
+        *reinterpret_cast<Pack<Element, kQuad>*>(to + element(k)) = quad;
+      }
+    } else {
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        const uint8_t code = has(k) ? static_cast<const uint8_t*>(data)[begin + element(k)] : uint8_t{0};
-        const float value = quiet(__fmul_rn(codes.value(code), scale));
-        out[k] = has(k) ? value : 0.0f;
+        if (has(k)) to[element(k)] = in[k];
       }
-      return;
     }
+  }
+
+  // A state of any type but lower halves.
+  template <bool kSigned>
+  __device__ void expand(StateType type, const void* data, const float* scales, const Codes<kSigned>& codes,
+                         float (&out)[kPerLane]) const {
+    if (type == StateType::kFloat32) return load(data, out);
+    if (type == StateType::kBFloat16) {
+      uint16_t halves[kPerLane];
+      load(data, halves);
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int64_t i = begin + element(k);
-      out[k] = 0.0f;
-      if (!has(k) || type == StateType::kNone) continue;
-      out[k] = type == StateType::kFloat32 ? static_cast<const float*>(data)[i]
-                                           : to_float<DType::kBFloat16>(static_cast<const uint16_t*>(data)[i]);
+      for (int k = 0; k < kPerLane; ++k) out[k] = to_float<DType::kBFloat16>(halves[k]);
+    } else if (is_8_bit(type)) {
+      uint8_t bytes[kPerLane];
+      load(data, bytes);
+      const float scale = scales[begin / kStateBlock];
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) out[k] = __fmul_rn(codes.value(bytes[k]), scale);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) out[k] = 0.0f;
     }
   }
   // bits(i): the random ones of element i of the range.
-  template <class Bits>
-  __device__ void store(const float (&in)[kPerLane], void* data, float* scales, const Bits& bits) const {
-    if (is_8_bit(type)) return store_codes(in, static_cast<uint8_t*>(data), scales);
+  template <bool kSigned, class Bits>
+  __device__ void compress(const float (&in)[kPerLane], StateType type, void* data, float* scales,
+                           const Codes<kSigned>& codes, const Bits& bits) const {
+    if (type == StateType::kFloat32) return store(data, in);
+    if (type == StateType::kBFloat16) {
+      uint16_t halves[kPerLane];
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int64_t i = begin + element(k);
-      if (!has(k) || type == StateType::kNone) continue;
-      if (type == StateType::kFloat32) {
-        static_cast<float*>(data)[i] = in[k];
-      } else {
-        static_cast<uint16_t*>(data)[i] = rounded_up_by(in[k], bits(i));
-      }
+      for (int k = 0; k < kPerLane; ++k) halves[k] = rounded_up_by(in[k], bits(begin + element(k)));
+      store(data, halves);
+    } else if (is_8_bit(type)) {
+      const float inverse = find_scale(in, scales + begin / kStateBlock);
+      uint8_t bytes[kPerLane];
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) bytes[k] = codes.code(__fmul_rn(in[k], inverse));
+      store(data, bytes);
     }
   }
 
  private:
-  __device__ void store_codes(const float (&in)[kPerLane], uint8_t* data, float* scales) const {
-    uint32_t most = 0;
+  // Stores the scale; what values are multiplied by to be coded, 0 where there is no ordinary scale.
+  __device__ float find_scale(const float (&in)[kPerLane], float* to) const {
+    int positive = 0;       // the most as bits: as signed numbers,
+    uint32_t negative = 0;  // and as unsigned ones, where those of negative floats are above all others
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
-      const uint32_t magnitude = has(k) ? __float_as_uint(in[k]) & 0x7fffffffu : 0;
-      most = magnitude > most ? magnitude : most;
+      if (!has(k)) continue;
+      positive = max(positive, __float_as_int(in[k]));
+      negative = max(negative, __float_as_uint(in[k]));
     }
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, most, distance);
-      most = other > most ? other : most;
+      positive = max(positive, __shfl_xor_sync(kAllLanes, positive, distance));
+      negative = max(negative, __shfl_xor_sync(kAllLanes, negative, distance));
     }
-    bool is_positive = false;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) is_positive |= has(k) && __float_as_uint(in[k]) == most;
-    const uint32_t sign = __any_sync(kAllLanes, is_positive) != 0 ? 0 : 0x80000000u;
-    const bool ordinary = most >= kLeastScaleBits && most < 0x7f800000u;
-    const float scale = __uint_as_float(ordinary ? most | sign : most < kLeastScaleBits ? 0 : 0x7fc00000u);
-    if (threadIdx.x % kWarp == 0) scales[begin / kStateBlock] = scale;
-    const float inverse = ordinary ? __fdiv_rn(1.0f, scale) : 0.0f;
-    const Codes codes(type);
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      // (Zeros where there is no ordinary scale, so that all lanes look up.)
-      const uint8_t code = codes.code(ordinary && has(k) ? __fmul_rn(in[k], inverse) : 0.0f);
-      if (has(k)) data[begin + element(k)] = ordinary ? code : uint8_t{0};
-    }
+    const auto most_positive = static_cast<uint32_t>(positive);
+    const uint32_t most_negative = negative & 0x7fffffffu;  // or it is positive as well
+    const bool is_positive = most_positive >= most_negative;
+    const uint32_t most = is_positive ? most_positive : most_negative;
+    const bool is_ordinary = most >= kLeastScaleBits && most < 0x7f800000u;
+    const uint32_t ordinary = is_positive ? most : most | 0x80000000u;
+    if (lane() == 0) *to = __uint_as_float(is_ordinary ? ordinary : most < kLeastScaleBits ? 0 : 0x7fc00000u);
+    return is_ordinary ? __fdiv_rn(1.0f, __uint_as_float(ordinary)) : 0.0f;
   }
 };
 
-// Calls run(block) for each block of a range, by a whole warp.
-template <class Run>
-__device__ void for_blocks(int64_t numel, const Run& run) {
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+// Calls run(block) for each block of a range from element `first` on, by a whole warp.
+template <bool kWhole, class Run>
+__device__ void for_blocks(int64_t first, int64_t numel, const Run& run) {
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int64_t step = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
-  for (int64_t begin = first * kStateBlock; begin < numel; begin += step * kStateBlock) {
+  for (int64_t begin = first + warp * kStateBlock; begin < numel; begin += step * kStateBlock) {
     const int64_t rest = numel - begin;
-    run(begin, static_cast<int>(rest < kStateBlock ? rest : kStateBlock));
+    run(StateBlock<kWhole>{begin, static_cast<int>(rest < kStateBlock ? rest : kStateBlock)});
   }
 }
 
-// Of any types of states; the parameter is bfloat16 where the master is not float32.
-template <DType kGrad, DType kParam, class Scalars>
-__global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s) {
-  const RandomBits random{r.key};
-  const bool apart = r.new_master != nullptr;
-  const bool tie_in_sign = r.master_type == StateType::kLowerHalf && r.variance_type == StateType::kFloat32;
-  for_blocks(r.numel, [&](int64_t begin, int count) {
-    const StateBlock momentum{r.momentum_type, begin, count};
-    const StateBlock variance{r.variance_type, begin, count};
-    float m[kPerLane], v[kPerLane];
-    momentum.load(r.momentum, r.momentum_scales, m);
-    variance.load(r.variance, r.variance_scales, v);
+// Masters of a block, by the states beside them: in an array of their own, split, or the parameter alone.
+template <bool kWhole>
+struct MasterBlock {
+  const AdamRange& r;
+  StateBlock<kWhole> block;
+  bool has_sign;
+
+  __device__ bool is_whole() const { return r.master_type == StateType::kFloat32; }
+  // Takes signs that are the masters' off the variances: [Note: split masters].
+  __device__ void load(float (&p)[kPerLane], float (&v)[kPerLane]) const {
+    if (is_whole()) return block.load(r.master, p);
+    uint16_t upper[kPerLane], lower[kPerLane] = {};
+    block.load(r.param, upper);
+    if (r.master_type == StateType::kLowerHalf) block.load(r.master, lower);
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
-      if (!momentum.has(k)) continue;
-      const int64_t i = begin + StateBlock::element(k);
-      float p;
-      if (r.master_type == StateType::kFloat32) {
-        p = static_cast<const float*>(r.master)[i];
-      } else {
-        uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(r.param)[i]) << 16;
-        if (r.master_type == StateType::kLowerHalf) {
-          const uint16_t lower = static_cast<const uint16_t*>(r.master)[i];
-          bits += static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(lower)));
-        }
-        if (tie_in_sign) {
-          bits += __float_as_uint(v[k]) >> 31 << 16;
-          v[k] = fabsf(v[k]);
-        }
-        p = __uint_as_float(bits);
-      }
-      step(s, to_float<kGrad>(static_cast<const typename Storage<kGrad>::Element*>(r.grad)[i]), p, m[k], v[k]);
-      const uint32_t bits = __float_as_uint(p);
-      if (r.master_type == StateType::kFloat32) {
-        (apart ? r.new_master : static_cast<float*>(r.master))[i] = p;
-        if (r.param != nullptr) {
-          static_cast<typename Storage<kParam>::Element*>(r.param)[i] = from_float<kParam>(p);
-        }
-      } else if (r.master_type == StateType::kNone) {
-        static_cast<uint16_t*>(r.param)[i] = rounded_up_by(p, random.param(i));
-      } else {
-        static_cast<uint16_t*>(r.master)[i] = static_cast<uint16_t>(bits);
-        static_cast<uint16_t*>(r.param)[i] = tie_in_sign ? bf16_from_float(p) : rounded_up_by(p, 0x8000u);
-        if (tie_in_sign && (bits & 0x1ffffu) == 0x8000u) {
-          v[k] = __uint_as_float(__float_as_uint(v[k]) | 0x80000000u);
-        }
-      }
+      const uint32_t distance = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(lower[k])));
+      p[k] = __uint_as_float((static_cast<uint32_t>(upper[k]) << 16) + distance);
+      if (!has_sign) continue;
+      p[k] = __uint_as_float(__float_as_uint(p[k]) + (__float_as_uint(v[k]) >> 31 << 16));
+      v[k] = fabsf(v[k]);
     }
-    momentum.store(m, apart ? r.new_momentum : r.momentum, apart ? r.new_momentum_scales : r.momentum_scales,
+  }
+  // With the parameters.
+  template <DType kParam>
+  __device__ void store(const float (&p)[kPerLane], float (&v)[kPerLane], const RandomBits& random) const {
+    if (is_whole()) {
+      block.store(r.new_master != nullptr ? r.new_master : r.master, p);
+      if (r.param == nullptr) return;
+      typename Storage<kParam>::Element rounded[kPerLane];
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) rounded[k] = from_float<kParam>(p[k]);
+      return block.store(r.param, rounded);
+    }
+    uint16_t upper[kPerLane], lower[kPerLane];
+    if (r.master_type == StateType::kNone) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        upper[k] = rounded_up_by(p[k], random.param(block.begin + StateBlock<kWhole>::element(k)));
+      }
+      return block.store(r.param, upper);
+    }
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const uint32_t bits = __float_as_uint(p[k]);
+      lower[k] = static_cast<uint16_t>(bits);
+      upper[k] = has_sign ? bf16_from_float(p[k]) : rounded_up_by(p[k], 0x8000u);
+      if (has_sign && (bits & 0x1ffffu) == 0x8000u) v[k] = __uint_as_float(__float_as_uint(v[k]) | 0x80000000u);
+    }
+    block.store(r.master, lower);
+    block.store(r.param, upper);
+  }
+};
+
+// Of any types of states; the parameter is bfloat16 where the master is not float32. All of a block is loaded before any
+// of it is stored, so `param` may be `grad`.
+// `kCoded`: moments are of 8 bits, which the compiler then knows.
+template <DType kGrad, DType kParam, bool kCoded, bool kWhole, class Scalars>
+__global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s, int64_t first) {
+  constexpr bool kHasVariance = std::is_same_v<Scalars, AdamScalars>;
+  const StateType momentum_type = kCoded ? StateType::kSigned8 : r.momentum_type;
+  const StateType variance_type = !kHasVariance ? StateType::kNone : kCoded ? StateType::kUnsigned8 : r.variance_type;
+  const RandomBits random{r.key};
+  const bool apart = r.new_master != nullptr;
+  const Codes<true> signed_codes;
+  const Codes<false> unsigned_codes;
+  for_blocks<kWhole>(first, r.numel, [&](const StateBlock<kWhole>& block) {
+    const MasterBlock<kWhole> master{r, block,
+                                     r.master_type == StateType::kLowerHalf && variance_type == StateType::kFloat32};
+    typename Storage<kGrad>::Element grad[kPerLane];
+    float p[kPerLane], m[kPerLane], v[kPerLane];
+    block.load(r.grad, grad);
+    block.expand(momentum_type, r.momentum, r.momentum_scales, signed_codes, m);
+    block.expand(variance_type, r.variance, r.variance_scales, unsigned_codes, v);
+    master.load(p, v);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) step(s, to_float<kGrad>(grad[k]), p[k], m[k], v[k]);
+    master.template store<kParam>(p, v, random);
+    block.compress(m, momentum_type, apart ? r.new_momentum : r.momentum,
+                   apart ? r.new_momentum_scales : r.momentum_scales, signed_codes,
                    [&](int64_t i) { return random.momentum(i); });
-    variance.store(v, apart ? r.new_variance : r.variance, apart ? r.new_variance_scales : r.variance_scales,
+    block.compress(v, variance_type, apart ? r.new_variance : r.variance,
+                   apart ? r.new_variance_scales : r.variance_scales, unsigned_codes,
                    [&](int64_t i) { return random.variance(i); });
   });
 }
 
+template <bool kSigned, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
-    expand_blocks(StateType type, const void* data, const float* scales, float* out, int64_t numel) {
-  for_blocks(numel, [&](int64_t begin, int count) {
+    expand_blocks(StateType type, const void* data, const float* scales, float* out, int64_t numel, int64_t first) {
+  const Codes<kSigned> codes;
+  for_blocks<kWhole>(first, numel, [&](const StateBlock<kWhole>& block) {
     float x[kPerLane];
-    StateBlock{type, begin, count}.load(data, scales, x);
-    StateBlock{StateType::kFloat32, begin, count}.store(x, out, nullptr, [](int64_t) { return 0u; });
+    block.expand(type, data, scales, codes, x);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if (is_8_bit(type)) x[k] = quiet(x[k]);
+    }
+    block.store(out, x);
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    compress_blocks(const float* in, StateType type, void* out, float* scales, int64_t numel, RandomKey key) {
+template <bool kSigned, bool kWhole>
+__global__ void __launch_bounds__(kThreads) compress_blocks(const float* in, StateType type, void* out, float* scales,
+                                                            int64_t numel, RandomKey key, int64_t first) {
   const RandomBits random{key};
-  for_blocks(numel, [&](int64_t begin, int count) {
+  const Codes<kSigned> codes;
+  for_blocks<kWhole>(first, numel, [&](const StateBlock<kWhole>& block) {
     float x[kPerLane];
-    StateBlock{StateType::kFloat32, begin, count}.load(in, nullptr, x);
-    StateBlock{type, begin, count}.store(x, out, scales, [&](int64_t i) { return random.momentum(i); });
+    block.load(in, x);
+    block.compress(x, type, out, scales, codes, [&](int64_t i) { return random.momentum(i); });
   });
 }
 
-unsigned num_block_launches(int64_t numel) { return num_blocks(num_state_blocks(numel), kThreads / kWarp); }
+// Several blocks for each warp of a long range: its tables are loaded once. (Enough warps for any device are left.)
+constexpr int64_t kMaxBlockLaunches = 4096;
+
+// Calls launch_kernel(Whole, number of thread blocks, numel, first) for the blocks of a range that are whole and in
+// aligned arrays, and for the others.
+template <class LaunchKernel>
+void launch_blocks(const char* name, int64_t numel, bool aligned, const LaunchKernel& launch_kernel) {
+  const int64_t whole = aligned ? numel / kStateBlock * kStateBlock : 0;
+  const auto launch_part = [&](auto is_whole, int64_t first, int64_t end) {
+    if (first == end) return;
+    const unsigned needed = num_blocks(num_state_blocks(end - first), kThreads / kWarp);
+    launch_kernel(is_whole, needed < kMaxBlockLaunches ? needed : static_cast<unsigned>(kMaxBlockLaunches), end, first);
+    check_launch(name, numel);
+  };
+  launch_part(std::true_type(), 0, whole);
+  launch_part(std::false_type(), whole, numel);
+}
 
 }  // namespace
 
 namespace {
 
+// Four elements of it are loaded and stored at once.
+bool is_quads(const void* array, StateType type) {
+  return type == StateType::kNone || is_aligned(array, is_8_bit(type) ? kQuad : state_bytes(type, kQuad));
+}
+bool are_quads(const AdamRange& r) {
+  return is_quads(r.master, r.master_type) && is_quads(r.new_master, r.master_type) &&
+         is_quads(r.momentum, r.momentum_type) && is_quads(r.new_momentum, r.momentum_type) &&
+         is_quads(r.variance, r.variance_type) && is_quads(r.new_variance, r.variance_type) &&
+         is_aligned(r.grad, kQuad * element_size(r.grad_dtype)) &&
+         is_aligned(r.param, kQuad * element_size(r.param_dtype));
+}
+
 template <class Scalars>
 void update_by_blocks(const char* name, const AdamRange& range, const Scalars& scalars, cudaStream_t stream) {
   if (range.numel <= 0) return;
-  with_dtype(range.grad_dtype, [&](auto grad) {
-    with_dtype(range.param_dtype, [&](auto param) {
-      update_blocks<decltype(grad)::value, decltype(param)::value, Scalars>
-          <<<num_block_launches(range.numel), kThreads, 0, stream>>>(range, scalars);
-      check_launch(name, range.numel);
+  constexpr bool kHasVariance = std::is_same_v<Scalars, AdamScalars>;
+  const bool coded =
+      range.momentum_type == StateType::kSigned8 && (!kHasVariance || range.variance_type == StateType::kUnsigned8);
+  const auto launch_with = [&](auto grad, auto param, auto is_coded) {
+    launch_blocks(name, range.numel, are_quads(range), [&](auto whole, unsigned blocks, int64_t end, int64_t first) {
+      AdamRange part = range;
+      part.numel = end;
+      update_blocks<decltype(grad)::value, decltype(param)::value, decltype(is_coded)::value, decltype(whole)::value>
+          <<<blocks, kThreads, 0, stream>>>(part, scalars, first);
     });
+  };
+  constexpr Tag<DType::kBFloat16> kHalf;
+  if (coded && range.grad_dtype == DType::kBFloat16 && range.param_dtype == DType::kBFloat16) {
+    return launch_with(kHalf, kHalf, std::true_type());
+  }
+  with_dtype(range.grad_dtype, [&](auto grad) {
+    with_dtype(range.param_dtype, [&](auto param) { launch_with(grad, param, std::false_type()); });
   });
 }
 
@@ -491,18 +624,39 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cu
   });
 }
 
+namespace {
+
+// launch(std::bool_constant<whether it is a signed map's>())
+template <class Launch>
+void with_sign(StateType type, const Launch& launch) {
+  if (type == StateType::kSigned8) return launch(std::true_type());
+  launch(std::false_type());
+}
+
+}  // namespace
+
 void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel,
                   cudaStream_t stream) {
   if (numel <= 0) return;
-  expand_blocks<<<num_block_launches(numel), kThreads, 0, stream>>>(type, data, scales, out, numel);
-  check_launch("expand_state", numel);
+  with_sign(type, [&](auto is_signed) {
+    launch_blocks("expand_state", numel, is_quads(data, type) && is_quads(out, StateType::kFloat32),
+                  [&](auto whole, unsigned blocks, int64_t end, int64_t first) {
+                    expand_blocks<decltype(is_signed)::value, decltype(whole)::value>
+                        <<<blocks, kThreads, 0, stream>>>(type, data, scales, out, end, first);
+                  });
+  });
 }
 
 void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel, const RandomKey& key,
                     cudaStream_t stream) {
   if (numel <= 0) return;
-  compress_blocks<<<num_block_launches(numel), kThreads, 0, stream>>>(in, type, out, scales, numel, key);
-  check_launch("compress_state", numel);
+  with_sign(type, [&](auto is_signed) {
+    launch_blocks("compress_state", numel, is_quads(out, type) && is_quads(in, StateType::kFloat32),
+                  [&](auto whole, unsigned blocks, int64_t end, int64_t first) {
+                    compress_blocks<decltype(is_signed)::value, decltype(whole)::value>
+                        <<<blocks, kThreads, 0, stream>>>(in, type, out, scales, end, key, first);
+                  });
+  });
 }
 
 }  // namespace patrickstar::optim::cuda
