@@ -2,7 +2,9 @@
 
 // [Note: a block at a time] Moments of a block of states are expanded to the first-level cache (or stay where they are,
 // being float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with
-// every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product.
+// every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product. Only for
+// moments of 8 bits beside 16-bit gradients and parameters of one type there is a loop that does it all: [Note: blocks in
+// turn].
 struct Tile {
   const void* master;
   void* next_master;  // null: masters are not written
@@ -206,7 +208,13 @@ inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
 }
 
 // [Note: blocks in turn] One moment of 8 bits over a range of whole blocks. Its new values wait in `made`, two blocks in
-// turn, since their scale is known after the last of a block only: they are coded while the next block is updated.
+// turn, since their scale is known after the last of a block only: they are coded while the next block is updated. What
+// takes long one by one (divisions and roots of the update, the scale from the lanes of a vector) then overlaps with
+// coding, which has many short operations.
+//
+// Measured in the cache, bf16 gradient and parameter, float32 master, one core of an AMD EPYC (Zen 5), ns per element,
+// AVX-512 / AVX2: expanded, updated and compressed in loops of their own 0.59 / 1.21; updated and compressed block by
+// block in one function 0.56 / 1.10; as here 0.50 / 1.07.
 template <template <class> class Values, template <class> class Codes>
 struct CodedMoment {
   Values<Vector> values;
@@ -234,7 +242,6 @@ struct CodedMoment {
     largest = Largest<Vector>();
   }
   PS_STEP end_block(int64_t begin) { inverse = largest.find_scale(to_scales + begin / kStateBlock); }
-  // (For all Vectors alike.)
   template <class V>
   PS_FLOAT load(int64_t i) const {
     return V::mul(values.load(from + i), scale);
@@ -251,7 +258,7 @@ struct CodedMoment {
   PS_FLOATS made_at(int64_t i) const { return made + (i & (2 * kStateBlock - 1)); }
 };
 
-// Those of one optimizer: with a variance
+// Those of one optimizer, which may have no variance.
 template <bool kHasVariance>
 struct CodedMoments {
   CodedMoment<SignedValues, SignedCodes> momentum;
@@ -259,15 +266,15 @@ struct CodedMoments {
 
   PS_STEP begin_block(int64_t begin) {
     momentum.begin_block(begin);
-    variance.begin_block(begin);
+    if constexpr (kHasVariance) variance.begin_block(begin);
   }
   PS_STEP end_block(int64_t begin) {
     momentum.end_block(begin);
-    variance.end_block(begin);
+    if constexpr (kHasVariance) variance.end_block(begin);
   }
   PS_STEP put_codes_at(int64_t i) {
     momentum.put_codes_at(i);
-    variance.put_codes_at(i);
+    if constexpr (kHasVariance) variance.put_codes_at(i);
   }
   template <class V>
   PS_FLOAT load_momentum(int64_t i) const {
@@ -284,25 +291,6 @@ struct CodedMoments {
   template <class V>
   PS_STEP put_variance(int64_t i, typename V::Float x) {
     variance.template put<V>(i, x);
-  }
-};
-
-// or without.
-template <>
-struct CodedMoments<false> {
-  CodedMoment<SignedValues, SignedCodes> momentum;
-  CodedMoment<UnsignedValues, UnsignedCodes> /*variance*/ unused;
-
-  PS_STEP begin_block(int64_t begin) { momentum.begin_block(begin); }
-  PS_STEP end_block(int64_t begin) { momentum.end_block(begin); }
-  PS_STEP put_codes_at(int64_t i) { momentum.put_codes_at(i); }
-  template <class V>
-  PS_FLOAT load_momentum(int64_t i) const {
-    return momentum.template load<V>(i);
-  }
-  template <class V>
-  PS_STEP put_momentum(int64_t i, typename V::Float x) {
-    momentum.template put<V>(i, x);
   }
 };
 
@@ -345,24 +333,19 @@ PS_LOOP update_coded(const Tile& tile, const CodedRange& r, const typename Rule:
 template <class Scalars>
 using UpdateCoded = void (*)(const Tile& tile, const CodedRange& range, const Scalars& scalars);
 
+// Null where there is none for these types.
 template <class Rule>
 inline UpdateCoded<typename Rule::Scalars> choose_update_coded(const AdamRange& range) {
-  if (range.momentum_type != StateType::kSigned8 || range.grad_dtype != DType::kBFloat16 ||
-      range.param_dtype != DType::kBFloat16) {
-    return nullptr;
-  }
+  if (range.momentum_type != StateType::kSigned8 || range.grad_dtype != range.param_dtype) return nullptr;
   if (Rule::kHasVariance && range.variance_type != StateType::kUnsigned8) return nullptr;
   constexpr DType kHalf = DType::kBFloat16;
-  switch (range.master_type) {
-    case StateType::kFloat32:
-      return update_coded<Rule, kHalf, kHalf, WholeTile>;
-    case StateType::kLowerHalf:
-      return update_coded<Rule, kHalf, kHalf, UnsignedTile>;
-    case StateType::kNone:
-      return update_coded<Rule, kHalf, kHalf, BareTile>;
-    default:
-      return nullptr;
+  if (range.grad_dtype == DType::kFloat16 && range.master_type == StateType::kFloat32) {
+    return update_coded<Rule, DType::kFloat16, DType::kFloat16, WholeTile>;
   }
+  if (range.grad_dtype != kHalf) return nullptr;
+  if (range.master_type == StateType::kFloat32) return update_coded<Rule, kHalf, kHalf, WholeTile>;
+  if (range.master_type == StateType::kLowerHalf) return update_coded<Rule, kHalf, kHalf, UnsignedTile>;
+  return update_coded<Rule, kHalf, kHalf, BareTile>;
 }
 
 // One moment, from block to block.
@@ -391,7 +374,7 @@ struct TileMoment {
 enum class Writes { kParam, kAll };
 
 template <class Scalars>
-inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCoded<Scalars> update_coded,
+inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCoded<Scalars> update_whole_blocks,
                       const Scalars& scalars, Writes writes) {
   const bool apart = r.new_master != nullptr;
   const bool all = writes == Writes::kAll;
@@ -412,13 +395,12 @@ inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCode
   const ParamStore param_store = choose_param_store(r);
   with_ieee_arithmetic([&] {
     int64_t i = 0;
-    if (update_coded != nullptr && all && r.numel >= kStateBlock) {
+    if (update_whole_blocks != nullptr && all && r.numel >= kStateBlock) {
       i = r.numel / kStateBlock * kStateBlock;
       const Tile tile{r.master, next_master, r.grad, r.param, i, r.key, param_store};
-      update_coded(tile,
-                   CodedRange{momentum.from, variance.from, momentum.from_scales, variance.from_scales, momentum.to,
-                              variance.to, momentum.to_scales, variance.to_scales},
-                   scalars);
+      const CodedRange moments{momentum.from, variance.from, momentum.from_scales, variance.from_scales,
+                               momentum.to,   variance.to,   momentum.to_scales,   variance.to_scales};
+      update_whole_blocks(tile, moments, scalars);
     }
     for (; i < r.numel; i += kStateBlock) {
       const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;

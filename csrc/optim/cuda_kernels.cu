@@ -542,7 +542,7 @@ void update_by_blocks(const char* name, const AdamRange& range, const Scalars& s
     launch_blocks(name, range.numel, are_quads(range), [&](auto whole, unsigned blocks, int64_t end, int64_t first) {
       AdamRange part = range;
       part.numel = end;
-      update_blocks<decltype(grad)::value, decltype(param)::value, decltype(is_coded)::value, decltype(whole)::value>
+      update_blocks<decltype(grad)::value, decltype(param)::value, is_coded && whole, whole>
           <<<blocks, kThreads, 0, stream>>>(part, scalars, first);
     });
   };

@@ -63,9 +63,10 @@
 //   code = the entry nearest to x * inverse    found by the operations in dynamic_map.h; see below
 //   x = map(code) * scale
 //
-// The code of a positive x * inverse is never that of zero in the unsigned map: a variance that is lost would make the
-// next update of its element up to 1 / sqrt(1 - beta2) times too large, and leads parameters farther from exact Adam's
-// than all other roundings together (benchmark/results/cpu-eight-bit.txt). As published, the nearest entry may be zero.
+// The code of any x * inverse but zero is never zero's in the unsigned map (for which a magnitude stands, though no
+// variance is negative): a variance that is lost would make the next update of its element up to 1 / sqrt(1 - beta2)
+// times too large, and leads parameters farther from exact Adam's than all other roundings together
+// (benchmark/results/cpu-eight-bit.txt). As published, the nearest entry may be zero.
 //
 // The codes of a signed map are those of bitsandbytes less 127, so that zero bytes are zero; those of an unsigned map
 // are the same. There a scale is a magnitude; but the signed map has an entry for 1 and none for -1, so that a negative

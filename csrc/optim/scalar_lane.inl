@@ -87,7 +87,7 @@ struct ScalarLane {
     return a >> kBits;
   }
   // a - 1 where x < y, else a.
-  static Int less_one_where_less(Int a, Float x, Float y) { return x < y ? a - 1 : a; }
+  static Int less_one_where_less(Int a, Float x, Float y) { return a - (x < y ? 1u : 0u); }
   static Float where_nonzero(Int a, Float x) { return a != 0 ? x : 0.0f; }
   // -a where the sign bit of `sign` is set.
   static Float flip(Float a, Float sign) { return float_of(bits_of(a) ^ (bits_of(sign) & 0x80000000u)); }

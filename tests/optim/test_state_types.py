@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 
 import numpy
 import pytest
@@ -142,6 +143,26 @@ def test_codes_are_those_of_the_nearest_entries(isa, kind):
         assert (actual != index).double().mean() < 1e-2
         assert_same_bits(codes.scales, torch.full_like(codes.scales, scale))
         assert_same_bits(codes.memory, State.of(EIGHT_BITS[kind], values, "scalar").memory, isa)
+
+
+def edges(*, signed):
+    """Floats around entries, middles between them (sections start at some), and the least that are told apart."""
+    entries = State(EIGHT_BITS["signed" if signed else "unsigned"], code_order(signed=signed), torch.ones(1)).expanded()
+    middles = ((entries[1:].double() + entries[:-1].double()) / 2).float()
+    least = torch.tensor([0.0, 2.0**-149, 2.0**-126, 1e-30, 1e-12, 2.0**-24, 0.325e-6])
+    magnitudes = torch.cat([entries, middles, least]).abs().unique()
+    bits = magnitudes.view(torch.int32)[:, None] + torch.arange(-4, 5, dtype=torch.int32)
+    near = bits.clamp(0, 0x3F800000).flatten().view(torch.float32).unique()
+    return torch.cat([near, -near]) if signed else near
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("kind", "expected"), [("signed", (4864, 3165205878)), ("unsigned", (4864, 2262988424))])
+def test_codes_at_edges_stay_what_they_were(isa, kind, expected):
+    """States of earlier versions go on as they would have; the checksum is that of the first version's codes."""
+    values = blocks_of(edges(signed=kind == "signed"))
+    codes = State.of(EIGHT_BITS[kind], values, isa).data
+    assert (len(codes), zlib.crc32(codes.numpy().tobytes())) == expected
 
 
 @pytest.mark.parametrize("isa", ISAS)
