@@ -3,8 +3,8 @@
 // [Note: a block at a time] Moments of a block of states are expanded to the first-level cache (or stay where they are,
 // being float32), the block is updated there in one loop, and moments are compressed. So every type of state goes with
 // every type of gradient, parameter and master, and what is compiled is the sum of all these, not the product. Only for
-// moments of 8 bits beside 16-bit gradients and parameters of one type there is a loop that does it all: [Note: blocks in
-// turn].
+// moments of 8 bits beside 16-bit gradients and parameters of one type there is a loop that does it all: [Note: blocks
+// in turn].
 struct Tile {
   const void* master;
   void* next_master;  // null: masters are not written
@@ -207,10 +207,10 @@ inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
   return update;
 }
 
-// [Note: blocks in turn] One moment of 8 bits over a range of whole blocks. Its new values wait in `made`, two blocks in
-// turn, since their scale is known after the last of a block only: they are coded while the next block is updated. What
-// takes long one by one (divisions and roots of the update, the scale from the lanes of a vector) then overlaps with
-// coding, which has many short operations.
+// [Note: blocks in turn] One moment of 8 bits over a range of whole blocks. Its new values wait in `made`, two blocks
+// in turn, since their scale is known after the last of a block only: they are coded while the next block is updated.
+// What takes long one by one (divisions and roots of the update, the scale from the lanes of a vector) then overlaps
+// with coding, which has many short operations.
 //
 // Measured in the cache, bf16 gradient and parameter, float32 master, one core of an AMD EPYC (Zen 5), ns per element,
 // AVX-512 / AVX2: expanded, updated and compressed in loops of their own 0.59 / 1.21; updated and compressed block by

@@ -210,9 +210,9 @@ __device__ inline uint16_t rounded_up_by(float x, uint32_t bits) {
   return static_cast<uint16_t>((__float_as_uint(quiet(x)) + bits) >> 16);
 }
 
-// [Note: states of 8 bits] Tables lie in the lanes; all lanes of the warp look up at once, by the lowest five bits of an
-// index. Those by section repeat every kMapSections lanes. Values are looked up by the exponent of 2^24 times the entry,
-// which a code is as the highest byte of an integer, and are zero in lanes that no entry has.
+// [Note: states of 8 bits] Tables lie in the lanes; all lanes of the warp look up at once, by the lowest five bits of
+// an index. Those by section repeat every kMapSections lanes. Values are looked up by the exponent of 2^24 times the
+// entry, which a code is as the highest byte of an integer, and are zero in lanes that no entry has.
 constexpr float kCodeUnit = 0x1p-24f;
 
 template <bool kSigned>
@@ -441,9 +441,8 @@ struct MasterBlock {
   }
 };
 
-// Of any types of states; the parameter is bfloat16 where the master is not float32. All of a block is loaded before any
-// of it is stored, so `param` may be `grad`.
-// `kCoded`: moments are of 8 bits, which the compiler then knows.
+// Of any types of states; the parameter is bfloat16 where the master is not float32. All of a block is loaded before
+// any of it is stored, so `param` may be `grad`. `kCoded`: moments are of 8 bits, which the compiler then knows.
 template <DType kGrad, DType kParam, bool kCoded, bool kWhole, class Scalars>
 __global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s, int64_t first) {
   constexpr bool kHasVariance = std::is_same_v<Scalars, AdamScalars>;

@@ -28,15 +28,15 @@ struct DynamicMap {
   float last[kMapSections];
 };
 
-// What is below these is taken for them: the signed map's entry is 0 at 2^-24, and the unsigned map's 2 at its value, the
-// entry of all positive x below.
+// What is below these is taken for them: the signed map's entry is 0 at 2^-24, and the unsigned map's 2 at its value,
+// the entry of all positive x below.
 constexpr float kSignedLeast = 0x1p-24f;
 constexpr float kUnsignedLeast = 0.325e-6f;
 
 // The section of x, from kSignedLeast on, is guessed from its bits, as an integer: g = fma(bits, kGuessSlope,
-// kGuessOffset) has it, or the one after it, in its last bits. (The bits of a float, less those of 1, are 2^23 times its
-// binary logarithm less at most 0.0861. Floats near 1.5 * 2^23, whose last bits are zeros, are the integers; the slope is
-// log10(2), but for what makes each guess right though the offset is an integer too.)
+// kGuessOffset) has it, or the one after it, in its last bits. (The bits of a float, less those of 1, are 2^23 times
+// its binary logarithm less at most 0.0861. Floats near 1.5 * 2^23, whose last bits are zeros, are the integers; the
+// slope is log10(2), but for what makes each guess right though the offset is an integer too.)
 constexpr float kGuessSlope = static_cast<float>(0.2985 / (1 << 23));
 constexpr float kGuessOffset = 0x1.8p23f - 31;
 

@@ -90,8 +90,8 @@ struct Sections {
   explicit Sections(const DynamicMap& map)
       : start(V::table(map.start)), steps(V::table(map.steps)), first(V::table(map.first)), last(V::table(map.last)) {}
 
-  // Of a magnitude from kSignedLeast on: its entry, before it is rounded. (Of two floats of one sign, the one whose bits
-  // are the smaller number is nearer to zero.)
+  // Of a magnitude from kSignedLeast on: its entry, before it is rounded. (Of two floats of one sign, the one whose
+  // bits are the smaller number is nearer to zero.)
   PS_FLOAT place(typename V::Float x) const {
     const auto guess = V::bits(V::fma(V::to_float(V::bits(x)), V::set(kGuessSlope), V::set(kGuessOffset)));
     const auto section = V::less_one_where_less(guess, x, V::lookup(start, guess));
@@ -143,7 +143,7 @@ PS_LOOP expand_block(const uint8_t* data, float scale, float* out) {
 template <class V>
 struct Largest {
   typename V::Int positive;  // as signed numbers
-  typename V::Int negative;  // as unsigned ones: those of negative floats are above all positive ones'
+  typename V::Int negative;  // as unsigned ones, where those of negative floats are above all others
 
   Largest() : positive(V::set_int(0)), negative(V::set_int(0)) {}
   PS_STEP add(typename V::Float x) {
