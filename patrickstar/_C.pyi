@@ -540,7 +540,7 @@ def read_message(kind: str, message: bytes, num_chunks: int) -> None:
 
 def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks make of their votes on the next plan: ``can_measure``, ``has_plan``, ``updates`` by chunk, and
-    ``rates`` (or None) with ``compute_seconds`` by moment.
+    ``rates`` (or None) with ``compute_seconds`` and ``activations`` by moment.
     """
 
 class HostAllocations:
@@ -1068,8 +1068,8 @@ class Runtime(UseListener):
         """What the current plan solves: the arguments of ``make_plan`` for the last timeline."""
 
     def step_times(self) -> dict[str, Any] | None:
-        """What a measured step takes: ``rates``, and the ``compute_seconds`` by moment and ``updates`` by chunk of
-        ``simulate``. None before one was measured.
+        """What a measured step takes: ``rates``; ``compute_seconds`` and ``activations`` by moment, as of ``simulate``;
+        and ``updates`` by chunk. None before one was measured.
         """
 
     def predicted_step(self) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <tuple>
@@ -51,6 +52,10 @@ Plan parse_plan(const pybind11::dict& plan);
 // {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, retire_bytes, survives_step)}
 using CostMap = std::map<std::pair<ChunkId, ArrayKind>, std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 std::vector<ArrayCost> parse_costs(const CostMap& costs, const Timeline& timeline);
+// By moment: bytes of activations that leave, that come back, and of these that are needed.
+using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
+std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments);
+CopiesByMoment describe_copies(const std::vector<ActivationCopies>& moments);
 // A step of the simulator.
 pybind11::dict describe_step(const SimulatedStep& step);
 

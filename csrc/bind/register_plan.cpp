@@ -152,6 +152,20 @@ py::dict describe_problem(const PlanProblem& problem) {
   return result;
 }
 
+std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments) {
+  std::vector<ActivationCopies> result;
+  for (const auto& [leaving, coming, needed] : moments) result.push_back({leaving, coming, needed});
+  return result;
+}
+
+CopiesByMoment describe_copies(const std::vector<ActivationCopies>& moments) {
+  CopiesByMoment result;
+  for (const ActivationCopies& moment : moments) {
+    result.push_back({moment.leaving_bytes, moment.coming_bytes, moment.needed_bytes});
+  }
+  return result;
+}
+
 Plan parse_plan(const py::dict& fields) {
   Plan plan;
   for (const py::handle& item : fields["moments"]) {

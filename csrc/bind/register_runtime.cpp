@@ -207,13 +207,15 @@ py::object take_trace(Runtime& self, TraceReader reader, py::dict (*describe)(co
   return trace ? py::object(describe(*trace)) : py::none();
 }
 
-// {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt]}: the simulator's arguments.
+// {"rates": Rates, "compute_seconds": [float], "updates": [UpdateAt], "activations": [(int, int, int)]}: the
+// simulator's arguments.
 py::object describe_times(const std::optional<StepTimes>& times) {
   if (!times) return py::none();
   py::dict result;
   result["rates"] = times->rates;
   result["compute_seconds"] = times->shape.compute_seconds;
   result["updates"] = times->shape.updates;
+  result["activations"] = describe_copies(times->shape.activations);
   return result;
 }
 
@@ -224,6 +226,7 @@ void adopt_timeline(Runtime& self, const py::list& moments, const py::object& ti
     parsed = {
         times["rates"].cast<Rates>(),
         {times["compute_seconds"].cast<std::vector<double>>(), times["updates"].cast<std::vector<UpdateAt>>(), {}}};
+    parsed->shape.activations = parse_copies(times["activations"].cast<CopiesByMoment>());
   }
   const py::gil_scoped_release release;
   self.adopt_timeline(std::move(timeline), std::move(parsed));

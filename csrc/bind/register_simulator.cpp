@@ -38,15 +38,6 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
-// By moment: bytes that leave, that come back, and of these that are needed.
-using CopiesByMoment = std::vector<std::array<int64_t, 3>>;
-
-std::vector<ActivationCopies> parse_copies(const CopiesByMoment& moments) {
-  std::vector<ActivationCopies> result;
-  for (const auto& [leaving, coming, needed] : moments) result.push_back({leaving, coming, needed});
-  return result;
-}
-
 void register_choice(py::module_& module) {
   module.def(
       "choose_plan",

@@ -31,6 +31,13 @@ struct Moment {
   int64_t tide_peak_bytes = 0;
 };
 
+// Activations that leave the device in a moment, or come back in it ([Note: stashed activations], engine/stash.h).
+struct ActivationCopies {
+  int64_t leaving_bytes = 0;  // to the host, when the moment has computed
+  int64_t coming_bytes = 0;   // back, when what came before the moment has computed
+  int64_t needed_bytes = 0;   // what the moment needs of those that come back, which are needed in the order they came
+};
+
 struct Timeline {
   std::vector<Moment> moments;
   std::vector<int64_t> forward_ends;  // by forward: how many moments the step had when it was over; empty: not known

@@ -22,6 +22,7 @@ Stash::Ticket Stash::put(const void* data, int64_t num_bytes) {
     backend.copy(Queue::kDownload, block.data, data, num_bytes);
   }
   memory().counters().stashed_bytes += num_bytes;
+  recorder_.note_copies({num_bytes, 0, 0});
   entries_[next_ticket_] = {std::move(block), backend.record(Queue::kDownload), nullptr};
   return next_ticket_++;
 }
@@ -49,11 +50,14 @@ void Stash::fetch(Ticket ticket, void* to) {
   }
   stashed.fetched = backend.record(Queue::kUpload);
   set_absent(stashed, false);
+  recorder_.note_copies({0, stashed.block.num_bytes, 0});
 }
 
 void Stash::await(Ticket ticket) {
   const TraceScope stall(memory().tracer(), {Track::kStall, StallCause::kUpload, kNoArray});
-  memory().backend().wait(Queue::kCompute, entry(ticket).fetched);
+  const Entry& stashed = entry(ticket);
+  memory().backend().wait(Queue::kCompute, stashed.fetched);
+  recorder_.note_copies({0, 0, stashed.block.num_bytes});
 }
 
 void Stash::drop(Ticket ticket) {

@@ -6,8 +6,7 @@
 // shortly before its use. Its host memory is a guest's ([Note: homes on the host], engine/pager.h): it is had where no
 // chunk needs it, also from updates ahead of the step. Where there is none the activation stays on the device. What
 // leaves is no part of the tide any more, so plans give chunks that room, but for what will stay in later steps
-// (Recorder::count_absent). The choice of a plan by time does not know of the transfers (plan/simulator.h:
-// ActivationCopies).
+// (Recorder::count_absent). A measured step's transfers enter the choice of a plan by time (Recorder::note_copies).
 //
 //   ticket = stash.put(data, num_bytes);   // `data` is needed until is_over(ticket), or finish(ticket)
 //   stash.fetch(ticket, to);               // starts the copy back

@@ -68,6 +68,7 @@ void StepPlanner::measure(bool alike) {
   const std::optional<StepTrace> trace = traces_.take(TraceReader::kPlanner);
   if (!trace || !alike || trace->outcome != StepOutcome::kApplied) return;
   own_times_ = {measured_rates(*trace), {measured_compute_seconds(*trace), {}, {}}};
+  own_times_->shape.activations = recorder_.last_copies();
   stage_ = Stage::kMeasured;
 }
 

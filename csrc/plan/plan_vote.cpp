@@ -25,8 +25,18 @@ void keep_slower(Rates& all, const Rates& mine) {
   most(&Rates::scatter_gbps);
 }
 
+void keep_more(std::vector<ActivationCopies>& all, const std::vector<ActivationCopies>& mine) {
+  if (all.empty()) all = mine;
+  for (size_t t = 0; t < mine.size(); ++t) {
+    all[t].leaving_bytes = std::max(all[t].leaving_bytes, mine[t].leaving_bytes);
+    all[t].coming_bytes = std::max(all[t].coming_bytes, mine[t].coming_bytes);
+    all[t].needed_bytes = std::max(all[t].needed_bytes, mine[t].needed_bytes);
+  }
+}
+
 void keep_slower(StepTimes& all, const StepTimes& mine) {
   keep_slower(all.rates, mine.rates);
+  keep_more(all.shape.activations, mine.shape.activations);
   std::vector<double>& seconds = all.shape.compute_seconds;
   for (size_t t = 0; t < seconds.size(); ++t) seconds[t] = std::max(seconds[t], mine.shape.compute_seconds[t]);
 }
@@ -40,6 +50,7 @@ std::string packed(const PlanVote& vote) {
       .add(vote.updates)
       .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
       .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
+      .add(vote.times ? vote.times->shape.activations : std::vector<ActivationCopies>{})
       .str();
 }
 
@@ -51,10 +62,14 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   vote.updates = reader.next_list<UpdateAt>(num_chunks);
   const auto rates = reader.next_list<Rates>();
   const auto compute_seconds = reader.next_list<double>();
+  const auto activations = reader.next_list<ActivationCopies>();
   reader.finish();
   reader.check(rates.size() <= 1, "several rates");
   for (UpdateAt update : vote.updates) reader.check(update <= kLastUpdateAt, "an update at no known time");
-  if (!rates.empty()) vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
+  reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other moments");
+  if (rates.empty()) return vote;
+  vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
+  vote.times->shape.activations = activations;
   return vote;
 }
 

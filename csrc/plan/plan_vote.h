@@ -27,10 +27,11 @@ struct StepTimes {
 };
 
 struct PlanVote {
-  bool can_measure = false;        // the next step may be traced here, or was already
-  bool has_plan = false;           // that the last step replayed, or could have
-  std::vector<UpdateAt> updates;   // by chunk, as things are
-  std::optional<StepTimes> times;  // of a traced step, until all ranks have them; `shape` says compute_seconds alone
+  bool can_measure = false;       // the next step may be traced here, or was already
+  bool has_plan = false;          // that the last step replayed, or could have
+  std::vector<UpdateAt> updates;  // by chunk, as things are
+  std::optional<StepTimes>
+      times;  // of a traced step, until all ranks have them; `shape` says compute_seconds and activations
 };
 
 std::string packed(const PlanVote& vote);
@@ -38,9 +39,9 @@ std::string packed(const PlanVote& vote);
 PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // can_measure, has_plan: all. updates: by chunk the latest on any rank; on the device if they are there on any, since
-// memory is set aside for that. times: where all ranks have some, the lowest rates, the longest waits and by moment the
-// longest compute. Gathers and scatters are as fast as the rank says for which they were fastest: it came last, and the
-// others' times count how long they waited for it.
+// memory is set aside for that. times: where all ranks have some, the lowest rates, the longest waits and by moment
+// the longest compute and most activations. Gathers and scatters are as fast as the rank says for which they were
+// fastest: it came last, and the others' times count how long they waited for it.
 PlanVote agreed(const std::vector<PlanVote>& votes);
 
 }  // namespace patrickstar

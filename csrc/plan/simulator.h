@@ -58,13 +58,6 @@ constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
 constexpr double kParamPass = 16.0 / 28;
 constexpr double kStatesPass = 26.0 / 28;
 
-// Activations that leave the device in a moment, or come back in it ([Note: stashed activations], engine/stash.h).
-struct ActivationCopies {
-  int64_t leaving_bytes = 0;  // to the host, when the moment has computed
-  int64_t coming_bytes = 0;   // back, when what came before the moment has computed
-  int64_t needed_bytes = 0;   // what the moment needs of those that come back, which are needed in the order they came
-};
-
 struct StepShape {
   std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
   std::vector<UpdateAt> updates;                // by chunk

@@ -16,6 +16,14 @@ void Recorder::note_absent(int64_t num_bytes) {
   if (!absent_.empty()) absent_.back() = std::max(absent_.back(), num_bytes);
 }
 
+void Recorder::note_copies(const ActivationCopies& more) {
+  if (copies_.empty()) return;
+  ActivationCopies& copies = copies_.back();
+  copies.leaving_bytes += more.leaving_bytes;
+  copies.coming_bytes += more.coming_bytes;
+  copies.needed_bytes += more.needed_bytes;
+}
+
 void Recorder::count_absent(int64_t most_bytes) {
   for (size_t t = 0; t < running_.moments.size(); ++t) {
     int64_t& peak = running_.moments[t].tide_peak_bytes;
@@ -26,6 +34,7 @@ void Recorder::count_absent(int64_t most_bytes) {
 void Recorder::undo_forward() {
   running_.moments.resize(std::min(forward_begin_, running_.moments.size()));
   absent_.resize(running_.moments.size());
+  copies_.resize(running_.moments.size());
 }
 
 void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak) {
@@ -36,6 +45,7 @@ void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t 
   moment.acquired = std::move(acquired);
   running_.moments.push_back(std::move(moment));
   absent_.push_back(absent_bytes_);
+  copies_.emplace_back();
 }
 
 void Recorder::add(Access access) {
@@ -52,17 +62,23 @@ void Recorder::finish_step() {
   last_ = std::move(running_);
   running_ = {};
   absent_.clear();
+  const bool any_left = std::any_of(copies_.begin(), copies_.end(),
+                                    [](const ActivationCopies& copies) { return copies.leaving_bytes > 0; });
+  last_copies_ = any_left ? std::move(copies_) : std::vector<ActivationCopies>();
+  copies_.clear();
   has_last_ = true;
 }
 
 void Recorder::set_last(Timeline timeline) {
   last_ = std::move(timeline);
+  last_copies_.clear();
   has_last_ = true;
 }
 
 void Recorder::abandon_step() {
   running_ = {};
   absent_.clear();
+  copies_.clear();
   forward_begin_ = 0;
 }
 

@@ -31,6 +31,8 @@ class Recorder {
   void note_tide(int64_t tide_peak);
   // So many bytes of activations are away from the device from now on.
   void note_absent(int64_t num_bytes);
+  // So many more of them begin to leave in the running moment, or to come back, or are needed in it.
+  void note_copies(const ActivationCopies& more);
   // What was away stays in later steps, as far as the tide is `most_bytes` at most with it: so the running step's does.
   void count_absent(int64_t most_bytes);
   void finish_step();
@@ -39,6 +41,8 @@ class Recorder {
   // Forgets the running step's recording (an exception left the step).
   void abandon_step();
 
+  // Of the last step that was recorded, by moment; empty: nothing left.
+  const std::vector<ActivationCopies>& last_copies() const { return last_copies_; }
   bool has_last() const { return has_last_; }
   const Timeline& last() const { return last_; }
   const Timeline& running() const { return running_; }
@@ -49,10 +53,12 @@ class Recorder {
 
  private:
   Timeline running_;
-  std::vector<int64_t> absent_;  // by moment of it, at most
-  int64_t absent_bytes_ = 0;     // now
-  size_t forward_begin_ = 0;     // moments before the running forward
+  std::vector<int64_t> absent_;           // by moment of it, at most
+  std::vector<ActivationCopies> copies_;  // by moment of it
+  int64_t absent_bytes_ = 0;              // now
+  size_t forward_begin_ = 0;              // moments before the running forward
   Timeline last_;
+  std::vector<ActivationCopies> last_copies_;
   bool has_last_ = false;
 };
 

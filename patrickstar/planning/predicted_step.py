@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
@@ -110,12 +110,18 @@ class StepTimes:
     """By moment: the device's work until the next one, without waiting."""
     updates: list[str]
     """By chunk, where and when it is updated: names of ``_C.UpdateAt``."""
+    activations: list[Sequence[int]] = dataclasses.field(default_factory=list)
+    """By moment, bytes of activations that leave the device, that come back, and of these that the moment needs; empty:
+    none leave.
+    """
 
     @classmethod
     def of_core(cls, times: Mapping[str, Any]) -> StepTimes:
         """Of the dict that ``_C.Runtime.step_times`` returns."""
         rates = {name: getattr(times["rates"], name) for name in _RATES}
-        return cls(rates, list(times["compute_seconds"]), [update.name for update in times["updates"]])
+        updates = [update.name for update in times["updates"]]
+        activations = [list(copies) for copies in times["activations"]]
+        return cls(rates, list(times["compute_seconds"]), updates, activations)
 
     def as_core(self) -> dict[str, Any]:
         """What ``_C.Runtime.adopt_timeline`` takes.
@@ -127,4 +133,9 @@ class StepTimes:
         for name in _RATES:
             setattr(rates, name, float(self.rates[name]))
         updates = [_C.UpdateAt.__members__[name] for name in self.updates]
-        return {"rates": rates, "compute_seconds": self.compute_seconds, "updates": updates}
+        return {
+            "rates": rates,
+            "compute_seconds": self.compute_seconds,
+            "updates": updates,
+            "activations": [tuple(copies) for copies in self.activations],
+        }

@@ -609,7 +609,14 @@ def _choose_plan(
         on_device,
         {**problem, "prefetch_bytes": choice["prefetch_bytes"]},
         choice["plan"],
-        StepTimes.of_core({"rates": rates, "compute_seconds": timed.seconds, "updates": updates}),
+        StepTimes.of_core(
+            {
+                "rates": rates,
+                "compute_seconds": timed.seconds,
+                "updates": updates,
+                "activations": [copies.as_core() for copies in timed.copies],
+            }
+        ),
         Prediction(**choice["predicted"]),
         on_disk,
     )

@@ -188,6 +188,8 @@ class Plan:
         given = (len(self.times.compute_seconds), len(self.times.updates))
         if given != (len(self.timeline), len(self.chunks)):
             raise IndexError(f"times of {given[0]} moments and {given[1]} chunks")
+        if len(self.times.activations) not in (0, len(self.timeline)):
+            raise IndexError(f"activations of {len(self.times.activations)} moments")
 
     def __str__(self) -> str:
         """A table: one line per run of moments that move nothing, one per moment that moves something."""

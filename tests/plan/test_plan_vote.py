@@ -21,7 +21,7 @@ def vote(rate=None, seconds=(), updates=(), **flags):
         for name in (*LOWER_IS_SLOWER, *HIGHER_COUNTS):
             setattr(rates, name, rate)
     return {"can_measure": True, "has_plan": True, "updates": list(updates), "rates": rates,
-            "compute_seconds": list(seconds), **flags}  # fmt: skip
+            "compute_seconds": list(seconds), "activations": [], **flags}  # fmt: skip
 
 
 def test_one_rank_agrees_with_itself():
@@ -37,6 +37,19 @@ def test_the_slowest_rank_counts():
     assert found["compute_seconds"] == [2.0, 5.0]
     assert all(getattr(found["rates"], name) == 2.0 for name in LOWER_IS_SLOWER)
     assert all(getattr(found["rates"], name) == 4.0 for name in HIGHER_COUNTS)
+
+
+def test_the_rank_counts_whose_activations_leave():
+    """By moment and direction, whether others have any that leave or none."""
+    votes = [
+        vote(1.0, [1.0, 1.0], activations=activations)
+        for activations in ([[8, 0, 0], [0, 8, 4]], [], [[2, 0, 0], [0, 9, 9]])
+    ]
+    for order in (votes, votes[::-1], [votes[1], votes[0], votes[2]]):
+        assert _C.agreed_vote(order)["activations"] == [[8, 0, 0], [0, 9, 9]]
+    assert _C.agreed_vote([votes[1], votes[1]])["activations"] == []
+    with pytest.raises(_C.StateError, match="activations of other moments"):
+        _C.agreed_vote([vote(1.0, [1.0], activations=[[1, 1, 1]] * 2)])
 
 
 def test_an_update_that_is_late_on_any_rank_is_late():

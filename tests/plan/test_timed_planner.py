@@ -10,6 +10,7 @@ import torch
 from patrickstar import _C
 from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
+from tests.engine.test_stashed_activations import DEEP, least, stashing
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train
 
@@ -323,3 +324,28 @@ def test_without_a_limit():
         cost[0] for (_, kind), cost in plans[-1].problem["costs"].items() if kind == _C.ArrayKind.PARAM
     )
     assert_same(run, train(LAYERS, make_config("bf16"), steps=STEPS + 1))
+
+
+def test_activations_that_leave_are_part_of_the_choice():
+    """Their transfers in the measured step: the predicted step, and the choice of the plan, are those with them."""
+    plans, stashed = [], []
+
+    def look(engine, step):
+        plans.append(engine.plan() if step else None)
+        stashed.append(engine.report()["stashed_bytes"])
+
+    config = stashing("auto", delays={"link_gbps": 0.02}, device_memory=int(1.2 * least("auto")))
+    train(DEEP, config, steps=STEPS + 1, before_step=look, checkpointing=False)
+    plan = plans[-1]
+    forward = [moment["phase"] == _C.Phase.FORWARD for moment in plan.timeline]
+    leaving, coming, needed = zip(*plan.times.activations, strict=True)
+    assert 0 < sum(leaving) == stashed[MEASURED + 1] - stashed[MEASURED]
+    assert sum(coming) == sum(needed) >= sum(leaving)  # what is asked for twice comes twice
+    assert not any(bytes for bytes, is_forward in zip(leaving, forward, strict=True) if not is_forward)
+    assert not any(coming[: sum(forward) - 1])  # the backward of the loss belongs to the last moment of forward
+    times, numels = plan.times.as_core(), [chunk.numel for chunk in plan.chunks]
+    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **plan.problem)
+    assert choice["predicted"]["seconds"] == plan.prediction.seconds
+    stays = simulated(plan, plan.problem, plan.as_core(), {**times, "activations": []}, numels)
+    assert plan.prediction.seconds > stays["seconds"]
+    assert plan.prediction.uploaded_bytes == stays["uploaded_bytes"] + sum(coming)
