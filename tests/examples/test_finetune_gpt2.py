@@ -18,9 +18,9 @@ TINY = ("--model-size", "tiny", "--seq-len", 32, "--vocab-size", 300, "--batch-s
 def trained(tmp_path_factory) -> tuple[Path, str]:
     """The output folder and the output of a run on the Python reference."""
     folder = tmp_path_factory.mktemp("gpt2")
-    result = run_example("finetune_gpt2.py", *TINY, "--steps", 80, "--lr", "5e-3", "--save", "--output-dir", folder)
+    result = run_example("finetune_gpt2.py", *TINY, "--steps", 160, "--lr", "3e-3", "--save", "--output-dir", folder)
     assert result.returncode == 0, result.stderr
-    assert "80/80" in result.stderr  # the progress bar
+    assert "160/160" in result.stderr  # the progress bar
     return folder, result.stdout
 
 
