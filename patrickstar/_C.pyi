@@ -496,7 +496,6 @@ def simulate(
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
-    idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the

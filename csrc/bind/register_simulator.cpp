@@ -96,10 +96,9 @@ void register_simulator(py::module_& module) {
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
          int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> idle_bytes) {
+         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
-        problem.idle_bytes = std::move(idle_bytes);
         problem.timeline = &timeline;
         problem.arrays = parse_costs(costs, timeline);
         problem.limit_bytes = limit_bytes;
@@ -113,7 +112,6 @@ void register_simulator(py::module_& module) {
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("idle_bytes") = std::vector<int64_t>{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels "
       "and disk_bytes: by chunk.");
   register_choice(module);

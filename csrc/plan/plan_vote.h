@@ -30,8 +30,8 @@ struct PlanVote {
   bool can_measure = false;       // the next step may be traced here, or was already
   bool has_plan = false;          // that the last step replayed, or could have
   std::vector<UpdateAt> updates;  // by chunk, as things are
-  std::optional<StepTimes>
-      times;  // of a traced step, until all ranks have them; `shape` says compute_seconds and activations
+  // Of a traced step, until all ranks have them; `shape` says compute_seconds and activations.
+  std::optional<StepTimes> times;
 };
 
 std::string packed(const PlanVote& vote);

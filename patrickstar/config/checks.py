@@ -57,14 +57,13 @@ def _conflicts_of_disk(config: Config) -> list[str]:
         ]
     if section.size is not None and section.path is None:
         return [f"disk_memory.size is {section.size}, but disk_memory.path is missing; give a folder on that disk"]
-    for name, offload in on_disk.items():  # the first one's folder counts
-        if offload.nvme_path == section.path:
-            break
-        if offload.nvme_path is not None:
-            return [
-                f"disk_memory.path is {shown(section.path)} and zero_optimization.{name}.nvme_path is "
-                f"{shown(offload.nvme_path)}; give one of them"
-            ]
+    named = [(name, offload.nvme_path) for name, offload in on_disk.items() if offload.nvme_path is not None]
+    if named and named[0][1] != section.path:  # the first one's folder counts
+        name, path = named[0]
+        return [
+            f"disk_memory.path is {shown(section.path)} and zero_optimization.{name}.nvme_path is {shown(path)}; "
+            "give one of them"
+        ]
     return []
 
 

@@ -54,18 +54,20 @@ class Fate:
     """The values that are accepted; None: all of the type."""
     accepts: Callable[[Any], bool] | None = None
     """Instead of ``only``, where accepted values cannot be listed."""
-    otherwise: str = ""
-    """Why the others are not accepted, and what to do instead."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Lets pydantic refuse what is not accepted, in this key's own words."""
         schema = handler(source)
-        return core_schema.no_info_after_validator_function(self._check, schema) if self.otherwise else schema
+        return (
+            core_schema.no_info_after_validator_function(self._check, schema)
+            if self.action is Action.REFUSED
+            else schema
+        )
 
     def _check(self, value: Any) -> Any:
         accepted = self.accepts(value) if self.accepts is not None else is_one_of(value, self.only or ())
         if not accepted:
-            raise unexpected(self.otherwise)
+            raise unexpected(self.text)
         return value
 
 
@@ -89,12 +91,12 @@ def no_effect(why: str) -> Fate:
 
 def refused(why: str, *, only: tuple[Any, ...] = (False,)) -> Fate:
     """The key is accepted with the values ``only``, which ask for nothing; ``why`` says what to do instead."""
-    return Fate(action=Action.REFUSED, text=why, only=only, otherwise=why)
+    return Fate(action=Action.REFUSED, text=why, only=only)
 
 
 def refused_section(why: str) -> Fate:
     """As :func:`refused`, for a section without keys of its own here: nothing in it may be switched on."""
-    return Fate(action=Action.REFUSED, text=why, accepts=_asks_for_nothing, otherwise=why)
+    return Fate(action=Action.REFUSED, text=why, accepts=_asks_for_nothing)
 
 
 def _asks_for_nothing(value: Any) -> bool:

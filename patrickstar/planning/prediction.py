@@ -78,7 +78,7 @@ def _simulated(
         numels=[chunk.shard_numel for chunk in plan.chunks],
         num_ranks=plan.num_ranks,
         disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
-        **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes")},
+        **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")},
     )
     return Prediction(**step)
 

@@ -90,7 +90,7 @@ def test_refused_values_are_errors_that_say_why():
         for value in case.key.fate.only or ({"enabled": False}, {}, None):
             assert differences(parse_config(case.given(value), case.dialect), case.before()) in ([], [case.key.path])
     for case in refused:
-        line = f"; {case.key.fate.otherwise}"
+        line = f"; {case.key.fate.text}"
         errors = [error for _, error in case.outcomes() if isinstance(error, str)]
         assert any(error.startswith(f"{case.key.path} is ") and line in error for error in errors), case.key.path
 

@@ -198,7 +198,7 @@ def chosen(budget):
 
 def simulated(plan, rule, planned, times, numels):
     """The step of ``planned``, as ``_C.make_plan`` gives it."""
-    limits = {key: value for key, value in rule.items() if key not in ("costs", "prefetch_bytes")}
+    limits = {key: value for key, value in rule.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")}
     return _C.simulate(plan.timeline, rule["costs"], planned, **times, numels=numels, **limits)
 
 
