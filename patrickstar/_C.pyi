@@ -474,6 +474,8 @@ class Rates:
     scatter_gbps: float
     collective_latency_seconds: float
     host_adam_params_per_second: float
+    param_pass: float
+    states_pass: float
     device_adam_params_per_second: float
     synchronize_seconds: float
     launch_ahead_seconds: float
@@ -519,10 +521,10 @@ def choose_plan(
     disk_bytes: Sequence[int] = [],
     idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
-    """The plan of the least predicted step, over how much room prefetches get.
+    """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward.
 
-    ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, and ``predicted`` as ``simulate``
-    gives it.
+    ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, ``predicted`` as ``simulate`` gives
+    it, and ``updates`` by chunk: those given, of which some wait for the norm.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:

@@ -56,6 +56,7 @@ void register_choice(py::module_& module) {
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
         result["predicted"] = describe_step(choice.predicted);
+        result["updates"] = choice.updates;
         return result;
       },
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
@@ -63,7 +64,8 @@ void register_choice(py::module_& module) {
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("idle_bytes") = std::vector<int64_t>{},
-      "The plan of the least predicted step, over how much room prefetches get (plan/plan_choice.h).");
+      "The plan of the least predicted step, over how much room prefetches get and which updates begin in backward "
+      "(plan/plan_choice.h).");
 }
 
 }  // namespace
@@ -86,6 +88,8 @@ void register_simulator(py::module_& module) {
       .def_readwrite("scatter_gbps", &Rates::scatter_gbps)
       .def_readwrite("collective_latency_seconds", &Rates::collective_latency_seconds)
       .def_readwrite("host_adam_params_per_second", &Rates::host_adam_params_per_second)
+      .def_readwrite("param_pass", &Rates::param_pass)
+      .def_readwrite("states_pass", &Rates::states_pass)
       .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
       .def_readwrite("disk_read_gbps", &Rates::disk_read_gbps)
       .def_readwrite("disk_write_gbps", &Rates::disk_write_gbps)

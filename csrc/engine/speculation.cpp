@@ -25,6 +25,7 @@ Speculation::Speculation(int num_chunks, HostArena& arena, HostUpdates& updates,
       mode_(mode),
       reserve_bytes_(reserve_bytes),
       pending_(static_cast<size_t>(num_chunks)),
+      first_late_(num_chunks),
       open_(num_chunks, arena, updates) {}
 
 Speculation::~Speculation() { release_memory(); }

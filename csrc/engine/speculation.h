@@ -64,8 +64,11 @@ class Speculation {
   void forget_choice();
   // So much more is left to others than what always is; where that is more than before, the next choice is made anew.
   void leave(int64_t num_bytes);
-  bool wants(ChunkId chunk) const { return active_ && ahead(chunk) != Ahead::kNothing; }
-  // Whether the chunk's updates start early from step to step: chosen, and nothing keeps it from succeeding.
+  bool wants(ChunkId chunk) const { return active_ && !is_late(chunk) && ahead(chunk) != Ahead::kNothing; }
+  // [Note: updates that wait] (plan/plan_choice.h): from this chunk on nothing starts early, though there is memory.
+  void delay_from(ChunkId first_late) { first_late_ = first_late; }
+  bool is_late(ChunkId chunk) const { return chunk >= first_late_; }
+  // Whether the chunk's updates can start early from step to step: chosen, and nothing keeps it from succeeding.
   bool succeeds(ChunkId chunk) const { return is_on() && backwards_to_wait_ == 0 && ahead(chunk) != Ahead::kNothing; }
   // How much of the chunk's update there is memory for.
   Ahead ahead(ChunkId chunk) const { return chosen_.empty() ? Ahead::kNothing : chosen_[static_cast<size_t>(chunk)]; }
@@ -120,6 +123,7 @@ class Speculation {
   std::vector<Pending> pending_;  // by chunk
   std::vector<Ahead> chosen_;     // by chunk
   int64_t chosen_bytes_ = 0;      // of their parameters
+  ChunkId first_late_;
   OpenMemory open_;
   std::vector<std::pair<Event, HostBlock>> leaving_;
   std::vector<GroupOptions> groups_;

@@ -32,7 +32,7 @@ bool tide_rose(const Timeline& before, const Timeline& now) {
 }  // namespace
 
 StepPlanner::StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency,
-                         const Updates& updates, const GradientFlow& gradients, TraceRequests& traces)
+                         Updates& updates, const GradientFlow& gradients, TraceRequests& traces)
     : pager_(pager),
       store_(pager.store()),
       recorder_(recorder),
@@ -84,7 +84,7 @@ bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
     times_ = agreed.times;
   }
   const bool holds = agreed.has_plan && !agreed.times && alike && !tide_rose(previous, recorder_.last()) &&
-                     !(times_ && times_->shape.updates != agreed_updates_);
+                     !(times_ && planned_updates_ != agreed_updates_);
   if (!holds) make_next_plan();
   return holds;
 }
@@ -153,9 +153,11 @@ void StepPlanner::make_next_plan() {
   const PlanProblem untimed = untimed_problem();
   predicted_.reset();
   Plan plan;
+  ChunkId first_late = store_.num_chunks();
   if (times_) {
     StepShape& shape = times_->shape;
     if (num_steps_ > 0) shape.updates = agreed_updates_;
+    planned_updates_ = shape.updates;
     shape.num_ranks = store_.layout().sharding().num_ranks;
     shape.numels.clear();
     shape.disk_bytes.clear();
@@ -165,11 +167,14 @@ void StepPlanner::make_next_plan() {
     }
     PlanChoice choice = choose_plan(untimed, times_->rates, shape);
     plan = std::move(choice.plan);
+    shape.updates = std::move(choice.updates);
+    first_late = choice.first_late;
     prefetch_bytes_ = choice.prefetch_bytes;
     predicted_ = choice.predicted;
   } else {
     plan = make_plan(untimed);
   }
+  updates_.delay_from(first_late);
   collectives_.check_same_plan(fingerprint(plan));
   pager_.set_plan(std::move(plan), NextUse(last, store_.num_arrays()));
 }

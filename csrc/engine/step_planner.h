@@ -32,8 +32,8 @@ namespace patrickstar {
 
 class StepPlanner {
  public:
-  StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency,
-              const Updates& updates, const GradientFlow& gradients, TraceRequests& traces);
+  StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency, Updates& updates,
+              const GradientFlow& gradients, TraceRequests& traces);
 
   // A training step begins.
   void begin_step();
@@ -68,7 +68,7 @@ class StepPlanner {
   // The traced step becomes this rank's times, if it went as usual.
   void measure(bool alike);
   bool can_measure(bool alike) const;
-  // As things are here.
+  // As early as things here allow.
   std::vector<UpdateAt> update_times() const;
   PlanProblem untimed_problem() const;
   void make_next_plan();
@@ -78,13 +78,14 @@ class StepPlanner {
   Recorder& recorder_;
   Collectives& collectives_;
   const Residency& residency_;
-  const Updates& updates_;
+  Updates& updates_;
   const GradientFlow& gradients_;
   TraceRequests& traces_;
   Stage stage_ = Stage::kUnmeasured;
   int64_t num_steps_ = 0;
   bool all_can_measure_ = false;            // in the next step
-  std::vector<UpdateAt> agreed_updates_;    // by chunk; none before the first step
+  std::vector<UpdateAt> agreed_updates_;    // by chunk, as early as all ranks can; none before the first step
+  std::vector<UpdateAt> planned_updates_;   // those that the present plan was chosen for
   std::optional<StepTimes> own_times_;      // until all ranks have theirs
   std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan

@@ -318,14 +318,17 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
 void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ChunkId> batch;
   int64_t numel = 0;
+  const auto apply_batch = [&] {
+    if (!batch.empty()) apply_on_host(std::exchange(batch, {}), groups, grad_scale);
+    numel = 0;
+  };
   for (ChunkId chunk : late.on_host) {
+    if (!batch.empty() && speculation_.is_late(chunk) != speculation_.is_late(batch.front())) apply_batch();
     batch.push_back(chunk);
     numel += store_.chunk(chunk).numel;
-    if (numel < kBatchNumel) continue;
-    apply_on_host(std::exchange(batch, {}), groups, grad_scale);
-    numel = 0;
+    if (numel >= kBatchNumel) apply_batch();
   }
-  if (!batch.empty()) apply_on_host(batch, groups, grad_scale);
+  apply_batch();
   for (ChunkId chunk : late.on_disk) apply_on_host({chunk}, groups, grad_scale);
 }
 
@@ -372,6 +375,7 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
 
 std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {
   if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
+  if (speculation_.is_late(chunks.front())) return std::nullopt;
   std::vector<HostBlock> blocks(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (gradients_.source(chunks[i]) != grad_of(chunks[i]).kind) continue;

@@ -50,7 +50,10 @@ class Updates {
   // groups[group_of[param]] are the options of `param`; gradients are multiplied by `grad_scale` first.
   void apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
 
-  // When the chunk's updates on the host start, from step to step.
+  // [Note: updates that wait] (plan/plan_choice.h): updates on the host that could start in backward, but wait for the
+  // norm, from this chunk on.
+  void delay_from(ChunkId first_late) { speculation_.delay_from(first_late); }
+  // When the chunk's updates on the host can start, from step to step: as early as there is memory for it.
   UpdateAt host_update_at(ChunkId chunk) const;
   // Where they start when the norm is known.
   UpdateAt late_update_at(ChunkId chunk) const {
@@ -97,8 +100,8 @@ class Updates {
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // Several chunks that are at home on the host, or one whose states are on the disk.
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
-  // Memory for the chunks' new parameters apart from their gradients; empty when there is none for one of them. The
-  // chunks whose gradient is another array need none.
+  // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them, or
+  // they are to wait and be made in one pass. The chunks whose gradient is another array need none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
   void submit_states_passes();
   // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the

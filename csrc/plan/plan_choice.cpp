@@ -50,20 +50,12 @@ int64_t spare_bytes(const PlanProblem& problem) {
   return std::max<int64_t>(spare, 0);
 }
 
-}  // namespace
+// Of the updates in two passes, so many parts begin in backward or wait.
+constexpr int kParts = 16;
+// Rooms depend on updates and these on rooms: each is chosen so often at most.
+constexpr int kRounds = 2;
 
-std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
-  const int64_t spare = spare_bytes(problem);
-  const int64_t chunk = largest_fetch_bytes(problem);
-  std::set<int64_t> rooms{0, problem.prefetch_bytes};
-  if (chunk > 0) {
-    for (int64_t room = chunk; room < spare; room *= 2) rooms.insert(room);
-    rooms.insert(spare);
-  }
-  return {rooms.begin(), rooms.end()};
-}
-
-PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape) {
+PlanChoice choose_room(PlanProblem problem, const Rates& rates, const StepShape& shape) {
   const Rates slower_rates = cautious(rates);
   const int64_t usual_room = problem.prefetch_bytes;
   std::vector<PlanChoice> choices;
@@ -71,7 +63,7 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
     problem.prefetch_bytes = room;
     Plan plan = make_plan(problem);
     const SimulatedStep predicted = simulate(problem, plan, slower_rates, shape);
-    choices.push_back({std::move(plan), room, predicted});
+    choices.push_back({std::move(plan), room, predicted, 0, {}});
   }
   double least = choices.front().predicted.seconds;
   for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
@@ -87,6 +79,93 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
   problem.prefetch_bytes = best.prefetch_bytes;
   best.predicted = simulate(problem, best.plan, rates, shape);
   return best;
+}
+
+// What is played where updates wait from `first_late` on.
+struct Delayed {
+  ChunkId first_late = 0;
+  StepShape shape;
+  double seconds = 0;
+};
+
+// All numbers of updates in two passes that are tried, the most first.
+std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, const Rates& rates,
+                                  const StepShape& earliest) {
+  std::vector<ChunkId> in_two_passes;
+  const auto num_chunks = static_cast<ChunkId>(earliest.updates.size());
+  for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) {
+    if (earliest.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostParamFirst) in_two_passes.push_back(chunk);
+  }
+  std::vector<Delayed> played;
+  for (size_t part = kParts + 1; part-- > 0;) {
+    const size_t kept = (in_two_passes.size() * part + kParts - 1) / kParts;
+    const ChunkId first_late = kept == in_two_passes.size() ? num_chunks : in_two_passes[kept];
+    if (!played.empty() && played.back().first_late == first_late) continue;
+    StepShape shape = earliest;
+    shape.updates = delayed_updates(std::move(shape.updates), first_late);
+    const double seconds = simulate(problem, plan, rates, shape).seconds;
+    played.push_back({first_late, std::move(shape), seconds});
+  }
+  return played;
+}
+
+// Of those that are as short as the shortest, the one that is where everything beside compute takes longer; of several,
+// the most updates in backward.
+ChunkId choose_first_late(PlanProblem problem, const PlanChoice& choice, const Rates& rates,
+                          const StepShape& earliest) {
+  problem.prefetch_bytes = choice.prefetch_bytes;
+  const std::vector<Delayed> played = play_delayed(problem, choice.plan, rates, earliest);
+  if (played.size() == 1) return played.front().first_late;
+  double least = played.front().seconds;
+  for (const Delayed& step : played) least = std::min(least, step.seconds);
+  const Rates slower_rates = cautious(rates);
+  const Delayed* best = nullptr;
+  double best_seconds = 0;
+  for (const Delayed& step : played) {
+    if (step.seconds > least * (1 + kPredictionTolerance)) continue;
+    const double seconds = simulate(problem, choice.plan, slower_rates, step.shape).seconds;
+    if (best != nullptr && seconds >= best_seconds * (1 - kPredictionTolerance)) continue;
+    best = &step;
+    best_seconds = seconds;
+  }
+  return best->first_late;
+}
+
+}  // namespace
+
+std::vector<UpdateAt> delayed_updates(std::vector<UpdateAt> updates, ChunkId first_late) {
+  for (auto chunk = static_cast<size_t>(first_late); chunk < updates.size(); ++chunk) {
+    const bool is_early = updates[chunk] == UpdateAt::kHostAtRetire || updates[chunk] == UpdateAt::kHostParamFirst;
+    if (is_early) updates[chunk] = UpdateAt::kHostAfterNorm;
+  }
+  return updates;
+}
+
+std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
+  const int64_t spare = spare_bytes(problem);
+  const int64_t chunk = largest_fetch_bytes(problem);
+  std::set<int64_t> rooms{0, problem.prefetch_bytes};
+  if (chunk > 0) {
+    for (int64_t room = chunk; room < spare; room *= 2) rooms.insert(room);
+    rooms.insert(spare);
+  }
+  return {rooms.begin(), rooms.end()};
+}
+
+PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape) {
+  StepShape chosen = shape;
+  ChunkId first_late = static_cast<ChunkId>(shape.updates.size());
+  PlanChoice choice = choose_room(problem, rates, chosen);
+  for (int round = 0; round < kRounds; ++round) {
+    const ChunkId next = choose_first_late(problem, choice, rates, shape);
+    if (next == first_late) break;
+    first_late = next;
+    chosen.updates = delayed_updates(shape.updates, first_late);
+    choice = choose_room(problem, rates, chosen);
+  }
+  choice.first_late = first_late;
+  choice.updates = std::move(chosen.updates);
+  return choice;
 }
 
 }  // namespace patrickstar

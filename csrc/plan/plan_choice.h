@@ -1,4 +1,5 @@
-// The choice of a plan with time: how much of the device's room prefetches get, decided by what the step will take.
+// The choice of a plan with time: how much of the device's room prefetches get, and which of the host's updates begin
+// in backward, decided by what the step will take.
 //
 // Room for prefetches lets transfers start earlier and keeps less on the device, so more is moved: whether that pays
 // depends on the link, on updates, and on how long each moment computes. So plans for several rooms are made and played
@@ -6,8 +7,14 @@
 // them, else the plan that moves the fewest bytes, then the one that needs the least room: transfers start as early as
 // memory allows and no earlier than useful.
 //
+// [Note: updates that wait] An update in two passes ([Note: parameters first], engine/update_jobs.h) takes half as long
+// again as one in one pass, or more. Where updates bound the step it therefore pays that those of the last chunks,
+// which the next forward needs last, wait for the norm and are made in one pass beside that forward. How many is
+// decided by playing steps in which all, 15 of 16, 14 of 16, ... and none of these updates begin in backward.
+//
 //   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and times of moments
 //   choice.plan, choice.predicted.seconds
+//   choice.first_late                                         // that chunk's updates, and those after it, wait
 //
 // Nothing here is shared; any thread may call it.
 #pragma once
@@ -27,15 +34,21 @@ struct PlanChoice {
   Plan plan;
   int64_t prefetch_bytes = 0;  // of the problem that the plan solves
   SimulatedStep predicted;
+  ChunkId first_late = 0;         // the number of chunks where none waits that need not
+  std::vector<UpdateAt> updates;  // by chunk, with these late
 };
+
+// `updates`, of which those on the host begin when the norm is known from `first_late` on.
+std::vector<UpdateAt> delayed_updates(std::vector<UpdateAt> updates, ChunkId first_late);
 
 // The rooms to try, ascending: none; one, two, four, ... of the largest array that can be fetched; all that no moment
 // needs for itself; and problem.prefetch_bytes, so that the choice is, with caution, never slower than the problem as
 // it is.
 std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 
-// Compared with caution (transfers and updates that take half as long again), predicted without. Throws ArgumentError
-// as simulate() does.
+// `shape.updates` are as early as there is memory for them. Rooms are compared with caution (transfers and updates that
+// take half as long again), numbers of updates without, and what is predicted is without. Throws ArgumentError as
+// simulate() does.
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape);
 
 }  // namespace patrickstar

@@ -21,6 +21,8 @@ void keep_slower(Rates& all, const Rates& mine) {
   most(&Rates::transfer_latency_seconds);
   most(&Rates::collective_latency_seconds);
   most(&Rates::synchronize_seconds);
+  most(&Rates::param_pass);
+  most(&Rates::states_pass);
   most(&Rates::gather_gbps);
   most(&Rates::scatter_gbps);
 }

@@ -255,7 +255,7 @@ void Player::retire(ArrayId id, size_t moment) {
   const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
   const double ready = times(grad).on_host_at.at;
   if (where == UpdateAt::kHostAtRetire) update_on_host(id.chunk, ready);
-  if (where == UpdateAt::kHostParamFirst) update_on_host(id.chunk, ready, kParamPass);
+  if (where == UpdateAt::kHostParamFirst) update_on_host(id.chunk, ready, rates_.param_pass);
   if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
 }
 
@@ -268,7 +268,7 @@ void Player::finish_step() {
   // States behind parameters, in the order in which the next backward needs them.
   for (ChunkId chunk = num_chunks - 1; chunk >= 0; --chunk) {
     if (shape_.updates[static_cast<size_t>(chunk)] == UpdateAt::kHostParamFirst) {
-      run_host_adam(chunk, launch_.at, kStatesPass);
+      run_host_adam(chunk, launch_.at, rates_.states_pass);
     }
   }
   for (int array = 0; array < static_cast<int>(arrays_.size()); ++array) {
@@ -459,6 +459,8 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,
            " GB/s, Adam ", rates.host_adam_params_per_second, " (host) and ", rates.device_adam_params_per_second,
            " (device) parameters per second");
+  PS_CHECK(rates.param_pass > 0 && rates.states_pass > 0, ArgumentError, "passes over parameters and over states take ",
+           rates.param_pass, " and ", rates.states_pass, " of an update in one pass; give more than 0");
   const bool any_on_disk = std::any_of(shape.updates.begin(), shape.updates.end(), [](UpdateAt at) {
     return at == UpdateAt::kDiskAtRetire || at == UpdateAt::kDiskAfterNorm;
   });

@@ -34,8 +34,12 @@ struct Rates {
   // time.
   double gather_gbps = 0;
   double scatter_gbps = 0;
-  double collective_latency_seconds = 0;     // of each gather and scatter, on top of its bytes
-  double host_adam_params_per_second = 0;    // must be more than 0
+  double collective_latency_seconds = 0;   // of each gather and scatter, on top of its bytes
+  double host_adam_params_per_second = 0;  // in one pass; must be more than 0
+  // Of an update in one pass, what the two of [Note: parameters first] take: by the bytes that each moves, until they
+  // were measured.
+  double param_pass = 16.0 / 28;
+  double states_pass = 26.0 / 28;
   double device_adam_params_per_second = 0;  // must be more than 0
   double disk_read_gbps = 0;   // of optimizer states, while others are written; more than 0 where any are on the disk
   double disk_write_gbps = 0;  // likewise
@@ -54,9 +58,6 @@ enum class UpdateAt : uint8_t {
   kDeviceAfterNorm  // on the device
 };
 constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
-// Of an update in one pass, what the two passes of [Note: parameters first] take, by the bytes that each moves.
-constexpr double kParamPass = 16.0 / 28;
-constexpr double kStatesPass = 26.0 / 28;
 
 struct StepShape {
   std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting

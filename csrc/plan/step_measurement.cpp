@@ -31,32 +31,66 @@ double median_gbps(const StepTrace& trace, Track track) {
   return *middle;
 }
 
-// `share(label)`: how much of an update a span is.
-template <class Share>
-double params_per_second(const StepTrace& trace, const std::set<Track>& tracks, const Share& share) {
-  double numel = 0;
-  double seconds = 0;
-  for (const TracedSpan& span : trace.spans) {
-    // Updates of the step before are clipped.
-    if (tracks.count(span.label.track) == 0 || span.owner != SpanOwner::kThisStep) continue;
-    numel += share(span.label) * static_cast<double>(span.label.numel);
-    seconds += seconds_of(span);
+// Parameters over seconds, of one kind of pass.
+class PassRate {
+ public:
+  void add(const TracedSpan& span) {
+    numel_ += static_cast<double>(span.label.numel);
+    add_seconds(span);
   }
-  return numel > 0 && seconds > 0 ? numel / seconds : kUnseenParamsPerSecond;
+  // Of what was counted elsewhere.
+  void add_seconds(const TracedSpan& span) { seconds_ += seconds_of(span); }
+  bool is_seen() const { return numel_ > 0 && seconds_ > 0; }
+  double numel() const { return numel_; }
+  double seconds_per_param() const { return seconds_ / numel_; }
+
+ private:
+  double numel_ = 0;
+  double seconds_ = 0;
+};
+
+// Updates of the step before are clipped.
+bool is_own_update(const TracedSpan& span, Track track) {
+  return span.label.track == track && span.owner == SpanOwner::kThisStep;
 }
 
-// In updates of one pass.
-double host_adam_params_per_second(const StepTrace& trace) {
+double device_adam_params_per_second(const StepTrace& trace) {
+  PassRate rate;
+  for (const TracedSpan& span : trace.spans) {
+    if (is_own_update(span, Track::kDeviceAdam)) rate.add(span);
+  }
+  return rate.is_seen() ? 1 / rate.seconds_per_param() : kUnseenParamsPerSecond;
+}
+
+// Where fewer parameters than this share of all were updated in one pass, its rate follows from that of states, which
+// moves nearly as many bytes.
+constexpr double kEnoughWhole = 0.05;
+// What a pass takes of a whole update, at least and at most: others than these were disturbed.
+constexpr double kLeastPass = 0.25;
+constexpr double kMostPass = 1.5;
+
+void measure_host_adam(const StepTrace& trace, Rates& rates) {
   std::set<ChunkId> in_two_passes;
   for (const TracedSpan& span : trace.spans) {
     if (span.label.track == Track::kHostStates) in_two_passes.insert(span.label.array.chunk);
   }
-  const auto share = [&](const SpanLabel& label) {
-    if (label.track == Track::kHostStates) return kStatesPass;
-    if (label.track == Track::kHostOpen) return 0.0;  // counted where they were left open
-    return in_two_passes.count(label.array.chunk) == 0 ? 1.0 : kParamPass;
-  };
-  return params_per_second(trace, {Track::kHostAdam, Track::kHostStates, Track::kHostOpen, Track::kDiskAdam}, share);
+  PassRate whole, param, states;
+  for (const TracedSpan& span : trace.spans) {
+    if (is_own_update(span, Track::kDiskAdam)) whole.add(span);
+    if (is_own_update(span, Track::kHostStates)) states.add(span);
+    if (is_own_update(span, Track::kHostOpen)) param.add_seconds(span);
+    if (!is_own_update(span, Track::kHostAdam)) continue;
+    (in_two_passes.count(span.label.array.chunk) == 0 ? whole : param).add(span);
+  }
+  rates.host_adam_params_per_second = kUnseenParamsPerSecond;
+  if (!whole.is_seen() && !states.is_seen()) return;
+  const bool enough = whole.is_seen() && whole.numel() >= kEnoughWhole * (whole.numel() + states.numel());
+  const double seconds =
+      enough || !states.is_seen() ? whole.seconds_per_param() : states.seconds_per_param() / rates.states_pass;
+  rates.host_adam_params_per_second = 1 / seconds;
+  if (!states.is_seen() || !param.is_seen()) return;
+  rates.states_pass = std::clamp(states.seconds_per_param() / seconds, kLeastPass, kMostPass);
+  rates.param_pass = std::clamp(param.seconds_per_param() / seconds, kLeastPass, kMostPass);
 }
 
 // Waits that the simulator knows; it does not know that the calling thread sums gradients or derives values.
@@ -93,9 +127,8 @@ Rates measured_rates(const StepTrace& trace) {
   rates.scatter_gbps = median_gbps(trace, Track::kScatter);
   rates.disk_read_gbps = median_gbps(trace, Track::kDiskRead);
   rates.disk_write_gbps = median_gbps(trace, Track::kDiskWrite);
-  rates.host_adam_params_per_second = host_adam_params_per_second(trace);
-  rates.device_adam_params_per_second =
-      params_per_second(trace, {Track::kDeviceAdam}, [](const SpanLabel&) { return 1.0; });
+  measure_host_adam(trace, rates);
+  rates.device_adam_params_per_second = device_adam_params_per_second(trace);
   rates.synchronize_seconds = synchronize_seconds(trace);
   rates.launch_ahead_seconds = launch_ahead_seconds(trace);
   return rates;

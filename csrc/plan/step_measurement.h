@@ -13,10 +13,10 @@
 namespace patrickstar {
 
 // A rate that the step did not show is so high that it does not matter. Transfers: the median of the large ones while
-// they ran, latency included; collectives likewise, by the bytes that came from other ranks. Adam: all updates of the
-// step, parameters over seconds. synchronize_seconds: what of the optimizer's step was neither an update nor a wait
-// that the simulator knows, and from the beginning of the step until its first moment; so that a step without transfers
-// is predicted as long as it was.
+// they ran, latency included; collectives likewise, by the bytes that came from other ranks. Adam: parameters over
+// seconds, of updates in one pass and of either of two passes by themselves. synchronize_seconds: what of the
+// optimizer's step was neither an update nor a wait that the simulator knows, and from the beginning of the step until
+// its first moment; so that a step without transfers is predicted as long as it was.
 Rates measured_rates(const StepTrace& trace);
 
 // By moment: its time but for the waits that the simulator knows. Work of the calling thread in host memory counts.

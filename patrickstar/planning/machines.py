@@ -90,6 +90,12 @@ class Machine:
     """
     host_threads: int
     """That update, for each GPU: one for each core but the one that launches kernels."""
+    param_pass: float = 16 / 28
+    """Of an update on the host in one pass, what the pass over parameters alone takes ([Note: parameters first],
+    csrc/engine/update_jobs.h): by the bytes that each moves, unless it was measured.
+    """
+    states_pass: float = 26 / 28
+    """What the pass over states behind it takes, likewise."""
     device_adam_gparams: float
     """Adam on float32 states on the GPU, 1e9 parameters per second; others' updates take as much of its bandwidth."""
     socket_memory_gbps: float
@@ -144,6 +150,7 @@ class Machine:
         rates.download_gbps = self.download_gbps
         rates.transfer_latency_seconds = self.transfer_latency_seconds
         rates.host_adam_params_per_second = updates.host_params_per_second
+        rates.param_pass, rates.states_pass = self.param_pass, self.states_pass
         rates.device_adam_params_per_second = updates.device_params_per_second
         rates.synchronize_seconds = self.synchronize_seconds
         rates.launch_ahead_seconds = self.launch_ahead_seconds
@@ -169,6 +176,9 @@ H200 = Machine(
     transfer_latency_seconds=10e-6,
     host_adam_gparams=5.2,
     host_threads=15,
+    # 0.142 and 0.168 ns per parameter, whole 0.192 (`benchmark adam` and h200-profile-llama-8b-40gib-acting.txt).
+    param_pass=0.74,
+    states_pass=0.88,
     device_adam_gparams=123.0,
     # Four GPUs of one socket, both directions: 26.6 GB/s each way for each, where one alone has 50.8.
     socket_memory_gbps=213.0,

@@ -16,6 +16,8 @@ _RATES = (
     "scatter_gbps",
     "collective_latency_seconds",
     "host_adam_params_per_second",
+    "param_pass",
+    "states_pass",
     "device_adam_params_per_second",
     "synchronize_seconds",
     "launch_ahead_seconds",

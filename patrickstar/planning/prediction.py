@@ -34,6 +34,8 @@ _COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 12
 _PATIENCE = 2
 _SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
 _HALVINGS = 12
+_AHEAD = (_C.UpdateAt.HOST_AT_RETIRE, _C.UpdateAt.HOST_PARAM_FIRST)
+_EARLY = {at.name for at in (*_AHEAD, _C.UpdateAt.DISK_AT_RETIRE)}
 _EXACT = 128  # the least device memory with which activations leave is found to one part in so many
 
 
@@ -188,7 +190,7 @@ class Case:
 
     @functools.cached_property
     def clipped_step(self) -> Prediction:
-        """While clipping acts in every step: updates on the host start when the norm is known."""
+        """While clipping acts in every step: what begins in backward are values, the rest when the norm is known."""
         return self.play_clipped()
 
 
@@ -283,6 +285,7 @@ class Predictor:
             return _accumulated(plan, setting.accumulation)
 
         plan = play(_updates(planned, ahead))
+        assert plan.times is not None
         if plan.least_limit_bytes > budget.limit_bytes:
             raise DoesNotFitError(
                 f"host_memory is {show_size(setting.host_bytes)}, which leaves so many optimizer states to the GPU "
@@ -298,8 +301,8 @@ class Predictor:
             num_device_quantized_chunks=sum(
                 _is_quantized(chunk) and at for chunk, at in zip(chunks, on_device, strict=True)
             ),
-            num_speculated_chunks=sum(at is not None for at in ahead),
-            num_parameters_first=sum(at is _C.UpdateAt.HOST_PARAM_FIRST for at in ahead),
+            num_speculated_chunks=sum(name in _EARLY for name in plan.times.updates),
+            num_parameters_first=plan.times.updates.count(_C.UpdateAt.HOST_PARAM_FIRST.name),
             num_disk_chunks=sum(on_disk),
             disk_bytes=sum(chunk.disk_bytes for chunk in planned),
             host_bytes=host_bytes,
@@ -321,7 +324,7 @@ class Predictor:
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
             step=step_of(plan),
-            play_clipped=lambda: step_of(play(_updates(planned, [None] * len(planned)))),
+            play_clipped=lambda: step_of(play(_updates(planned, _settled(chunks, ahead)))),
         )
 
     def choose(self, setting: Setting) -> Case:
@@ -613,7 +616,7 @@ def _choose_plan(
             {
                 "rates": rates,
                 "compute_seconds": timed.seconds,
-                "updates": updates,
+                "updates": choice["updates"],
                 "activations": [copies.as_core() for copies in timed.copies],
             }
         ),
@@ -647,6 +650,15 @@ def _ahead(
         room -= _state_bytes(chunks[index])
         ahead[index] = _C.UpdateAt.HOST_AT_RETIRE
     return ahead
+
+
+def _settled(chunks: Sequence[Mapping[str, Any]], ahead: Sequence[_C.UpdateAt | None]) -> list[_C.UpdateAt | None]:
+    """What begins during backward where clipping acts: values that are rounded to 16 bits ([Note: settled values],
+    csrc/optim/kernels.h).
+    """
+    first = _C.UpdateAt.HOST_PARAM_FIRST
+    settle = [at in _AHEAD and chunk["dtype"] != _C.DType.FLOAT32 for chunk, at in zip(chunks, ahead, strict=True)]
+    return [first if settles else None for settles in settle]
 
 
 def _updates(chunks: Sequence[PlannedChunk], ahead: Sequence[_C.UpdateAt | None]) -> list[_C.UpdateAt]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.plan.test_simulator import (
+    AFTER_NORM,
     AT_RETIRE,
     BACKWARD,
     FAST,
@@ -19,12 +20,15 @@ from tests.plan.test_simulator import (
     GRAD,
     NEVER,
     PARAM,
+    PARAM_FIRST,
     READ,
     RETIRE,
     WRITE,
     costs_of,
     draw_rates,
+    forward,
     moment,
+    one_pass,
     rates_of,
     steps,
 )
@@ -84,7 +88,50 @@ def test_against_brute_force(problem, data, update):
     )
     choice = choose(**problem, rates=rates, update=update)
     step = with_room(**problem, rates=rates, room_bytes=room * GB, update=update)[1]
-    assert choice == {"plan": plan, "prefetch_bytes": room * GB, "predicted": step}
+    updates = [update] * len(choice["updates"])
+    assert choice == {"plan": plan, "prefetch_bytes": room * GB, "predicted": step, "updates": updates}
+
+
+def delayed(count, first_late):
+    """[Note: updates that wait] in csrc/plan/plan_choice.h."""
+    return [PARAM_FIRST] * first_late + [AFTER_NORM] * (count - first_late)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.data())
+def test_updates_that_wait_against_brute_force(problem, data):
+    """Of updates in two passes the last chunks' may wait; what is predicted is that step, and no longer than the one in
+    which none waits.
+    """
+    rates = rates_of(**draw_rates(data))
+    costs, limits, shape = arguments_of(problem["moments"], problem["seconds"], problem["limit"], PARAM_FIRST)
+    choice = choose(**problem, rates=rates, update=PARAM_FIRST)
+    count = len(choice["updates"])
+    first_late = choice["updates"].index(AFTER_NORM) if AFTER_NORM in choice["updates"] else count
+    assert choice["updates"] == delayed(count, first_late)
+    given_shape = {**shape, "updates": choice["updates"]}
+    assert choice["predicted"] == _C.simulate(problem["moments"], costs, choice["plan"], rates, **given_shape, **limits)
+    earliest = with_room(**problem, rates=rates, room_bytes=choice["prefetch_bytes"], update=PARAM_FIRST)[1]
+    assert choice["predicted"]["seconds"] <= earliest["seconds"] * 1.01
+
+
+def test_the_last_updates_wait_where_updates_bound_the_step():
+    """Eight chunks of a second's compute in forward and backward each; an update takes 1.6 s in one pass, 2.4 s in two.
+    All in two passes take 19.2 s. Those of the last five chunks have the forward of the first three, and of their own
+    predecessors, to be made in one pass.
+    """
+    moments = forward(8) + list(reversed(one_pass(8)))
+    problem = {"moments": moments, "seconds": [1.0] * 16, "limit": math.inf, "update": PARAM_FIRST}
+    slow = rates_of(adam=1 / 1.6, param_pass=0.5, states_pass=1.0)
+    choice = choose(**problem, rates=slow)
+    waiting = choice["updates"].count(AFTER_NORM)
+    all_early = with_room(**problem, rates=slow, room_bytes=choice["prefetch_bytes"])[1]
+    print(f"{waiting} wait: {choice['predicted']['seconds']:.2f} s, without {all_early['seconds']:.2f} s")
+    assert all_early["seconds"] == pytest.approx(8 * 2.4, rel=0.01)
+    assert waiting > 0
+    assert choice["predicted"]["seconds"] < 0.9 * all_early["seconds"]
+    fast = choose(**problem, rates=rates_of(adam=10))  # what compute hides begins as early as it can
+    assert fast["updates"] == [PARAM_FIRST] * 8
 
 
 def burst(count):

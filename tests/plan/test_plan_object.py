@@ -9,6 +9,7 @@ import torch
 
 from patrickstar import _C, StateError
 from patrickstar.plan import Plan, predict
+from patrickstar.planning.step_plan import VERSION
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS
 from tests.training import assert_same, least_device_memory, make_config, train
@@ -141,7 +142,7 @@ def test_other_chunks_of_the_same_number_are_refused(planned, tmp_path):
         ("not json", "is not a plan"),
         ("[1]", "is not a plan"),
         ('{"format": "patrickstar.plan", "version": 99}', "version 99"),
-        ('{"format": "patrickstar.plan", "version": 4}', "damaged"),
+        (f'{{"format": "patrickstar.plan", "version": {VERSION}}}', "damaged"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, match):

@@ -11,7 +11,7 @@ AFTER_NORM, ON_DEVICE = _C.UpdateAt.HOST_AFTER_NORM, _C.UpdateAt.DEVICE_AFTER_NO
 LOWER_IS_SLOWER = ("upload_gbps", "download_gbps", "host_adam_params_per_second", "device_adam_params_per_second",
                    "launch_ahead_seconds")  # fmt: skip
 HIGHER_COUNTS = ("transfer_latency_seconds", "collective_latency_seconds", "synchronize_seconds", "gather_gbps",
-                 "scatter_gbps")  # fmt: skip
+                 "scatter_gbps", "param_pass", "states_pass")  # fmt: skip
 
 
 def vote(rate=None, seconds=(), updates=(), **flags):

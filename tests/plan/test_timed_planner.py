@@ -81,6 +81,37 @@ def test_clipping_that_always_acts_is_planned_for(budget):
     assert_same(run, train(LAYERS, make_config("bf16", gradient_clipping=1e-3), steps=STEPS + 1))
 
 
+def test_updates_that_wait_change_no_number(budget, tmp_path):
+    """On a host whose updates bound the step those of the last chunks wait for the norm, and are made in one pass
+    (a plan says that it is one; the engine measures itself later). Clipping acts, so that the others are in two passes.
+    """
+    config = linked(device_memory=budget, speculation="always", gradient_clipping=1e-3)
+    expected, plans = plans_of(LAYERS, config)
+    times = plans[-1].times
+    updated = sum(chunk.shard_numel for chunk in plans[-1].chunks)
+    times.rates["host_adam_params_per_second"] = updated / plans[-1].prediction.seconds
+    times.rates.update(param_pass=0.8, states_pass=0.9)
+    path = tmp_path / "plan.json"
+    plans[-1].save(path)
+    seen = []
+
+    def look(engine, step):
+        if step > 0:
+            plan, report = engine.plan(), engine.report()
+            early = plan.times.updates.count("HOST_PARAM_FIRST")
+            seen.append((early, report["num_speculated_updates"], report["num_states_passes"]))
+
+    run = train(LAYERS, {**config, "plan": str(path)}, steps=STEPS + 1, before_step=look)
+    assert_same(run, expected)
+    early = seen[1][0]  # what clipping does is known from the second step on
+    print(f"{early} of {len(plans[-1].chunks)} chunks are updated in backward: {seen}")
+    assert 0 < early < len(plans[-1].chunks)
+    # The third step goes by that, and the fourth, in which what was expected comes true: the only updates in two passes
+    # are those that began in backward.
+    assert seen[2][1] - seen[1][1] == early
+    assert [now - before for before, now in zip(seen[2][1:], seen[3][1:], strict=True)] == [seen[2][0]] * 2
+
+
 def reference_times(trace):
     """Rates and times as the documentation defines them, from the trace that a user gets."""
     spans = trace["spans"]
@@ -110,6 +141,8 @@ def reference_times(trace):
         "disk_read_gbps": 1e9,  # there is no disk
         "disk_write_gbps": 1e9,
         "host_adam_params_per_second": sum(s["numel"] for s in adam) / sum(s["seconds"] for s in adam),
+        "param_pass": 16 / 28,  # by bytes: all in one pass
+        "states_pass": 26 / 28,
         "device_adam_params_per_second": 1e18,  # none was seen
         "synchronize_seconds": tail + trace["moments"][0]["begin_seconds"],
         "launch_ahead_seconds": max(max(m["begin_seconds"] - m["launched_seconds"], 0) for m in trace["moments"]),
