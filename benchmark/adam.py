@@ -13,7 +13,9 @@ parameter is rounded to bfloat16. It is timed twice:
 Beside these, the passes of an update whose parameter comes first: param (16 bytes of traffic per parameter: the new
 parameter alone), states (26: the states, afterwards); and where the clipping coefficient is not known yet, between (16:
 the parameters that are the same for all coefficients within 10 % of it, at a learning rate of 1e-5), open (what is left
-of them when it is known: all that the next forward waits for then).
+of them when it is known: all that the next forward waits for then). And the same with masters that are split, whose
+new parameters take the old ones' place: put (16: the parameters of one coefficient), put between (of all within 10 %),
+behind (24: the states, from masters that are found again).
 
 All arrays, also torch's and those of the copy, lie on huge pages (where the system grants them), and the rounds are
 interleaved.
@@ -38,6 +40,7 @@ from patrickstar import _C
 
 BYTES_PER_PARAM = 28  # master, momentum, variance: 4 read and 4 written each; gradient 2 read; parameter 2 written
 PARAM_PASS_BYTES, STATES_PASS_BYTES = 16, 26
+PUT_PASS_BYTES, BEHIND_PASS_BYTES = 16, 24
 FINE_TUNING_LR = 1e-5
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
@@ -135,6 +138,40 @@ class OurAdam:
     @property
     def param(self) -> torch.Tensor:
         return self.grad
+
+
+class InPlaceAdam:
+    """Split masters: each pass over arrays of its own, as the one before it in training left them."""
+
+    def __init__(self, master: torch.Tensor, grad: torch.Tensor, num_threads: int) -> None:
+        numel = master.numel()
+        self._grad = huge_copy(grad)
+        self._momentum, self._variance = huge_copy(grad.float() * 0.1), huge_copy(grad.float().square())
+        self._param, self._lower = huge_zeros(numel, torch.bfloat16), huge_zeros(numel, torch.int16)
+        self._isa, self._num_threads = _C.optim.isa(), num_threads
+        whole = (master.contiguous(), self._param, self._lower, self._variance)
+        _C.optim.split_master(self._isa, *(tensor.data_ptr() for tensor in whole), numel)
+        pieces = -(-numel // _C.optim.OPEN_PIECE)
+        self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
+
+    def put_pass(self) -> None:
+        self._run(_C.optim.adam_put_values, 1.0, 1.0, _C.optim.OPEN_PIECE // 16)
+
+    def put_between_pass(self) -> None:
+        self._run(_C.optim.adam_put_values, 0.9, 1.1, _C.optim.OPEN_PIECE // 16)
+
+    def behind_pass(self) -> None:
+        self._run(_C.optim.adam_put_states, 1.0, 1.0)
+
+    def _run(self, kernel: Callable, grad_scale: float, *more: Any) -> None:
+        beta1, beta2 = OPTIONS["betas"]
+        arrays = (self._lower, self._momentum, self._variance, self._grad, self._param)
+        kernel(
+            self._isa, *(tensor.data_ptr() for tensor in arrays), self._grad.numel(), self._num_threads,
+            self._open.data_ptr(), *more, grad_scale=grad_scale, weight_decay=0.0,
+            decay=1 - FINE_TUNING_LR * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
+            one_minus_beta2=1 - beta2, eps=OPTIONS["eps"], inv_sqrt_bias_correction2=1.0, step_size=FINE_TUNING_LR,
+        )  # fmt: skip
 
 
 class TorchAdam:
@@ -249,6 +286,7 @@ def run(args: argparse.Namespace) -> dict:
     check_equal_work(ours, torchs, atol=0.01 * OPTIONS["lr"])
     ours.grad.copy_(grad)
     copies = Copies(args.numel, args.num_threads)
+    in_place = InPlaceAdam(master, grad, args.num_threads)
     cases = {
         "our_update": ours.update,
         "torch_update": torchs.update,
@@ -257,6 +295,9 @@ def run(args: argparse.Namespace) -> dict:
         "states_pass": ours.states_pass,
         "between_pass": ours.between_pass,
         "open_pass": ours.open_pass,
+        "put_pass": in_place.put_pass,
+        "put_between_pass": in_place.put_between_pass,
+        "behind_pass": in_place.behind_pass,
         "torch_step": torchs.step,
         "copy_": copies.by_torch,
         "memcpy": copies.by_memcpy,
@@ -266,7 +307,14 @@ def run(args: argparse.Namespace) -> dict:
     copy_by = min(("copy_", "memcpy"), key=seconds.__getitem__)
     copy_gbps = copies.num_bytes / seconds[copy_by] / 1e9
     adam_gbps = BYTES_PER_PARAM * args.numel / seconds["our_update"] / 1e9
-    passes = {"param_pass": PARAM_PASS_BYTES, "states_pass": STATES_PASS_BYTES, "between_pass": PARAM_PASS_BYTES}
+    passes = {
+        "param_pass": PARAM_PASS_BYTES,
+        "states_pass": STATES_PASS_BYTES,
+        "between_pass": PARAM_PASS_BYTES,
+        "put_pass": PUT_PASS_BYTES,
+        "put_between_pass": PUT_PASS_BYTES,
+        "behind_pass": BEHIND_PASS_BYTES,
+    }
     shares = {name: num_bytes * args.numel / seconds[name] / 1e9 / copy_gbps for name, num_bytes in passes.items()}
     ns_per_param = {name: value / args.numel * 1e9 for name, value in seconds.items()}
     return {
@@ -300,9 +348,9 @@ def format_table(result: dict) -> str:
         ("step with norm, ours", f"{result['adam_step_ns_per_param']:.3f} ns/param", ""),
         ("step with norm, torch", f"{result['torch_step_ns_per_param']:.3f} ns/param", ""),
         *(
-            (f"{name} pass", f"{result[f'{name}_pass_ns_per_param']:.3f} ns/param",
+            (f"{name.replace('_', ' ')} pass", f"{result[f'{name}_pass_ns_per_param']:.3f} ns/param",
              f"{result[f'{name}_pass_share_of_copy_bandwidth']:.2f} of the copy")
-            for name in ("param", "states", "between")
+            for name in ("param", "states", "between", "put", "put_between", "behind")
         ),
         ("open pass", f"{result['open_pass_ns_per_param']:.3f} ns/param", f"{result['open_share']:.2%} are open"),
         (f"copy ({result['copy_by']})", "", f"{result['copy_gbps']:.1f} GB/s"),

@@ -1449,6 +1449,76 @@ class optim:
         """
 
     @staticmethod
+    def adam_put_values(
+        isa: str,
+        lower: int,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
+        grad: int,
+        param: int,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        most_grad_scale: float,
+        capacity: int,
+        **kwargs: float,
+    ) -> None:
+        """Puts in place of bfloat16 params, the upper halves of split masters, what ``adam`` makes of them for every
+        ``grad_scale`` up to ``most_grad_scale``; what is open goes to logs of ``OPEN_LOG_BYTES`` for each
+        ``OPEN_PIECE`` elements, up to ``capacity`` values of each.
+        """
+
+    @staticmethod
+    def adam_put_open_values(
+        isa: str,
+        lower: int,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
+        grad: int,
+        param: int,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> None:
+        """Those that ``adam_put_values`` has left to ``logs``."""
+
+    @staticmethod
+    def adam_put_states(
+        isa: str,
+        lower: int,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
+        grad: int,
+        param: int,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        least_grad_scale: float,
+        *,
+        key: optim.RandomKey | None = None,
+        **kwargs: float,
+    ) -> int:
+        """Updates the states behind them. Returns how many params are not those that the update makes."""
+
+    @staticmethod
+    def adam_take_values_back(
+        isa: str,
+        lower: int,
+        momentum: optim.StateArray,
+        variance: optim.StateArray,
+        grad: int,
+        param: int,
+        numel: int,
+        num_threads: int,
+        logs: int,
+        **kwargs: float,
+    ) -> None:
+        """Undoes ``adam_put_values`` with the same arguments."""
+
+    @staticmethod
     def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
         """Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance."""
 

@@ -26,6 +26,7 @@ void register_optim(pybind11::module_& module);
 // Of it, the optimizers of one moment: their enum, and what goes to the submodule.
 void register_momentum_rule(pybind11::module_& module);
 void register_momentum_kernels(pybind11::module_& module);
+void register_values_in_place(pybind11::module_& module);
 void register_quant(pybind11::module_& module);
 void register_plan(pybind11::module_& module);
 void register_simulator(pybind11::module_& module);

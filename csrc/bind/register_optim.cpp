@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "bind/adam_scalars.h"
 #include "bind/bind.h"
 #include "bind/kernel_arguments.h"
 #include "common/check.h"
@@ -19,34 +20,6 @@ namespace py = pybind11;
 namespace patrickstar::bind {
 
 namespace {
-
-struct ScalarField {
-  const char* name;
-  float optim::AdamScalars::* member;
-};
-constexpr ScalarField kScalarFields[] = {
-    {"grad_scale", &optim::AdamScalars::grad_scale},
-    {"weight_decay", &optim::AdamScalars::weight_decay},
-    {"decay", &optim::AdamScalars::decay},
-    {"beta2", &optim::AdamScalars::beta2},
-    {"one_minus_beta1", &optim::AdamScalars::one_minus_beta1},
-    {"one_minus_beta2", &optim::AdamScalars::one_minus_beta2},
-    {"inv_sqrt_bias_correction2", &optim::AdamScalars::inv_sqrt_bias_correction2},
-    {"eps", &optim::AdamScalars::eps},
-    {"step_size", &optim::AdamScalars::step_size},
-};
-
-optim::AdamScalars scalars_of(const py::kwargs& kwargs) {
-  optim::AdamScalars scalars{};
-  for (const ScalarField& field : kScalarFields) {
-    PS_CHECK(kwargs.contains(field.name), ArgumentError, "adam got no ", field.name,
-             "; pass all fields of AdamScalars");
-    scalars.*field.member = kwargs[field.name].cast<float>();
-  }
-  PS_CHECK(kwargs.size() == std::size(kScalarFields), ArgumentError, "adam got ", kwargs.size(),
-           " keyword arguments, it takes the ", std::size(kScalarFields), " fields of AdamScalars; remove the others");
-  return scalars;
-}
 
 constexpr const char* kAdamDoc =
     "One Adam step over numel elements at raw addresses (optim/kernels.h): master, momentum, variance float32 "
@@ -448,6 +421,7 @@ void register_optim(py::module_& module) {
   register_cpu_sums(optim_module);
   register_settled_values(optim_module);
   register_split_masters(optim_module);
+  register_values_in_place(optim_module);
 #ifdef PATRICKSTAR_WITH_CUDA
   register_cuda_kernels(optim_module);
 #endif

@@ -285,12 +285,43 @@ PS_LOOP adam_loop(const AdamRange& range, const AdamScalars& scalars, ParamStore
 // by the processor's approximations, moved outwards by more than their errors and that of the roundings between: the
 // exact ones take as long as memory does. Where bounds of the denominator are no numbers of ordinary size, the value is
 // open.
+constexpr float kLeastSquare = 0x1p-120f;
+constexpr float kLeastDenominator = 0x1p-100f;
+constexpr float kMostDenominator = 0x1p100f;
+
+template <class V>
+struct ParamBounds {
+  typename V::Float low, high;
+  unsigned unknown;  // lanes
+
+  // New moments at either end, the variance at the least first.
+  inline __attribute__((always_inline)) ParamBounds(const AdamConstants<V>& c, typename V::Float m0,
+                                                    typename V::Float m1, typename V::Float v0,
+                                                    typename V::Float greater_v, typename V::Float master) {
+    const auto less = V::set(1 - 2 * V::kNearError);
+    const auto more = V::set(1 + 2 * V::kNearError);
+    const auto v1 = V::max(greater_v, V::set(kLeastSquare));
+    // A square below the least has a smaller root than the product of it and the least one's inverse root.
+    const auto root0 = V::mul(v0, V::near_inverse_sqrt(V::max(v0, V::set(kLeastSquare))));
+    const auto root1 = V::mul(v1, V::near_inverse_sqrt(v1));
+    const auto d0 = V::fma(root0, V::mul(c.inv_sqrt_bias_correction2, less), c.eps);
+    const auto d1 = V::fma(root1, V::mul(c.inv_sqrt_bias_correction2, more), c.eps);
+    const auto most_inverse = V::mul(V::near_inverse(d0), more);
+    const auto least_inverse = V::mul(V::near_inverse(d1), less);
+    const auto low_m = V::min(m0, m1);
+    const auto high_m = V::max(m0, m1);
+    const auto low_q = V::mul(low_m, V::by_sign(low_m, most_inverse, least_inverse));
+    const auto high_q = V::mul(high_m, V::by_sign(high_m, least_inverse, most_inverse));
+    const auto p = V::mul(master, c.decay);
+    low = V::fma(c.minus_step_size, high_q, p);
+    high = V::fma(c.minus_step_size, low_q, p);
+    unknown = V::unordered(m0, m1) | V::unordered(low, V::sub(p, p)) | V::not_at_most(V::set(0.0f), v0) |
+              V::not_at_most(V::set(kLeastDenominator), d0) | V::not_at_most(d1, V::set(kMostDenominator));
+  }
+};
+
 template <DType kHalf>
 struct BetweenScales {
-  static constexpr float kLeastSquare = 0x1p-120f;
-  static constexpr float kLeastDenominator = 0x1p-100f;
-  static constexpr float kMostDenominator = 0x1p100f;
-
   AdamRange r;
   const float most_grad_scale;
   const ParamStore param_store;
@@ -325,32 +356,12 @@ struct BetweenScales {
   }
   template <class V>
   PS_STEP param(const AdamConstants<V>& c, int64_t i) {
-    const auto less = V::set(1 - 2 * V::kNearError);
-    const auto more = V::set(1 + 2 * V::kNearError);
-    const auto m0 = V::load(at_least.momentum(r, i));
-    const auto m1 = V::load(at_most.momentum(r, i));
-    const auto v0 = V::load(at_least.variance(r, i));
-    const auto v1 = V::max(V::load(at_most.variance(r, i)), V::set(kLeastSquare));
-    // A square below the least has a smaller root than the product of it and the least one's inverse root.
-    const auto root0 = V::mul(v0, V::near_inverse_sqrt(V::max(v0, V::set(kLeastSquare))));
-    const auto root1 = V::mul(v1, V::near_inverse_sqrt(v1));
-    const auto d0 = V::fma(root0, V::mul(c.inv_sqrt_bias_correction2, less), c.eps);
-    const auto d1 = V::fma(root1, V::mul(c.inv_sqrt_bias_correction2, more), c.eps);
-    const auto most_inverse = V::mul(V::near_inverse(d0), more);
-    const auto least_inverse = V::mul(V::near_inverse(d1), less);
-    const auto low_m = V::min(m0, m1);
-    const auto high_m = V::max(m0, m1);
-    const auto low_q = V::mul(low_m, V::by_sign(low_m, most_inverse, least_inverse));
-    const auto high_q = V::mul(high_m, V::by_sign(high_m, least_inverse, most_inverse));
-    const auto p = V::mul(V::load(static_cast<const float*>(r.master) + i), c.decay);
-    const auto low_p = V::fma(c.minus_step_size, high_q, p);
-    const auto high_p = V::fma(c.minus_step_size, low_q, p);
-    if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, low_p);
-    if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, low_p);
-    const unsigned unknown = V::unordered(m0, m1) | V::unordered(low_p, V::sub(p, p)) |
-                             V::not_at_most(V::set(0.0f), v0) | V::not_at_most(V::set(kLeastDenominator), d0) |
-                             V::not_at_most(d1, V::set(kMostDenominator));
-    note_open(i, unknown | V::template differ<kHalf>(low_p, high_p));
+    const ParamBounds<V> bounds(c, V::load(at_least.momentum(r, i)), V::load(at_most.momentum(r, i)),
+                                V::load(at_least.variance(r, i)), V::load(at_most.variance(r, i)),
+                                V::load(static_cast<const float*>(r.master) + i));
+    if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, bounds.low);
+    if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, bounds.low);
+    note_open(i, bounds.unknown | V::template differ<kHalf>(bounds.low, bounds.high));
   }
   // Of the lanes in the mask, while there is room.
   PS_STEP note_open(int64_t first, unsigned lanes) {

@@ -40,6 +40,8 @@ struct WholeTile {
 
 // [Note: split masters]: with a float32 variance, whose sign is part of them,
 struct SignedTile {
+  static constexpr bool kHasSign = true;
+
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float variance) {
     const auto* upper = static_cast<const uint16_t*>(t.param) + i;
@@ -65,6 +67,8 @@ struct SignedTile {
 
 // or one of fewer bytes.
 struct UnsignedTile {
+  static constexpr bool kHasSign = false;
+
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* upper = static_cast<const uint16_t*>(t.param) + i;
@@ -135,13 +139,12 @@ struct FloatMoments {
   }
 };
 
+// From the master and the variance that is stored.
 template <class V, DType kGrad, DType kParam, class Master, class Moments>
-PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
-                       int64_t i) {
+PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
+                         int64_t i, typename V::Float p, typename V::Float stored_v) {
   const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
   __builtin_prefetch(grad + kBlockAhead);
-  const auto stored_v = moments.template load_variance<V>(i);
-  auto p = Master::template load<V>(t, i, stored_v);
   const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
   const auto old_m = moments.template load_momentum<V>(i);
   const auto m = V::fma(c.one_minus_beta1, V::sub(g, old_m), old_m);
@@ -152,6 +155,14 @@ PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& 
   moments.template put_momentum<V>(i, m);
   moments.template put_variance<V>(i, Master::template stored_variance<V>(v, p));
   Master::template put<V, kParam>(t, i, p, random);
+}
+
+template <class V, DType kGrad, DType kParam, class Master, class Moments>
+PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
+                       int64_t i) {
+  const auto stored_v = moments.template load_variance<V>(i);
+  const auto p = Master::template load<V>(t, i, stored_v);
+  update_tile_from<V, kGrad, kParam, Master>(t, moments, c, random, i, p, stored_v);
 }
 
 // The operations of one optimizer, by its scalars.

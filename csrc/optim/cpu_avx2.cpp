@@ -76,11 +76,13 @@ struct Vector {
     return static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(same, same))) % 256u ^ 255u;
   }
 
+  static __m256i distance(const uint16_t* lower, Float sign) {
+    const __m256i carry = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(sign), 31), 16);
+    return _mm256_add_epi32(carry, _mm256_cvtepi16_epi32(load16(lower)));
+  }
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
     const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(upper)), 16);
-    const __m256i carry = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(sign), 31), 16);
-    const __m256i distance = _mm256_cvtepi16_epi32(load16(lower));
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_add_epi32(high, carry), distance));
+    return _mm256_castsi256_ps(_mm256_add_epi32(high, distance(lower, sign)));
   }
   static __m128i lower(Float x) {
     const __m256i low = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0xffff));
@@ -103,7 +105,12 @@ struct Vector {
     return _mm256_add_epi32(set_int(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
   static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static Int sub_int(Int a, Int b) { return _mm256_sub_epi32(a, b); }
   static Int mul_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+  static unsigned different(Int a, Int b) {
+    const __m256 same = _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b));
+    return static_cast<unsigned>(_mm256_movemask_ps(same)) ^ 255u;
+  }
   static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
   static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }

@@ -73,11 +73,12 @@ struct Vector {
     return _mm256_cmpneq_epi16_mask(to_f16(a), to_f16(b));
   }
 
-  static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
-    const __m512i high = to_upper(load16(upper));
+  static __m512i distance(const uint16_t* lower, Float sign) {
     const __m512i carry = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(sign), 31), 16);
-    const __m512i distance = _mm512_cvtepi16_epi32(load16(lower));
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_add_epi32(high, carry), distance));
+    return _mm512_add_epi32(carry, _mm512_cvtepi16_epi32(load16(lower)));
+  }
+  static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(to_upper(load16(upper)), distance(lower, sign)));
   }
   static __m256i lower(Float x) {
     const __m512i even =
@@ -101,7 +102,9 @@ struct Vector {
     return _mm512_add_epi32(set_int(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   }
   static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  static Int sub_int(Int a, Int b) { return _mm512_sub_epi32(a, b); }
   static Int mul_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+  static unsigned different(Int a, Int b) { return _mm512_cmpneq_epi32_mask(a, b); }
   static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
   static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }

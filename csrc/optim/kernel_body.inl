@@ -62,6 +62,7 @@ PS_STEP for_range(int64_t begin, int64_t end, const Step& step) {
 #include "optim/adam_kernels.inl"
 #include "optim/block_kernels.inl"
 #include "optim/momentum_kernels.inl"
+#include "optim/in_place_kernels.inl"
 // clang-format on
 
 // ---- Casts and sums --------------------------------------------------------------------------------
@@ -182,6 +183,10 @@ constexpr CpuKernels table(const char* isa) {
                     adam_param,
                     adam_param_between,
                     adam_param_open,
+                    adam_put_values,
+                    adam_put_open_values,
+                    adam_put_states,
+                    adam_take_values_back,
                     split_master,
                     join_master,
                     cast_from_float,

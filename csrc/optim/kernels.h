@@ -106,6 +106,22 @@
 // sign; all is open where Adam's weight_decay is not 0. An optimizer of one moment squares nothing, so there g may turn
 // its sign; its values are computed exactly at both ends.)
 //
+// [Note: values in place] What the next forward needs of an update is the new parameter. Of a split master ([Note:
+// split masters]) it may take the old one's place before it is known that the update is the step's: lower half, moments
+// and gradient are what they were, and the old upper half follows from them. The masters that have this lower half lie
+// 2^16 units in the last place apart; the old one is that of them which is nearest to where the new value came from:
+//
+//   q = m' / d                             by approximations; m' and d of the gradient times the least scale
+//   x = (float(param) + step_size * q) / decay
+//   master = the nearest to x in bits of those at this distance from a multiple of 2^16
+//
+// That finds it unless the update is about as large as the parameter or larger, whose rounding then has lost what the
+// old one was. So whoever puts a value in place looks whether the old one would be found; where it would not, the
+// parameter stays and is open, as it is where it is not settled. At a learning rate of 1e-4 that is one value in a
+// hundred or fewer. States are updated behind from the masters that are found, and what that makes of parameters must
+// be what is in place. An update that turns out to be another one is taken back. All bits are those of adam. (Adam's
+// weight_decay must be 0, as for settled values, and gradients bfloat16.)
+//
 // Sum of squares: [Note: one order of summation] elements are taken in blocks of kSquaresBlock. Within
 // a block, lane l of kSquaresLanes holds a binary64 sum of the squares of elements l, l + lanes,
 // l + 2*lanes, ..., added in that order by fma(x, x, sum); then lanes are folded in halves:
@@ -247,6 +263,18 @@ struct CpuKernels {
                              OpenValues* open);
   // These others, now that the scale is known.
   void (*adam_param_open)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
+  // [Note: values in place], of at most kOpenPiece elements of a split master: param becomes what adam makes of it for
+  // each grad_scale from that of `scalars` to `most_grad_scale`, but for those that go to `open`. Where that has no
+  // room for them (kAll), nothing is changed.
+  void (*adam_put_values)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale, OpenValues* open);
+  // Now that the scale is known: the open ones; of kAll the whole update.
+  void (*adam_put_open_values)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
+  // Then the states, unless all were open. `least_grad_scale` is that of adam_put_values. Returns of how many elements
+  // the new parameter is not the one in place: none, unless memory was changed in between.
+  int64_t (*adam_put_states)(const AdamRange& range, const AdamScalars& scalars, float least_grad_scale,
+                             const OpenValues& open);
+  // Instead of both: param is what it was before adam_put_values with these `scalars`.
+  void (*adam_take_values_back)(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open);
   // [Note: split masters]: what restores master[i], NaN apart, and leaves |variance[i]| as it is. `variance` is null
   // where that is of fewer bytes.
   void (*split_master)(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel);

@@ -53,9 +53,11 @@ struct ScalarLane {
   }
 
   // [Note: split masters]
+  static uint32_t distance(const uint16_t* lower, Float sign) {
+    return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*lower))) + (bits_of(sign) >> 31 << 16);
+  }
   static Float join(const uint16_t* upper, const uint16_t* lower, Float sign) {
-    const uint32_t distance = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*lower)));
-    return float_of((static_cast<uint32_t>(*upper) << 16) + distance + (bits_of(sign) >> 31 << 16));
+    return float_of((static_cast<uint32_t>(*upper) << 16) + distance(lower, sign));
   }
   static uint16_t lower(Float x) { return static_cast<uint16_t>(bits_of(x)); }
   // -0 where `x` is halfway between an even upper half and the next, else 0.
@@ -73,7 +75,10 @@ struct ScalarLane {
   // `first` and the integers after it.
   static Int count_from(uint32_t first) { return first; }
   static Int add_int(Int a, Int b) { return a + b; }
+  static Int sub_int(Int a, Int b) { return a - b; }
   static Int mul_int(Int a, Int b) { return a * b; }
+  // A bit for each lane in which they differ.
+  static unsigned different(Int a, Int b) { return a != b ? 1u : 0u; }
   static Int xor_int(Int a, Int b) { return a ^ b; }
   static Int and_int(Int a, Int b) { return a & b; }
   static Int max_int(Int a, Int b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }

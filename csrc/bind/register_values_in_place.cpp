@@ -1,0 +1,108 @@
+#include <pybind11/stl.h>
+
+#include <atomic>
+
+#include "bind/adam_scalars.h"
+#include "bind/bind.h"
+#include "bind/kernel_arguments.h"
+
+namespace py = pybind11;
+
+namespace patrickstar::bind {
+
+namespace {
+
+// What all of these passes take ([Note: values in place], optim/kernels.h).
+struct SplitArrays {
+  AdamArrays arrays;
+  optim::AdamScalars scalars;
+  const optim::CpuKernels& kernels;
+  OpenLog* logs;
+
+  SplitArrays(const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance,
+              Address grad, Address param, int64_t numel, Address logs, const OptionalKey& key,
+              const py::kwargs& scalars_by_name)
+      : arrays{{StateType::kLowerHalf, lower},  momentum, variance, grad, param, DType::kBFloat16, DType::kBFloat16,
+               key.value_or(optim::RandomKey{})},
+        scalars(scalars_of(scalars_by_name)),
+        kernels(kernels_of(isa)),
+        logs(pointer<OpenLog>(logs)) {
+    check_arrays(arrays, numel);
+  }
+};
+
+}  // namespace
+
+void register_values_in_place(py::module_& module) {
+  module.def(
+      "adam_put_values",
+      [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
+         Address param, int64_t numel, int num_threads, Address logs, float most_grad_scale, int64_t capacity,
+         const py::kwargs& scalars) {
+        const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, {}, scalars);
+        PS_CHECK(capacity >= 0 && capacity <= OpenLog::kCapacity, ArgumentError, "capacity is ", capacity,
+                 " values, a log has room for ", OpenLog::kCapacity, "; give no more");
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          OpenLog& log = given.logs[piece];
+          optim::OpenValues open = log.values();
+          open.capacity = capacity;
+          given.kernels.adam_put_values(given.arrays.range(begin, size), given.scalars, most_grad_scale, &open);
+          log.count = open.count;
+        });
+      },
+      "Puts in place of bfloat16 params, the upper halves of split masters, what adam makes of them for every "
+      "grad_scale "
+      "up to most_grad_scale; what is open goes to logs of OPEN_LOG_BYTES for each OPEN_PIECE elements, up to capacity "
+      "values of each (optim/kernels.h, values in place).",
+      py::arg("isa"), py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"),
+      py::arg("numel"), py::arg("num_threads"), py::arg("logs"), py::arg("most_grad_scale"), py::arg("capacity"));
+  module.def(
+      "adam_put_open_values",
+      [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
+         Address param, int64_t numel, int num_threads, Address logs, const OptionalKey& key,
+         const py::kwargs& scalars) {
+        const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, key, scalars);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          given.kernels.adam_put_open_values(given.arrays.range(begin, size), given.scalars,
+                                             given.logs[piece].values());
+        });
+      },
+      "Those that adam_put_values has left to logs.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
+      py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"), py::arg("num_threads"), py::arg("logs"),
+      py::kw_only(), py::arg("key") = py::none());
+  module.def(
+      "adam_put_states",
+      [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
+         Address param, int64_t numel, int num_threads, Address logs, float least_grad_scale, const OptionalKey& key,
+         const py::kwargs& scalars) {
+        const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, key, scalars);
+        std::atomic<int64_t> wrong{0};
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          wrong += given.kernels.adam_put_states(given.arrays.range(begin, size), given.scalars, least_grad_scale,
+                                                 given.logs[piece].values());
+        });
+        return wrong.load();
+      },
+      "Updates the states behind them. Returns how many params are not those that the update makes.", py::arg("isa"),
+      py::arg("lower"), py::arg("momentum"), py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"),
+      py::arg("num_threads"), py::arg("logs"), py::arg("least_grad_scale"), py::kw_only(), py::arg("key") = py::none());
+  module.def(
+      "adam_take_values_back",
+      [](const std::string& isa, Address lower, const StateArray& momentum, const StateArray& variance, Address grad,
+         Address param, int64_t numel, int num_threads, Address logs, const py::kwargs& scalars) {
+        const SplitArrays given(isa, lower, momentum, variance, grad, param, numel, logs, {}, scalars);
+        const py::gil_scoped_release release;
+        split_into_pieces(num_threads, numel, [&](int64_t piece, int64_t begin, int64_t size) {
+          given.kernels.adam_take_values_back(given.arrays.range(begin, size), given.scalars,
+                                              given.logs[piece].values());
+        });
+      },
+      "Undoes adam_put_values with the same arguments.", py::arg("isa"), py::arg("lower"), py::arg("momentum"),
+      py::arg("variance"), py::arg("grad"), py::arg("param"), py::arg("numel"), py::arg("num_threads"),
+      py::arg("logs"));
+}
+
+}  // namespace patrickstar::bind
