@@ -707,7 +707,8 @@ class Layout:
 
     def chunk(self, chunk: int, /) -> dict[str, Any]:
         """``numel``, ``shard_numel``, ``dtype``, ``trainable``, ``params``; ``master``: its :class:`StateType`;
-        ``home_bytes``: of one rank's share of the compute value and the optimizer states.
+        of one rank's share ``param_bytes``: of the compute value, ``home_bytes``: of that and the optimizer states,
+        ``new_value_bytes``: what an update on the host takes at least to begin ahead of the step.
         """
 
 class DelayOptions:

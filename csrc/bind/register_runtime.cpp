@@ -55,7 +55,9 @@ void register_layout(py::module_& module) {
         result["states"] = chunk.states;
         result["quantization"] = chunk.quantization;
         result["leading_state"] = chunk.leading_state();
+        result["param_bytes"] = chunk.num_bytes(ArrayKind::kParamShard);
         result["home_bytes"] = home_bytes(chunk);
+        result["new_value_bytes"] = least_new_bytes(self, id);
         result["disk_bytes"] = disk_bytes(chunk);
         result["params"] = chunk.params;
         return result;
@@ -167,6 +169,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_committed_updates"] = counters.num_committed_updates;
   result["num_updates_taken_over"] = counters.num_updates_taken_over;
   result["num_settled_updates"] = counters.num_settled_updates;
+  result["num_values_in_place"] = report.num_values_in_place;
   result["stashed_bytes"] = counters.stashed_bytes;
   result["num_states_passes"] = counters.num_states_passes;
   result["num_steps"] = counters.num_steps;

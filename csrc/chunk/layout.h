@@ -76,6 +76,8 @@ enum class GradientPlace : uint8_t { kOfParam, kOwn };
 // it stays where the states are, and a gradient has memory of its own until its update, which should therefore be
 // early. So this is 12 bytes per parameter and what gradients take on their way, and with whole masters it is 14. The
 // same holds without a master (kNone): the bfloat16 parameter is all there is, rounded stochastically by each update.
+// Where a gradient beside a lower half waits for the norm (kOwn), 14 bytes are all that it takes to compute new values
+// ahead of it: they take the old ones' place ([Note: values in place], optim/kernels.h), where whole masters need 16.
 //
 // Moments of 16 or 8 bits are stored so by the update that makes them ([Note: states of fewer bytes], optim/kernels.h).
 // Of 8 bits they are stored in blocks, so parameters begin at multiples of kStateBlock then.
@@ -175,6 +177,11 @@ struct ChunkSpec {
   bool keeps_param() const { return states.master != StateType::kFloat32; }
   // Whether its gradient has memory of its own until the step, on the tier where the states are.
   bool keeps_gradient() const { return trainable && states.gradient == GradientPlace::kOwn; }
+  // Whether that is set aside at all times on the device as well. With values in place a gradient takes memory there
+  // while it is there, as one that takes its parameter's place: activations can have it before.
+  bool reserves_gradient() const { return keeps_gradient() && !puts_values_in_place(); }
+  // Whether new values take the old ones' place before the norm is known ([Note: values in place], optim/kernels.h).
+  bool puts_values_in_place() const { return splits_master() && keeps_gradient(); }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||

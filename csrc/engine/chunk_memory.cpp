@@ -62,6 +62,11 @@ void ChunkMemory::download(ArrayId id) {
   const int64_t num_bytes = store_.num_bytes(id);
   backend().wait(Queue::kDownload, record.device_ready);
   backend().wait(Queue::kDownload, backend().record(Queue::kCompute));
+  if (record.block_busy_until != nullptr) {
+    // A gradient's own place, which the last update of states may still read.
+    const TraceScope stall(tracer_, {Track::kStall, StallCause::kHostUpdate, id});
+    backend().wait(Queue::kDownload, std::exchange(record.block_busy_until, nullptr));
+  }
   {
     const TraceScope span(tracer_, {Track::kDownload, StallCause::kNone, id, num_bytes});
     backend().copy(Queue::kDownload, record.block.data, record.slot.data, num_bytes);

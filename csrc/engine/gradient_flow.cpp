@@ -300,8 +300,13 @@ void GradientFlow::forget(ChunkId chunk) {
 }
 
 void GradientFlow::discard_gradients(ChunkId chunk) {
-  memory_.discard({chunk, ArrayKind::kGrad});
-  memory_.discard(home_of(chunk));
+  const ArrayId whole{chunk, ArrayKind::kGrad};
+  const ArrayId home = home_of(chunk);
+  // Memory that it has for good stays, which an update may still read.
+  const ArrayRecord& record = memory_.array(home);
+  const bool is_idle = store_.chunk(chunk).keeps_gradient() && record.block && !record.on_host && !record.slot;
+  if (whole != home || !is_idle) memory_.discard(whole);
+  if (!is_idle) memory_.discard(home);
   for (ParamId param : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(param)] = 0;
 }
 

@@ -11,16 +11,17 @@ namespace patrickstar {
 
 namespace {
 
-bool any_keeps_param(const Layout& layout) {
+bool any_waits(const Layout& layout) {
   const auto& chunks = layout.chunks();
-  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.keeps_param(); });
+  return std::any_of(chunks.begin(), chunks.end(),
+                     [](const ChunkSpec& chunk) { return chunk.keeps_param() && !chunk.puts_values_in_place(); });
 }
 
 // Gradients that accumulate are complete after the last backward of a step, which nobody knows before. What keeps its
-// parameters is updated in place.
+// parameters is updated in place, and only of split masters can that be taken back.
 SpeculationMode speculation_mode(const EngineOptions& options, const Layout& layout) {
   const bool accumulates = options.residency.backwards == Backwards::kSeveral;
-  const bool waits = accumulates || any_keeps_param(layout);
+  const bool waits = accumulates || any_waits(layout);
   return waits && options.speculation == SpeculationMode::kOn ? SpeculationMode::kOff : options.speculation;
 }
 

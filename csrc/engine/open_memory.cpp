@@ -7,14 +7,13 @@ namespace patrickstar {
 namespace {
 
 constexpr int64_t kMostBlock = int64_t{128} << 20;
-constexpr int64_t kLeastBlock = int64_t{1} << 16;
-constexpr int64_t kElementsPerOpen = 16;
+constexpr int64_t kLeastBlock = int64_t{1} << 12;
 
 }  // namespace
 
-void OpenMemory::take(int64_t free_bytes, int64_t numel) {
+void OpenMemory::take(int64_t free_bytes, int64_t numel, int64_t elements_per_open) {
   if (blocks_.empty()) {
-    int64_t left = std::min(free_bytes, numel / kElementsPerOpen * optim::OpenValues::kBytes);
+    int64_t left = std::min(free_bytes, numel / elements_per_open * optim::OpenValues::kBytes);
     for (int64_t size = kMostBlock; size >= kLeastBlock;) {
       HostBlock block = size <= left ? arena_.try_allocate_prepared(size) : HostBlock{};
       if (block) {
@@ -42,6 +41,11 @@ void OpenMemory::keep(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
     job.open = next;
     next += optim::num_open_pieces(job.range.numel);
   }
+}
+
+void OpenMemory::begin(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) {
+  keep(chunk, jobs);
+  for (optim::OpenValues& open : open_[static_cast<size_t>(chunk)]) open.count = optim::OpenValues::kAll;
 }
 
 std::vector<HostBlock> OpenMemory::give_back(Event& after) {

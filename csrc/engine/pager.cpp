@@ -382,7 +382,7 @@ void Pager::ensure_block(ArrayId id) {
 
 HostBlock Pager::try_allocate_block(ArrayId id, HostRoom room) {
   // Gradients that have memory of their own until their update take that of those before them, or wait for it.
-  const bool waits = store().chunk(id.chunk).keeps_param() && !store().chunk(id.chunk).keeps_gradient();
+  const bool waits = store().chunk(id.chunk).keeps_param();
   if (waits) speculation_.free_completed();
   HostBlock block = try_allocate_beside_promises(id);
   if (block || (room == HostRoom::kFree && !is_promised(id))) return block;
@@ -452,7 +452,7 @@ bool Pager::is_placed_on_device(ArrayId id) const {
   if (is_optimizer_state(id.kind) || id.kind == ArrayKind::kQuantized) return true;
   const ChunkSpec& spec = store().chunk(id.chunk);
   const bool is_part = (id.kind == layout().param_home() && spec.keeps_param()) ||
-                       (id.kind == layout().grad_home() && spec.keeps_gradient());
+                       (id.kind == layout().grad_home() && spec.reserves_gradient());
   return is_part && store().has_states_on_device(id.chunk);
 }
 

@@ -108,13 +108,17 @@ Tier Residency::home_of_new_states(ChunkId chunk) const {
 void Residency::reserve_homes_on_host() {
   std::vector<ArrayId> arrays;
   std::vector<int64_t> sizes;
-  for (ArrayKind kind : {ArrayKind::kMaster, layout().param_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
+  for (ArrayKind kind :
+       {ArrayKind::kMaster, layout().param_home(), layout().grad_home(), ArrayKind::kMomentum, ArrayKind::kVariance}) {
     for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
       const ChunkSpec& spec = layout().chunk(chunk);
       const bool is_value = kind == layout().param_home();
-      const bool exists = is_value || (spec.trainable && spec.states.has(kind));
+      const bool is_gradient = kind == layout().grad_home();
+      const bool is_state = !is_value && !is_gradient;
+      const bool exists =
+          is_value || (is_gradient ? spec.puts_values_in_place() : spec.trainable && spec.states.has(kind));
       if (!exists || store().home(chunk) == Tier::kDevice) continue;
-      if (!is_value && store().home(chunk) == Tier::kDisk) continue;
+      if (is_state && store().home(chunk) == Tier::kDisk) continue;
       arrays.push_back(is_value ? layout().value_home(chunk) : ArrayId{chunk, kind});
       sizes.push_back(layout().num_bytes(arrays.back()));
     }
@@ -222,6 +226,8 @@ void Residency::move_states_to_device(ChunkId chunk) {
   const ArrayId param{chunk, layout().param_home()};
   if (layout().chunk(chunk).keeps_param() && memory_.array(param).exists()) pager_.bring(param);
   memory_.drop_block(param);
+  const ArrayId grad{chunk, layout().grad_home()};
+  if (layout().chunk(chunk).keeps_gradient() && !memory_.array(grad).on_host) memory_.drop_block(grad);
   store().set_home(chunk, Tier::kDevice);
 }
 

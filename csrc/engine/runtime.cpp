@@ -209,16 +209,19 @@ void Runtime::write_values(ParamId param, ArrayKind kind, ParamValues values) {
 
 void Runtime::read_values(ParamId param, ArrayKind kind, float* values) {
   const Entry open = compute();
+  open->updates.restore_values({param});
   open->values.read(param, kind, values);
 }
 
 void Runtime::read_own_values(ParamId param, ArrayKind kind, float* values) {
   const Entry open = compute();
+  open->updates.restore_values({param});
   open->values.read_own(param, kind, values);
 }
 
 void Runtime::read_ranges(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
   const Entry open = compute();
+  open->updates.restore_values();
   open->ranges.read(ranges, files);
 }
 
@@ -343,6 +346,7 @@ void Runtime::release_chunk(ChunkId chunk) {
 
 void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   const Entry open = compute();
+  open->updates.restore_values();
   open->disk.check();
   if (tracking == Tracking::kTraining && is_frozen(open->layout())) forget_running_step(*open);
   if (open->recorder.position() < 0) open->backend().reset_least_limit();
@@ -386,6 +390,7 @@ void Runtime::end_forward() {
 Tick Runtime::open_scope(const std::vector<ParamId>& params, HoldUntil until) {
   const Entry open = compute();
   open->updates.check_not_committed(params);
+  open->updates.restore_values(params);
   return open->tracker.open_scope(params, until);
 }
 
@@ -402,12 +407,14 @@ Tick Runtime::tick() {
 Tick Runtime::touch(const std::vector<ParamId>& params) {
   const Entry open = compute();
   open->updates.check_not_committed(params);
+  open->updates.restore_values(params);
   return open->tracker.touch(params);
 }
 
 void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, double expected_grad_scale) {
   const Entry open = compute();
   open->updates.check_nothing_committed("a second backward");
+  open->updates.restore_values();
   open->updates.expect(expected_groups, expected_grad_scale);
   if (!open->flow.pending()) {
     choose_speculation(*open);
@@ -424,6 +431,7 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
 void Runtime::enter_backward(Tick begin, Tick end, const std::vector<ParamId>& params) {
   const Entry open = compute();
   open->updates.check_not_committed(params);
+  open->updates.restore_values(params);
   open->tracker.enter_backward(begin, end, params);
 }
 
@@ -657,6 +665,7 @@ RuntimeReport Runtime::report() {
   report.planned_downloaded_bytes = open->pager.plan().downloaded_bytes;
   report.disk_bytes = open->disk.num_bytes();
   report.disk_io = open->disk.how();
+  report.num_values_in_place = open->speculation.num_values_in_place();
   report.disk_wait_seconds = open->disk_updates.waited_seconds();
   if (open->planner.predicted()) report.predicted_step_seconds = open->planner.predicted()->seconds;
   return report;

@@ -46,6 +46,7 @@ struct RuntimeReport {
   int num_disk_chunks = 0;              // whose states are on the disk
   int64_t disk_bytes = 0;               // of the file
   std::string disk_io;                  // DiskFile::how
+  int64_t num_values_in_place = 0;      // that took the old ones' place before the norm, since the engine was opened
   double disk_wait_seconds = 0;         // that updates waited for states to be read, since the engine was opened
   int64_t planned_uploaded_bytes = 0;
   int64_t planned_downloaded_bytes = 0;

@@ -11,6 +11,9 @@ namespace {
 // ...
 constexpr int kMostFailures = 5;
 int pause_after(int failures) { return failures < 2 ? 0 : 1 << (failures - 1); }
+// Of values, one in so many has room to be open: in place those too that are settled, but cannot be found again.
+constexpr int64_t kElementsPerOpen = 16;
+constexpr int64_t kElementsPerOpenInPlace = 32;
 // After it had to give its memory up, for the first time and each further one: 4, 8, 16, ..., 256, 256.
 constexpr int kMostShortages = 7;
 int pause_after_shortage(int shortages) { return 2 << shortages; }
@@ -52,14 +55,20 @@ void Speculation::leave(int64_t num_bytes) {
   left_bytes_ = num_bytes;
 }
 
-void Speculation::choose(const std::vector<NewBytes>& sizes) {
+void Speculation::choose(const Layout& layout, const std::vector<NewBytes>& sizes) {
   free_completed();
   const int64_t spare = arena_.free_bytes() - arena_.unreserved_bytes();  // mapped or to be
   AheadChoice choice = choose_ahead(sizes, {room_bytes(), spare});
   chosen_ = std::move(choice.chosen);
-  chosen_bytes_ = 0;
+  chosen_numel_ = 0;
+  apart_bytes_ = 0;
+  any_in_place_ = false;
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (chosen_[chunk] != Ahead::kNothing) chosen_bytes_ += sizes[chunk].param;
+    if (chosen_[chunk] == Ahead::kNothing) continue;
+    const ChunkSpec& spec = layout.chunk(static_cast<ChunkId>(chunk));
+    chosen_numel_ += spec.shard_numel;
+    apart_bytes_ += spec.puts_values_in_place() ? 0 : sizes[chunk].param;
+    any_in_place_ = any_in_place_ || spec.puts_values_in_place();
   }
   reserve(std::move(choice.blocks));
 }
@@ -99,10 +108,10 @@ NewValues Speculation::try_allocate(ChunkId chunk, const NewBytes& size) {
 }
 
 void Speculation::prepare_open() {
-  if (!active_ || scales_.is_exact() || chosen_.empty()) return free_open();
-  int64_t left = room_bytes() - chosen_bytes_;
+  if (!active_ || (scales_.is_exact() && !any_in_place_) || chosen_.empty()) return free_open();
+  int64_t left = room_bytes() - apart_bytes_;
   for (const auto& [event, block] : leaving_) left += block.num_bytes;
-  open_.take(std::max<int64_t>(left, 0), chosen_bytes_ / 2);  // parameters of 16 bits
+  open_.take(std::max<int64_t>(left, 0), chosen_numel_, any_in_place_ ? kElementsPerOpenInPlace : kElementsPerOpen);
 }
 
 void Speculation::free_open() {
@@ -142,8 +151,21 @@ NewValues Speculation::take(ChunkId chunk) {
 void Speculation::cancel(ChunkId chunk) {
   if (!has(chunk)) return;
   pending_[static_cast<size_t>(chunk)].cancelled->store(true);
-  const NewValues values = take(chunk);
+  NewValues values = take(chunk);
+  if (values.are_in_place()) return take_back(chunk, std::move(values));
   backend_.settle(values.done);
+}
+
+// Behind what put them there, on the queue of updates: where that did not run, all of them are open, and nothing is
+// written.
+void Speculation::take_back(ChunkId chunk, NewValues values) {
+  HostUpdate back;
+  back.chunk = chunk;
+  back.pass = Pass::kTakeBack;
+  back.jobs = std::move(values.put);
+  backend_.settle(updates_.submit(std::move(back)));
+  values.place->on_host = true;
+  values.place->host_ready = nullptr;
 }
 
 void Speculation::cancel_all() {

@@ -9,7 +9,9 @@
 // That memory takes 14 bytes per parameter in 16-bit training. Where there is less, new parameters alone are computed
 // ahead, which takes 2, and the states are updated behind the step ([Note: parameters first], engine/update_jobs.h). So
 // it is where clipping acts, and 16-bit parameters are then computed for all factors near the last one ([Note: settled
-// values], optim/kernels.h): the step makes those again that differ among these.
+// values], optim/kernels.h): the step makes those again that differ among these. Where a chunk's masters are split and
+// its gradient has memory of its own, new parameters take the old ones' place and none is needed but for values that
+// are open ([Note: values in place], optim/kernels.h); what cancels such an update writes the old ones again.
 //
 //   expect(groups, scales)         before a backward
 //   start(chunk, update, ...)      its gradient is complete
@@ -58,7 +60,7 @@ class Speculation {
 
   // Chooses the chunks for which host memory suffices, in the order of the next forward, and has the memory prepared.
   // `sizes` by chunk.
-  void choose(const std::vector<NewBytes>& sizes);
+  void choose(const Layout& layout, const std::vector<NewBytes>& sizes);
   bool must_choose() const { return is_on() && chosen_.empty() && backwards_to_wait_ == 0; }
   // The next choice is made anew: other chunks have their states on the host.
   void forget_choice();
@@ -81,10 +83,13 @@ class Speculation {
   // Memory for as many of a chunk's new values as are to be computed ahead; the same.
   NewValues try_allocate(ChunkId chunk, const NewBytes& size);
   void start(ChunkId chunk, HostUpdate update, NewValues values);
-  // Before a backward, when chunks were chosen: memory for values that are open, where the scale is not known exactly.
+  // Before a backward, when chunks were chosen: memory for values that are open, where there are any.
   void prepare_open();
+  bool has_open_memory() const { return !open_.is_empty(); }
+  int64_t num_values_in_place() const { return open_.num_in_place(); }
   // Where open values of these jobs, a chunk's, are kept.
   void keep_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.keep(chunk, jobs); }
+  void begin_open(ChunkId chunk, std::vector<optim::UpdateJob>& jobs) { open_.begin(chunk, jobs); }
   bool has(ChunkId chunk) const { return pending_[static_cast<size_t>(chunk)].cancelled != nullptr; }
 
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
@@ -113,6 +118,8 @@ class Speculation {
   bool allows(int64_t num_bytes) const { return num_bytes <= room_bytes(); }
   void reserve(std::vector<int64_t> blocks);
   void free_open();
+  // Returns when the parameters are the old ones again.
+  void take_back(ChunkId chunk, NewValues values);
 
   HostArena& arena_;
   HostUpdates& updates_;
@@ -122,7 +129,9 @@ class Speculation {
   int64_t left_bytes_ = 0;        // to others beside that, since the last choice was forgotten
   std::vector<Pending> pending_;  // by chunk
   std::vector<Ahead> chosen_;     // by chunk
-  int64_t chosen_bytes_ = 0;      // of their parameters
+  int64_t chosen_numel_ = 0;      // of these
+  int64_t apart_bytes_ = 0;       // of their new parameters that have memory of their own
+  bool any_in_place_ = false;
   ChunkId first_late_;
   OpenMemory open_;
   std::vector<std::pair<Event, HostBlock>> leaving_;

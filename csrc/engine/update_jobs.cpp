@@ -23,12 +23,16 @@ constexpr uint64_t kRandomSeed = 0;
 Track track_of(Pass pass, Track whole) {
   switch (pass) {
     case Pass::kStates:
+    case Pass::kPutStates:
       return Track::kHostStates;
     case Pass::kOpen:
+    case Pass::kPutOpen:
+    case Pass::kTakeBack:
       return Track::kHostOpen;
     case Pass::kWhole:
     case Pass::kParam:
     case Pass::kBetween:
+    case Pass::kPut:
       break;
   }
   return whole;
@@ -181,6 +185,14 @@ void HostUpdates::run(const HostUpdate& update, HostSpan* span) {
       return compute_.update_param_between(update.jobs);
     case Pass::kOpen:
       return compute_.update_param_open(update.jobs);
+    case Pass::kPut:
+      return compute_.put_values(update.jobs);
+    case Pass::kPutOpen:
+      return compute_.put_open_values(update.jobs);
+    case Pass::kPutStates:
+      return compute_.put_states(update.jobs);
+    case Pass::kTakeBack:
+      return compute_.take_values_back(update.jobs);
   }
 }
 

@@ -34,10 +34,15 @@ namespace patrickstar {
 struct NewValues {
   std::vector<HostBlock> states;  // of ChunkSpec::state_kinds(), or none
   HostBlock param;
-  bool is_settled = true;  // else some of `param` are open
+  bool is_settled = true;  // else some of the parameters are open
   Event done;
+  // [Note: values in place]: where there is no such memory, the record of the old parameters, which have no value until
+  // the step, and what put the new ones there.
+  ArrayRecord* place = nullptr;
+  std::vector<optim::UpdateJob> put;
 
   bool has_states() const { return !states.empty(); }
+  bool are_in_place() const { return place != nullptr; }
 };
 
 // [Note: parameters first] What the next forward waits for is the new compute value. An update on the host may be made
@@ -50,6 +55,11 @@ enum class Pass : uint8_t {
   kStates,   // writes the states
   kBetween,  // writes compute values that are settled, and keeps what makes the others ([Note: settled values])
   kOpen,     // writes these
+  // [Note: values in place]
+  kPut,        // writes compute values over the old ones
+  kPutOpen,    // and those that were left open
+  kPutStates,  // writes the states behind
+  kTakeBack,   // writes the old values again
 };
 
 // Where the new compute value goes.

@@ -77,7 +77,7 @@ void Updates::choose_chunks() {
     sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
     any = true;
   }
-  if (any) speculation_.choose(sizes);
+  if (any) speculation_.choose(layout, sizes);
 }
 
 UpdateAt Updates::host_update_at(ChunkId chunk) const {
@@ -163,6 +163,10 @@ void Updates::speculate(ChunkId chunk) {
   const ScaleBounds& scales = speculation_.expected_scales();
   const ChunkSpec& spec = store_.chunk(chunk);
   if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
+  if (spec.puts_values_in_place()) {
+    if (put_values(chunk, speculation_.expected_groups(), scales)) ++memory_.counters().num_speculated_updates;
+    return;
+  }
   NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
   if (!values.param) return;
   values.is_settled = scales.is_exact();
@@ -185,9 +189,57 @@ void Updates::speculate(ChunkId chunk) {
   ++memory_.counters().num_speculated_updates;
 }
 
+bool Updates::put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales) {
+  ArrayRecord& param = memory_.array(param_of(chunk));
+  const ArrayRecord& grad = memory_.array(grad_of(chunk));
+  // A later use in this step needs the old values.
+  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
+  if (!speculation_.has_open_memory() || !param.on_host || !is_dead) return false;
+  HostUpdate update;
+  update.pass = Pass::kPut;
+  bring_value_to_host(chunk, update.after);
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  update.after.push_back(grad.host_ready);
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds())
+    update.after.push_back(memory_.array({chunk, kind}).host_ready);
+  UpdateTarget target{};
+  target.grad = grad.block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = param.block.data;
+  jobs_.add(chunk, target, groups, static_cast<float>(scales.least), update.jobs);
+  for (optim::UpdateJob& job : update.jobs) {
+    job.least_grad_scale = static_cast<float>(scales.least);
+    job.most_grad_scale = static_cast<float>(scales.most);
+  }
+  speculation_.begin_open(chunk, update.jobs);
+  NewValues values;
+  values.is_settled = scales.is_exact();
+  values.place = &param;
+  values.put = update.jobs;
+  param.on_host = false;
+  ++num_put_;
+  speculation_.start(chunk, std::move(update), std::move(values));
+  return true;
+}
+
+void Updates::restore_values(ChunkId chunk) {
+  if (num_put_ > 0 && store_.chunk(chunk).puts_values_in_place()) speculation_.cancel(chunk);
+}
+
+void Updates::restore_values(const std::vector<ParamId>& params) {
+  if (num_put_ == 0) return;
+  for (ParamId param : params) restore_values(store_.layout().placement(param).chunk);
+}
+
+void Updates::restore_values() {
+  for (ChunkId chunk = 0; num_put_ > 0 && chunk < store_.num_chunks(); ++chunk) restore_values(chunk);
+  num_put_ = 0;
+}
+
 // The chunk's new values become its values.
 void Updates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   NewValues values = speculation_.take(chunk);
+  if (values.are_in_place()) return take_over_in_place(chunk, values, groups, grad_scale);
   if (values.has_states()) {
     take_over_states(chunk, values);
   } else {
@@ -237,11 +289,49 @@ void Updates::take_over_params(ChunkId chunk, NewValues& values, const std::vect
   states_passes_.push_back(std::move(rest));
 }
 
+// What was left open is made now, and the states behind it.
+void Updates::take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
+                                 float grad_scale) {
+  ArrayRecord& param = memory_.array(param_of(chunk));
+  HostUpdate open;
+  open.chunk = chunk;
+  open.pass = Pass::kPutOpen;
+  open.after = {values.done};
+  UpdateTarget target{};
+  target.grad = memory_.array(grad_of(chunk)).block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = param.block.data;
+  jobs_.add(chunk, target, groups, grad_scale, open.jobs);
+  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = values.put[i].least_grad_scale;
+  speculation_.keep_open(chunk, open.jobs);
+  StatesPass rest;
+  rest.chunks = {chunk};
+  rest.update.pass = Pass::kPutStates;
+  rest.update.jobs = open.jobs;
+  param.host_ready = host_updates_.submit(std::move(open));
+  param.set_on_host();
+  rest.update.after = {param.host_ready};
+  memory_.array(grad_of(chunk)).on_host = false;
+  states_passes_.push_back(std::move(rest));
+  if (!values.is_settled) ++memory_.counters().num_settled_updates;
+  note_new_values(chunk);
+  jobs_.count_step(chunk);
+}
+
 HostBlock Updates::take_gradient(ChunkId chunk) {
   ArrayRecord& grad = memory_.array(grad_of(chunk));
   grad.host_ready = nullptr;
   grad.on_host = false;
   return std::exchange(grad.block, {});
+}
+
+// Where it has a place of its own, its memory stays there.
+void Updates::leave_gradient(ChunkId chunk, const Event& done) {
+  if (!store_.chunk(chunk).keeps_gradient()) return speculation_.free_after(take_gradient(chunk), done);
+  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  grad.on_host = false;
+  grad.host_ready = nullptr;
+  grad.block_busy_until = done;
 }
 
 // The values that all ranks gathered are as old as this rank's own.
@@ -279,6 +369,7 @@ bool Updates::begin_step(const std::vector<GroupOptions>& groups, double grad_sc
 void Updates::cancel_all() {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
   speculation_.cancel_all();
+  num_put_ = 0;
 }
 
 void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
@@ -288,6 +379,7 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, 
   }
   forecast_.note(clip_ratio);
   const bool as_expected = begin_step(groups, grad_scale);
+  if (!as_expected) num_put_ = 0;
   try {
     apply_to_all(groups, scale, as_expected);
   } catch (...) {
@@ -295,6 +387,7 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, 
     throw;
   }
   submit_states_passes();
+  num_put_ = 0;
   forget_committed();
 }
 
@@ -307,12 +400,22 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
       ++memory_.counters().num_updates_taken_over;
     } else if (belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
       apply_on_device(chunk, groups, grad_scale);
+    } else if (is_put_after_all(chunk, groups, grad_scale)) {
+      take_over(chunk, groups, grad_scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
       (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
     }
   }
   apply_late(late, groups, grad_scale);
+}
+
+// What was begun for another factor, or not at all: its values first, and its states behind.
+bool Updates::is_put_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_home_of(chunk)) return false;
+  if (!speculation_.allows_passes() || speculation_.is_late(chunk)) return false;
+  if (gradients_.source(chunk) != grad_of(chunk).kind || !has_states(chunk, Tier::kHost)) return false;
+  return put_values(chunk, groups, {grad_scale, grad_scale});
 }
 
 void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -335,14 +438,17 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
 // The next backward reaches the last chunks first.
 void Updates::submit_states_passes() {
   for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
-    pass->update.pass = Pass::kStates;
     pass->update.chunk = pass->chunks.front();
-    for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
+    if (pass->update.pass != Pass::kPutStates) {
+      pass->update.pass = Pass::kStates;
+      for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
+    }
     const Event done = host_updates_.submit(std::move(pass->update));
     for (ChunkId chunk : pass->chunks) {
       for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
       ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
       if (sum.block) sum.block_busy_until = done;
+      if (store_.chunk(chunk).keeps_gradient()) leave_gradient(chunk, done);
     }
     for (HostBlock& block : pass->gradients) speculation_.free_after(std::move(block), done);
     ++memory_.counters().num_states_passes;
@@ -376,6 +482,9 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
 std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {
   if (!speculation_.allows_passes() || disk_.is_home_of(chunks.front())) return std::nullopt;
   if (speculation_.is_late(chunks.front())) return std::nullopt;
+  const bool any_in_place = std::any_of(chunks.begin(), chunks.end(),
+                                        [this](ChunkId chunk) { return store_.chunk(chunk).puts_values_in_place(); });
+  if (any_in_place) return std::nullopt;
   std::vector<HostBlock> blocks(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (gradients_.source(chunks[i]) != grad_of(chunks[i]).kind) continue;
@@ -434,7 +543,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     if (gradients_.source(chunk) == ArrayKind::kGradSum) {
       memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
     } else if (targets[i].place == ParamPlace::kOwn) {
-      speculation_.free_after(take_gradient(chunk), done);
+      leave_gradient(chunk, done);
     }
   }
   if (params) states_passes_.push_back(std::move(rest));

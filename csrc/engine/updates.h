@@ -76,6 +76,11 @@ class Updates {
   int num_committed() const { return num_committed_; }
   void forget_committed();
   void cancel_all();
+  // Old values that new ones have taken the place of are to be read, and are written again: of these parameters'
+  // chunks, of one, or of all.
+  void restore_values(const std::vector<ParamId>& params);
+  void restore_values(ChunkId chunk);
+  void restore_values();
   void release_host_memory() { speculation_.release_memory(); }
 
  private:
@@ -88,7 +93,7 @@ class Updates {
   struct StatesPass {
     std::vector<ChunkId> chunks;
     HostUpdate update;
-    std::vector<HostBlock> gradients;  // that end with it
+    std::vector<HostBlock> gradients;  // that end with it, but those that have a place of their own
   };
 
   // In 32 bits nearly no value is settled: those of the scale where clipping does not act are computed ahead, or none.
@@ -96,6 +101,7 @@ class Updates {
   void choose_chunks();
   bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
+  bool is_put_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // Several chunks that are at home on the host, or one whose states are on the disk.
@@ -117,14 +123,19 @@ class Updates {
   // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
   void commit_on_device(ChunkId chunk);
   void speculate(ChunkId chunk);
+  // [Note: values in place]: of a chunk whose gradient is on the host. False: it has not all that it takes.
+  bool put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales);
   void commit(ChunkId chunk);
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
   void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void take_over_states(ChunkId chunk, NewValues& values);
   // The states behind the new parameters, of which those that are open are made now.
   void take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
+  void take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
   // The gradient's memory, which is no longer the gradient's.
   HostBlock take_gradient(ChunkId chunk);
+  // The gradient is no longer of use once `done` is complete.
+  void leave_gradient(ChunkId chunk, const Event& done);
   void discard_values(ChunkId chunk);
   void note_new_values(ChunkId chunk);
 
@@ -144,6 +155,7 @@ class Updates {
   std::vector<StatesPass> states_passes_;  // of the step that is being applied
   std::vector<uint8_t> committed_;         // by chunk
   int num_committed_ = 0;
+  int num_put_ = 0;  // in place, of the running step
   ChunkId held_back_ = -1;
 };
 

@@ -248,7 +248,7 @@ std::vector<ArrayId> ValueRanges::stored_arrays(ParamId param) const {
   const Layout& layout = memory_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ChunkSpec& spec = layout.chunk(chunk);
-  if (!spec.trainable) return {};
+  if (!spec.trainable || spec.puts_values_in_place()) return {};
   std::vector<ArrayId> arrays;
   if (spec.keeps_param()) arrays.push_back({chunk, layout.param_home()});
   for (ArrayKind kind : spec.state_kinds()) {

@@ -22,6 +22,7 @@ struct UpdateJob {
   StepScalars scalars;
   // [Note: settled values]
   float most_grad_scale = 0;
+  float least_grad_scale = 0;  // [Note: values in place]: of what put them there
   OpenValues* open = nullptr;  // of each piece
   OpenStore* store = nullptr;  // which they are kept in
 };
@@ -50,6 +51,13 @@ class HostCompute : public Compute {
   // which are in `store`.
   virtual void update_param_between(const std::vector<UpdateJob>& jobs) = 0;
   virtual void update_param_open(const std::vector<UpdateJob>& jobs) = 0;
+  // [Note: values in place]: for scales up to `most_grad_scale`; then what was left open; then states. Instead of these
+  // the former parameters again. All of Adam and of split masters. put_states() throws StateError where the parameters
+  // in place are not those that the states lead to.
+  virtual void put_values(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void put_open_values(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void put_states(const std::vector<UpdateJob>& jobs) = 0;
+  virtual void take_values_back(const std::vector<UpdateJob>& jobs) = 0;
   // [Note: split masters]; `variance` is null where that is of fewer bytes.
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,

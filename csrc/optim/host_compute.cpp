@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <variant>
 
+#include "common/check.h"
 #include "optim/compute.h"
 
 namespace patrickstar::optim {
@@ -79,9 +81,7 @@ class PoolCompute final : public HostCompute {
     });
   }
   void update_param_between(const std::vector<UpdateJob>& jobs) override {
-    int64_t numel = 0;
-    for (const UpdateJob& job : jobs) numel += job.range.numel;
-    if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
+    begin_open(jobs);
     run(jobs, kOpenPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       static thread_local OpenScratch scratch;
       OpenValues* kept = job.open + first / kOpenPiece;
@@ -102,6 +102,40 @@ class PoolCompute final : public HostCompute {
                      [&](const auto& kernels, const auto& scalars) { kernels.param_open(piece, scalars, *kept); });
         ++kept;
       });
+    });
+  }
+  void put_values(const std::vector<UpdateJob>& jobs) override {
+    begin_open(jobs);
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, OpenValues& kept) {
+      static thread_local OpenScratch scratch;
+      const auto& scalars = std::get<AdamScalars>(job.scalars);
+      OpenValues open = scratch.values();
+      kernels_.adam_put_values(piece, scalars, job.most_grad_scale, &open);
+      kept = job.store->keep(open);
+      if (kept.count != OpenValues::kAll) {
+        job.store->note_in_place(piece.numel - kept.count);
+      } else if (open.count != OpenValues::kAll) {  // no room to keep them
+        kernels_.adam_take_values_back(piece, scalars, open);
+      }
+    });
+  }
+  void put_open_values(const std::vector<UpdateJob>& jobs) override {
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
+      kernels_.adam_put_open_values(piece, std::get<AdamScalars>(job.scalars), kept);
+    });
+  }
+  void put_states(const std::vector<UpdateJob>& jobs) override {
+    std::atomic<int64_t> wrong{0};
+    for_pieces_of(jobs, [&](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
+      wrong += kernels_.adam_put_states(piece, std::get<AdamScalars>(job.scalars), job.least_grad_scale, kept);
+    });
+    PS_CHECK(wrong == 0, StateError, wrong.load(),
+             " parameters that were updated in backward are not those that their optimizer states lead to: host memory "
+             "was written, or fails; go on from the last checkpoint");
+  }
+  void take_values_back(const std::vector<UpdateJob>& jobs) override {
+    for_pieces_of(jobs, [this](const AdamRange& piece, const UpdateJob& job, const OpenValues& kept) {
+      kernels_.adam_take_values_back(piece, std::get<AdamScalars>(job.scalars), kept);
     });
   }
   void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) override {
@@ -183,6 +217,20 @@ class PoolCompute final : public HostCompute {
         const int64_t to = std::min(end - starts[index], range.numel);
         if (from < to) kernel(subrange(range, from, to), jobs[index], from);
       }
+    });
+  }
+  // What open values of these jobs, a chunk's, may take.
+  static void begin_open(const std::vector<UpdateJob>& jobs) {
+    int64_t numel = 0;
+    for (const UpdateJob& job : jobs) numel += job.range.numel;
+    if (!jobs.empty()) jobs.front().store->begin_chunk(numel);
+  }
+  // function(piece, its job, what was kept of it)
+  template <typename Function>
+  void for_pieces_of(const std::vector<UpdateJob>& jobs, const Function& function) {
+    run(jobs, kOpenPiece, [&](const AdamRange& range, const UpdateJob& job, int64_t first) {
+      OpenValues* kept = job.open + first / kOpenPiece;
+      for_pieces(range, [&](const AdamRange& piece) { function(piece, job, *kept++); });
     });
   }
   template <typename Function>

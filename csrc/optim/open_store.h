@@ -9,6 +9,7 @@
 //   OpenValues kept = store.keep(open);   // by any thread; a copy, or all
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -29,6 +30,9 @@ class OpenStore {
   void begin(int64_t numel);
   void begin_chunk(int64_t numel);
   OpenValues keep(const OpenValues& open);
+  // [Note: values in place]: so many have taken the old ones' place. All of them so far, by any thread.
+  void note_in_place(int64_t count) { num_in_place_ += count; }
+  int64_t num_in_place() const { return num_in_place_; }
 
  private:
   // `num_bytes` of what is left, or null.
@@ -41,6 +45,7 @@ class OpenStore {
   int64_t used_ = 0;    // of the current one
   int64_t coming_numel_ = 0;
   int64_t allowance_ = 0;  // bytes, of the running chunk
+  std::atomic<int64_t> num_in_place_{0};
 };
 
 }  // namespace patrickstar::optim

@@ -11,8 +11,9 @@ namespace patrickstar {
 
 NewBytes new_bytes(const Layout& layout, ChunkId chunk) {
   NewBytes result;
+  result.param = least_new_bytes(layout, chunk);
+  if (layout.chunk(chunk).puts_values_in_place()) return result;
   for (ArrayKind kind : layout.chunk(chunk).state_kinds()) result.states.push_back(layout.num_bytes({chunk, kind}));
-  result.param = layout.num_bytes({chunk, layout.param_home()});
   return result;
 }
 
@@ -34,7 +35,7 @@ AheadChoice choose_ahead(const std::vector<NewBytes>& sizes, AheadRoom room) {
     if (take(std::array{sizes[chunk].param})) choice.chosen[chunk] = Ahead::kParam;
   }
   for (size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-    if (choice.chosen[chunk] == Ahead::kNothing) continue;
+    if (choice.chosen[chunk] == Ahead::kNothing || sizes[chunk].states.empty()) continue;
     if (!take(sizes[chunk].states)) break;
     choice.chosen[chunk] = Ahead::kEverything;
   }

@@ -22,8 +22,8 @@ enum class Ahead : uint8_t { kNothing, kParam, kEverything };
 
 // What a chunk's new values take; nothing for one whose states are not on the host.
 struct NewBytes {
-  std::vector<int64_t> states;  // of ChunkSpec::state_kinds()
-  int64_t param = 0;
+  std::vector<int64_t> states;  // of ChunkSpec::state_kinds(); none where the old ones are overwritten
+  int64_t param = 0;            // or what is left open of values in place
 };
 NewBytes new_bytes(const Layout& layout, ChunkId chunk);
 

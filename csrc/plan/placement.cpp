@@ -10,6 +10,7 @@
 #include "memory/disk_file.h"
 #include "memory/host_arena.h"
 #include "memory/slot_pool.h"
+#include "optim/kernels.h"
 
 namespace patrickstar {
 
@@ -21,9 +22,12 @@ constexpr int64_t kPrefetchedChunks = 16;
 constexpr double kBoundaryShare = 0.45;
 constexpr int kBoundaryChunks = 3;
 constexpr int64_t kBoundarySlack = int64_t{128} << 20;
-// Of the new values of updates on the host, those that must have room for it to be worth it that gradients leave the
-// device. With half of them GPT 18.5 B took 4.5 to 5 s on an H200, and 3.3 s without any.
-constexpr double kWorthLeaving = 0.8;
+// Of the new values of updates on the host, these are enough: the updates of the others wait beside the next forward
+// ([Note: updates that wait], plan/plan_choice.h). For fewer it is not worth it that gradients leave the device: with
+// half of them GPT 18.5 B took 4.5 to 5 s on an H200, and 3.3 s without any.
+constexpr double kEnoughAhead = 0.8;
+// Of values in place, one of so many is expected to be open at most ([Note: values in place], optim/kernels.h).
+constexpr int64_t kElementsPerOpenValue = 64;
 // Quantised chunks whose codes are on the device on their way into compute values ([Note: staging], engine/pager.h).
 constexpr int64_t kStagings = 2;
 // A size is rare that no more than this share of the chunks have, or a larger one.
@@ -126,21 +130,28 @@ std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& pr
   return idle;
 }
 
-// Where the gradients of chunks with their states on the device wait for the norm.
-enum class Gradients : uint8_t { kInPlaceOfValues, kBesideValues };
+// What states on the device are reckoned with.
+enum class Beside : uint8_t {
+  kAllValues,  // compute values of all chunks, whose places gradients take
+  kGradients,  // gradients that wait for the norm; compute values come when they are needed
+  kNothing,    // these leave the device as well
+};
 
 // How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
-int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes,
-                            Gradients gradients) {
+int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes, Beside beside) {
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
-    const bool waits = budget.keeps_gradients && (layout.is_sharded() || gradients == Gradients::kBesideValues);
-    const bool grad = waits || chunk.keeps_gradient();
-    const bool shard = layout.is_sharded() && chunk.keeps_param();  // of one rank it is among the values
     usable -= lasting_bytes(chunk);
-    if (grad && chunk.trainable) usable -= chunk.num_bytes(ArrayKind::kGradShard);
-    if (shard && chunk.trainable) usable -= chunk.num_bytes(ArrayKind::kParamShard);
+    if (chunk.trainable) {
+      const bool reserves = chunk.reserves_gradient() || (budget.keeps_gradients && layout.is_sharded());
+      // Among all values there is the one that is a part of the states, and a gradient does not take its place.
+      const bool waits = beside == Beside::kAllValues ? chunk.puts_values_in_place() : beside == Beside::kGradients;
+      const bool value = beside != Beside::kAllValues && chunk.puts_values_in_place();
+      const bool shard = layout.is_sharded() && chunk.keeps_param();  // of one rank it is among the values
+      if (reserves || (budget.keeps_gradients && waits)) usable -= chunk.num_bytes(ArrayKind::kGradShard);
+      if (value || shard) usable -= chunk.num_bytes(ArrayKind::kParamShard);
+    }
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
     if (usable < 0) break;
     ++count;
@@ -165,11 +176,16 @@ UpdatesAhead updates_ahead(const Layout& layout, const Timeline& step, const Dev
   UpdatesAhead ahead;
   for (ChunkId chunk = count; chunk < layout.num_chunks(); ++chunk) {
     const ChunkSpec& spec = layout.chunk(chunk);
-    const int64_t bytes = spec.trainable ? spec.num_bytes(layout.param_home()) : 0;
-    (bytes <= room ? ahead.value_bytes : ahead.waiting_bytes) += bytes;
+    if (!spec.trainable) continue;
+    const int64_t bytes = least_new_bytes(layout, chunk);
+    (bytes <= room ? ahead.value_bytes : ahead.waiting_bytes) += spec.num_bytes(layout.param_home());
     room -= bytes <= room ? bytes : 0;
   }
   return ahead;
+}
+
+bool is_enough(const UpdatesAhead& ahead) {
+  return ahead.waiting_bytes <= share(ahead.value_bytes + ahead.waiting_bytes, 1 - kEnoughAhead);
 }
 
 // The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
@@ -247,7 +263,7 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
     for (const Access& access : moment.accesses) {
       const ChunkSpec& spec = layout.chunk(access.array.chunk);
       if (access.mode == AccessMode::kRetire || !needed.insert(access.array.index()).second) continue;
-      const bool waits = access.array.kind == ArrayKind::kGrad && !spec.keeps_gradient() &&
+      const bool waits = access.array.kind == ArrayKind::kGrad && !spec.reserves_gradient() &&
                          states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
       if (!waits) {
         others += layout.num_bytes(access.array);
@@ -258,6 +274,12 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
     leaving = std::max(leaving, states + gradients + others + moment.tide_peak_bytes - limit_bytes);
   }
   return std::min(leaving, gradients);
+}
+
+int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  if (spec.puts_values_in_place()) return spec.shard_numel / kElementsPerOpenValue * optim::OpenValues::kBytes;
+  return layout.num_bytes({chunk, layout.param_home()});
 }
 
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
@@ -289,7 +311,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     stages = stages || (quantized && !on_device);
     const bool retires = !on_device || (!layout.is_sharded() && !kept);
     problem.arrays[static_cast<size_t>(param.index())] = {param_bytes, on_device ? 0 : fetch_bytes, 0, 0, survives};
-    const bool placed = layout.chunk(chunk).keeps_gradient();
+    const bool placed = layout.chunk(chunk).reserves_gradient();
     const int64_t grad_bytes = on_device && placed && !layout.is_sharded() ? 0 : bytes;
     problem.arrays[static_cast<size_t>(grad.index())] = {grad_bytes, bytes, bytes, retires ? shard_bytes : 0, false};
     if (on_device) problem.fixed_bytes += placed_bytes(layout.chunk(chunk));
@@ -337,7 +359,8 @@ int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
 
 int64_t placed_bytes(const ChunkSpec& chunk) {
   if (chunk.is_quantized()) return chunk.quantized_bytes();
-  return chunk.derives_param() || !chunk.trainable ? optimizer_bytes(chunk) : home_bytes(chunk);
+  if (chunk.derives_param() || !chunk.trainable) return optimizer_bytes(chunk);
+  return chunk.puts_values_in_place() ? home_bytes(chunk) - chunk.num_bytes(ArrayKind::kGradShard) : home_bytes(chunk);
 }
 
 int64_t spare_bytes(const Layout& layout) {
@@ -429,8 +452,13 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
 
 int64_t reserved_gradient_bytes(const Layout& layout) {
   std::vector<int64_t> sizes;
-  for (const ChunkSpec& chunk : layout.chunks()) sizes.push_back(chunk.num_bytes(layout.grad_home()));
-  const auto count = std::min<ptrdiff_t>(kNumReservedGradients, static_cast<ptrdiff_t>(sizes.size()));
+  bool have_places = true;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    sizes.push_back(chunk.num_bytes(layout.grad_home()));
+    have_places = have_places && (chunk.puts_values_in_place() || !chunk.trainable);
+  }
+  const int most = have_places ? 1 : kNumReservedGradients;
+  const auto count = std::min<ptrdiff_t>(most, static_cast<ptrdiff_t>(sizes.size()));
   std::partial_sort(sizes.begin(), sizes.begin() + count, sizes.end(), std::greater<>());
   return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
 }
@@ -456,26 +484,24 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
   const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
-  const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Gradients::kInPlaceOfValues);
+  const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Beside::kAllValues);
   const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed
-  const int beside = num_state_chunks_within(layout, budget, without_values, Gradients::kBesideValues);
-  const int most = num_state_chunks_within(layout, budget, without_values, Gradients::kInPlaceOfValues);
-  // So many that gradients leave the device as well are worth it where nearly all updates on the host can start in
-  // backward then; no more than it takes for all.
+  const int beside = num_state_chunks_within(layout, budget, without_values, Beside::kGradients);
+  const int most = num_state_chunks_within(layout, budget, without_values, Beside::kNothing);
+  // So many that gradients leave the device as well are worth it where enough updates on the host can start in backward
+  // then; no more than it takes.
   int enough = count;
   UpdatesAhead ahead = updates_ahead(layout, step, budget, enough);
-  if (ahead.waiting_bytes > 0) {
+  if (!is_enough(ahead)) {
     int too_few = count;  // what a chunk gives the host's room is more than its gradient takes, so more are never worse
     enough = std::max(count, most);
     while (enough - too_few > 1) {
       const int middle = too_few + (enough - too_few) / 2;
-      (updates_ahead(layout, step, budget, middle).waiting_bytes > 0 ? too_few : enough) = middle;
+      (is_enough(updates_ahead(layout, step, budget, middle)) ? enough : too_few) = middle;
     }
     ahead = updates_ahead(layout, step, budget, enough);
   }
-  const int64_t worth_leaving = share(ahead.value_bytes + ahead.waiting_bytes, kWorthLeaving);
-  if (enough == count || ahead.value_bytes >= worth_leaving) return enough;
-  return std::max(count, beside);
+  return enough == count || is_enough(ahead) ? enough : std::max(count, beside);
 }
 
 int64_t working_set_bytes(const Layout& layout, const std::vector<std::vector<ParamId>>& module_params) {

@@ -82,6 +82,10 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
 // next forward waits for.
 std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes);
 
+// What an update on the host takes at least to begin ahead of the step: its new compute values, or what is left open of
+// them where they take the old ones' place.
+int64_t least_new_bytes(const Layout& layout, ChunkId chunk);
+
 // How much of a device there is to plan with.
 struct DeviceBudget {
   int64_t limit_bytes = INT64_MAX;  // for everything, without what the allocator's rounding needs
@@ -109,9 +113,9 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
 // After the tide is known: how many chunks (from the first on) fit into the margin that is left when all compute copies
 // are resident at the highest tide (a gradient takes its parameters' place), times `margin_use_ratio` (the first
 // PatrickStar's rule). Where the host then has no room to update the others ahead of the step, more of them, until it
-// has for all or nearly all: each chunk that leaves the host makes room there for the new compute values of several
-// others. That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a
-// value again takes less time than to wait for the norm.
+// has for four fifths: each chunk that leaves the host makes room there for the new compute values of several others.
+// That leaves room on the device for fewer compute copies, but no less than are prefetched: to fetch a value again
+// takes less time than to wait for the norm.
 int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
 
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,

@@ -55,6 +55,16 @@ constexpr int kParts = 16;
 // Rooms depend on updates and these on rooms: each is chosen so often at most.
 constexpr int kRounds = 2;
 
+// Keeps those that are as short as the shortest.
+void keep_shortest(std::vector<PlanChoice>& choices) {
+  double least = choices.front().predicted.seconds;
+  for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
+  const auto is_longer = [least](const PlanChoice& choice) {
+    return choice.predicted.seconds > least * (1 + kPredictionTolerance);
+  };
+  choices.erase(std::remove_if(choices.begin(), choices.end(), is_longer), choices.end());
+}
+
 PlanChoice choose_room(PlanProblem problem, const Rates& rates, const StepShape& shape) {
   const Rates slower_rates = cautious(rates);
   const int64_t usual_room = problem.prefetch_bytes;
@@ -65,20 +75,20 @@ PlanChoice choose_room(PlanProblem problem, const Rates& rates, const StepShape&
     const SimulatedStep predicted = simulate(problem, plan, slower_rates, shape);
     choices.push_back({std::move(plan), room, predicted, 0, {}});
   }
-  double least = choices.front().predicted.seconds;
-  for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
-  // Too slow ones last; of the others the problem's own room, since nothing is gained by another one; then by bytes,
-  // then by room.
-  const auto rank = [least, usual = usual_room](const PlanChoice& choice) {
-    const bool slower = choice.predicted.seconds > least * (1 + kPredictionTolerance);
-    return std::make_tuple(slower, choice.prefetch_bytes != usual,
-                           choice.plan.uploaded_bytes + choice.plan.downloaded_bytes, choice.prefetch_bytes);
+  keep_shortest(choices);
+  // Where updates bound them all with caution, the machine's own rates tell them apart.
+  for (PlanChoice& choice : choices) {
+    problem.prefetch_bytes = choice.prefetch_bytes;
+    choice.predicted = simulate(problem, choice.plan, rates, shape);
+  }
+  keep_shortest(choices);
+  // The problem's own room, since nothing is gained by another one; then by bytes, then by room.
+  const auto rank = [usual = usual_room](const PlanChoice& choice) {
+    return std::make_tuple(choice.prefetch_bytes != usual, choice.plan.uploaded_bytes + choice.plan.downloaded_bytes,
+                           choice.prefetch_bytes);
   };
-  PlanChoice best = std::move(*std::min_element(
-      choices.begin(), choices.end(), [&rank](const PlanChoice& a, const PlanChoice& b) { return rank(a) < rank(b); }));
-  problem.prefetch_bytes = best.prefetch_bytes;
-  best.predicted = simulate(problem, best.plan, rates, shape);
-  return best;
+  return std::move(*std::min_element(choices.begin(), choices.end(),
+                                     [&rank](const PlanChoice& a, const PlanChoice& b) { return rank(a) < rank(b); }));
 }
 
 // What is played where updates wait from `first_late` on.

@@ -3,9 +3,9 @@
 //
 // Room for prefetches lets transfers start earlier and keeps less on the device, so more is moved: whether that pays
 // depends on the link, on updates, and on how long each moment computes. So plans for several rooms are made and played
-// on the simulator. The least predicted step wins; among those as short as it, the problem's own room if it is one of
-// them, else the plan that moves the fewest bytes, then the one that needs the least room: transfers start as early as
-// memory allows and no earlier than useful.
+// on the simulator. The least step predicted with caution wins; among those as short as it the least predicted without;
+// among those as short again, the problem's own room if it is one of them, else the plan that moves the fewest bytes,
+// then the one that needs the least room: transfers start as early as memory allows and no earlier than useful.
 //
 // [Note: updates that wait] An update in two passes ([Note: parameters first], engine/update_jobs.h) takes half as long
 // again as one in one pass, or more. Where updates bound the step it therefore pays that those of the last chunks,

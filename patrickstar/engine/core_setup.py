@@ -11,7 +11,8 @@ from patrickstar import _C
 from patrickstar.config import Config
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
-from patrickstar.machine.engine_options import make_engine_options, state_scheme
+from patrickstar.machine.engine_options import make_engine_options
+from patrickstar.machine.state_scheme import StateScheme, choose_layout, state_scheme
 from patrickstar.module.preprocess import ChunkSize, SortedParams, choose_chunk_size, make_layout, owned_params
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, plan_of
@@ -65,12 +66,11 @@ def build_core(
     size = _choose_chunk_size(module, params, config, budgets)
     if chunk_numel is not None:
         size = dataclasses.replace(size, numel=chunk_numel)
-    scheme = state_scheme(config.optimizer)
-    layout = make_layout(params, size.numel, chunk_ranks.size, chunk_ranks.rank, scheme)
     segments = ExpandableSegments(context.device, budgets.device_bytes)
     local = (context.local_rank, context.local_world_size)
     try:
         options = make_engine_options(config, context.device, budgets, segments.rounding_bytes, local)
+        layout = _make_layout(params, size.numel, chunk_ranks, config, budgets, options, is_new=chunk_numel is None)
         options.ample_limit_bytes, options.ample_extra_bytes = size.ample_bytes, size.ample_extra_bytes
         collectives = _C.Collectives(chunk_ranks.gather, chunk_ranks.scatter, chunk_ranks.control)
         names = [spec.name for spec in params.chunked]
@@ -85,6 +85,33 @@ def build_core(
         segments=segments,
         chunk_numel=size.numel,
         largest_module_bytes=_C.working_set_bytes(layout, owned),
+    )
+
+
+def _make_layout(
+    params: SortedParams,
+    chunk_numel: int,
+    chunk_ranks: ChunkRanks,
+    config: Config,
+    budgets: Budgets,
+    options: _C.EngineOptions,
+    *,
+    is_new: bool,
+) -> _C.Layout:
+    """``is_new``: no core before this one, of which values come as they are stored."""
+
+    def make(scheme: StateScheme) -> _C.Layout:
+        return make_layout(params, chunk_numel, chunk_ranks.size, chunk_ranks.rank, scheme)
+
+    if not is_new or config.disk_memory.path is not None:
+        return make(state_scheme(config.optimizer))
+    several = options.residency.backwards == _C.Backwards.SEVERAL
+    return choose_layout(
+        make,
+        config.optimizer,
+        updates_begin_early=options.speculation == _C.SpeculationMode.ON and not several,
+        device_bytes=budgets.device_bytes if config.optimizer.params.use_hybrid_adam else 0,
+        host_bytes=budgets.host_bytes,
     )
 
 

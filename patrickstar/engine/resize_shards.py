@@ -16,7 +16,7 @@ from patrickstar.engine.resize_devices import DeviceShards, stored_bytes, those_
 from patrickstar.engine.resize_handover import STATE_NAME, state_path
 from patrickstar.engine.resize_plan import ResizeOptions, ResizePlan
 from patrickstar.engine.session import Session
-from patrickstar.machine.engine_options import state_scheme
+from patrickstar.machine.state_scheme import state_scheme
 from patrickstar.module.preprocess import make_layout
 from patrickstar.ranks.failures import first_line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -16,11 +15,7 @@ from patrickstar.config import (
     DiskMemoryConfig,
     HostAffinity,
     HostThreadsConfig,
-    Master,
-    OptimizerConfig,
     Speculation,
-    States,
-    rule_of,
 )
 from patrickstar.machine.budgets import Budgets
 
@@ -129,52 +124,6 @@ def _local_rank() -> int:
             "torchrun, or set LOCAL_RANK to this process's index among those of this machine"
         )
     return int(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class StateScheme:
-    """What the optimizer states of trained parameters are stored in.
-
-    Args:
-        states: momentum and variance.
-        has_variance: whether the optimizer keeps one.
-        master: that of a parameter that computes in bfloat16: float32, its lower half beside the parameter
-            (csrc/optim/kernels.h, [Note: split masters]), or none.
-        gradient: where that of such a parameter waits for the step.
-    """
-
-    states: States = States.FP32
-    has_variance: bool = True
-    master: _C.StateType = _C.StateType.FLOAT32
-    gradient: _C.GradientPlace = _C.GradientPlace.OF_PARAM
-
-    def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
-        """Of one parameter; ``keeps_float32``: whether its moments are none that 8 bits are for."""
-        types = _C.StateType
-        is_16_bit = compute_dtype is torch.bfloat16
-        master = self.master if is_16_bit else types.FLOAT32
-        gradient = self.gradient if is_16_bit else _C.GradientPlace.OF_PARAM
-        momentum, variance = {
-            States.FP32: (types.FLOAT32, types.FLOAT32),
-            States.BF16: (types.BFLOAT16, types.BFLOAT16),
-            States.EIGHT_BIT: (types.FLOAT32, types.FLOAT32) if keeps_float32 else (types.SIGNED8, types.UNSIGNED8),
-        }[self.states]
-        return _C.StateFormat(master, momentum, variance if self.has_variance else types.NONE, gradient)
-
-
-def state_scheme(optimizer: OptimizerConfig) -> StateScheme:
-    """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
-    per parameter less. Without masters a gradient that waits has memory of its own.
-    """
-    commits = optimizer.speculation is Speculation.COMMIT
-    master, gradient = _C.StateType.FLOAT32, _C.GradientPlace.OF_PARAM
-    if optimizer.master is Master.STOCHASTIC:
-        master = _C.StateType.NONE
-        gradient = gradient if commits else _C.GradientPlace.OWN
-    elif commits:
-        master = _C.StateType.LOWER_HALF
-    has_variance = "exp_avg_sq" in rule_of(optimizer.type).states
-    return StateScheme(states=optimizer.states, has_variance=has_variance, master=master, gradient=gradient)
 
 
 def _speculation_mode(speculation: Speculation, device: torch.device) -> _C.SpeculationMode:

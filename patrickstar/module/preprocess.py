@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from patrickstar import _C
 from patrickstar.config import QuantizationConfig
-from patrickstar.machine.engine_options import StateScheme
+from patrickstar.machine.state_scheme import StateScheme
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.quantization import quantizable_weights
 

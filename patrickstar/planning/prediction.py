@@ -11,6 +11,7 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.config import ActivationOffload, Master, OptimizerConfig, OptimizerType, Speculation, States
+from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place, puts_values_in_place
 from patrickstar.planning.activation_rules import DeviceShares
 from patrickstar.planning.cluster import Cluster, HostTraffic
 from patrickstar.planning.leaving import Device, Tides
@@ -218,6 +219,7 @@ class Predictor:
             )
         self._uses, self._layout, self._machine, self._cluster = uses, layout, machine, cluster
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+        self._in_place = puts_values_in_place(layout)
         self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
         self._leaving: dict[Device, Tides] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
@@ -349,10 +351,17 @@ class Predictor:
             num_others = len(self._chunks) - usual
             whole = [self._with_less_host(setting, usual, int(share * num_others)) for share in _SHARES_WHOLE]
             cases += self._descend(fewer, cases[0], _PATIENCE)
-            cases += self._descend(more, cases[0], _PATIENCE)
-            cases += self._descend(whole, cases[0], len(whole))
+            cases += self._descend(filter(self._is_for, more), cases[0], _PATIENCE)
+            cases += self._descend(filter(self._is_for, whole), cases[0], len(whole))
         shortest = min(case.step.seconds for case in cases)
         return next(case for case in cases if case.step.seconds <= shortest * (1 + _SAME))
+
+    def _is_for(self, setting: Setting | None) -> bool:
+        """Whether an engine that is given less host memory, as here, stores states as this layout does."""
+        if setting is None or self._in_place or not may_put_values_in_place(self._layout, setting.optimizer_config()):
+            return setting is not None
+        device_bytes, host_bytes = setting.device_bytes, setting.host_bytes
+        return not lacks_room_ahead(self._layout, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
         """Cases of settings in their order, None passed over, until so many in a row made the step no shorter."""
@@ -416,7 +425,7 @@ class Predictor:
     def _bytes_ahead(self, first: int) -> int:
         """What the chunks from ``first`` on take on the host with new compute values beside the old ones."""
         rest = self._chunks[first:]
-        new_values = sum(_grad_bytes(chunk) for chunk in rest if chunk["trainable"])
+        new_values = sum(chunk["new_value_bytes"] for chunk in rest if chunk["trainable"])
         return _C.reserved_gradient_bytes(self._layout) + sum(chunk["home_bytes"] for chunk in rest) + new_values
 
     def _update_rates(self, rule: OptimizerType, on_device: Sequence[bool]) -> UpdateRates:
@@ -639,11 +648,11 @@ def _ahead(
         return ahead
     updated = [index for index in updated if homes[index] == _C.Tier.HOST]
     for index in updated:
-        if _grad_bytes(chunks[index]) <= room:
-            room -= _grad_bytes(chunks[index])
+        if chunks[index]["new_value_bytes"] <= room:
+            room -= chunks[index]["new_value_bytes"]
             ahead[index] = _C.UpdateAt.HOST_PARAM_FIRST
     for index in updated:
-        if ahead[index] is None:
+        if ahead[index] is None or chunks[index]["states"].gradient == _C.GradientPlace.OWN:
             continue
         if _state_bytes(chunks[index]) > room:
             break

@@ -39,7 +39,7 @@ class TimedTimeline:
 
 def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
     """The timeline of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
-    not leave, unless their masters are split; with several all do, when they are scattered.
+    not leave, unless they are applied at once; with several all do, when they are scattered.
     """
     model = _AccessModel(layout, states_on_device, uses)
     for use in uses.uses:
@@ -61,6 +61,11 @@ def _param_bytes(chunks: Sequence[dict[str, Any]], layout: _C.Layout) -> dict[in
 def itemsize(chunk: dict[str, Any]) -> int:
     """Bytes per element of a chunk's parameters and gradients."""
     return 4 if chunk["dtype"] == _C.DType.FLOAT32 else 2
+
+
+def _ends_at_once(states: _C.StateFormat) -> bool:
+    """Whether a gradient is applied when it is complete, since it has nowhere to wait."""
+    return states.master != _C.StateType.FLOAT32 and states.gradient == _C.GradientPlace.OF_PARAM
 
 
 class _Hold:
@@ -87,8 +92,7 @@ class _AccessModel:
         self._static_bytes = uses.static_bytes
         several = layout.num_ranks > 1
         self._leaves = [  # by chunk: its gradient's slot
-            several or not at or spec["states"].master != _C.StateType.FLOAT32
-            for spec, at in zip(specs, states_on_device, strict=True)
+            several or not at or _ends_at_once(spec["states"]) for spec, at in zip(specs, states_on_device, strict=True)
         ]
         self._chunk_of = {param: chunk for chunk, params in enumerate(chunks) for param in params}
         self._num_uses = [0] * len(self._chunk_of)

@@ -86,7 +86,7 @@ def test_updates_ahead_take_the_room_and_give_it_back():
     """On a host that has no room for any beside the frozen values, all start in backward once these have left it."""
 
     def run(**more):
-        config = make_host_config("bf16", default_chunk_size=4096, **more)
+        config = make_host_config("fp16", default_chunk_size=4096, **more)  # which needs room to update ahead
         config["optimizer"]["speculation"] = "always"
         return train(with_sizes(sizes, HalfTrained), config, steps=len(sizes))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patrickstar.config import OptimizerType, States
-from patrickstar.machine.engine_options import state_scheme
+from patrickstar.machine.state_scheme import state_scheme
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.plan import main
 from patrickstar.planning.prediction import Setting

@@ -1,0 +1,120 @@
+"""What optimizer states are stored in, by the configuration and by how much memory there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from patrickstar import _C
+from patrickstar.config import Master, OptimizerConfig, Speculation, States, rule_of
+
+# Of a device's budget, what states are taken to have there while nobody knows what activations need.
+_STATES_SHARE = 0.85
+
+
+@dataclasses.dataclass(frozen=True)
+class StateScheme:
+    """What the optimizer states of trained parameters are stored in.
+
+    Args:
+        states: momentum and variance.
+        has_variance: whether the optimizer keeps one.
+        master: that of a parameter that computes in bfloat16: float32, its lower half beside the parameter
+            (csrc/optim/kernels.h, [Note: split masters]), or none.
+        gradient: where that of such a parameter waits for the step.
+    """
+
+    states: States = States.FP32
+    has_variance: bool = True
+    master: _C.StateType = _C.StateType.FLOAT32
+    gradient: _C.GradientPlace = _C.GradientPlace.OF_PARAM
+
+    def format_of(self, compute_dtype: torch.dtype, *, keeps_float32: bool) -> _C.StateFormat:
+        """Of one parameter; ``keeps_float32``: whether its moments are none that 8 bits are for."""
+        types = _C.StateType
+        is_16_bit = compute_dtype is torch.bfloat16
+        master = self.master if is_16_bit else types.FLOAT32
+        gradient = self.gradient if is_16_bit else _C.GradientPlace.OF_PARAM
+        momentum, variance = {
+            States.FP32: (types.FLOAT32, types.FLOAT32),
+            States.BF16: (types.BFLOAT16, types.BFLOAT16),
+            States.EIGHT_BIT: (types.FLOAT32, types.FLOAT32) if keeps_float32 else (types.SIGNED8, types.UNSIGNED8),
+        }[self.states]
+        return _C.StateFormat(master, momentum, variance if self.has_variance else types.NONE, gradient)
+
+
+def state_scheme(optimizer: OptimizerConfig) -> StateScheme:
+    """Where updates are committed in backward, so that gradients need not wait, masters are split, which takes 2 bytes
+    per parameter less. Without masters a gradient that waits has memory of its own.
+    """
+    commits = optimizer.speculation is Speculation.COMMIT
+    master, gradient = _C.StateType.FLOAT32, _C.GradientPlace.OF_PARAM
+    if optimizer.master is Master.STOCHASTIC:
+        master = _C.StateType.NONE
+        gradient = gradient if commits else _C.GradientPlace.OWN
+    elif commits:
+        master = _C.StateType.LOWER_HALF
+    has_variance = "exp_avg_sq" in rule_of(optimizer.type).states
+    return StateScheme(states=optimizer.states, has_variance=has_variance, master=master, gradient=gradient)
+
+
+def choose_layout(
+    make: Callable[[StateScheme], _C.Layout],
+    optimizer: OptimizerConfig,
+    *,
+    updates_begin_early: bool,
+    device_bytes: int,
+    host_bytes: int,
+) -> _C.Layout:
+    """The layout whose states are stored as the configuration says. Where updates begin in backward and the host would
+    have no room for their new parameters beside the old ones, masters are split and gradients have memory of their own,
+    as many bytes, so that new parameters can take the old ones' place (csrc/optim/kernels.h, [Note: values in place]);
+    no bit of any value depends on it. That is so for Adam on float32 states, with one rank.
+
+    Args:
+        make: of a scheme.
+        optimizer: the section of the configuration.
+        updates_begin_early: in backward, before the norm is known, and so that they can be taken back.
+        device_bytes: the budget of the device, of which states may take a part.
+        host_bytes: the budget of the host.
+    """
+    scheme = state_scheme(optimizer)
+    layout = make(scheme)
+    if not updates_begin_early or not may_put_values_in_place(layout, optimizer):
+        return layout
+    if not lacks_room_ahead(layout, device_bytes=device_bytes, host_bytes=host_bytes):
+        return layout
+    return make(dataclasses.replace(scheme, master=_C.StateType.LOWER_HALF, gradient=_C.GradientPlace.OWN))
+
+
+def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bool:
+    """Whether the parameters of a layout like this one, updated so, can take the old ones' place."""
+    is_adam = "exp_avg_sq" in rule_of(optimizer.type).states
+    is_exact = optimizer.states is States.FP32 and optimizer.master is Master.EXACT
+    chunks = (layout.chunk(index) for index in range(layout.num_chunks))
+    any_in_16_bits = any(chunk["trainable"] and chunk["dtype"] == _C.DType.BFLOAT16 for chunk in chunks)
+    return is_adam and is_exact and any_in_16_bits and layout.num_ranks == 1
+
+
+def puts_values_in_place(layout: _C.Layout) -> bool:
+    """Whether any chunk's new parameters take the old ones' place."""
+    formats = (layout.chunk(index) for index in range(layout.num_chunks))
+    return any(
+        chunk["trainable"]
+        and chunk["states"].master == _C.StateType.LOWER_HALF
+        and chunk["states"].gradient == _C.GradientPlace.OWN
+        for chunk in formats
+    )
+
+
+def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -> bool:
+    """Whether the host's part of the chunks leaves no room for new parameters beside them, when the device has what
+    most of it can hold.
+    """
+    chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
+    home = sum(chunk["home_bytes"] for chunk in chunks)
+    values = sum(chunk["param_bytes"] for chunk in chunks if chunk["trainable"])
+    on_host = max(home - int(_STATES_SHARE * device_bytes), 0)
+    return on_host + values * on_host // max(home, 1) + _C.reserved_gradient_bytes(layout) > host_bytes

@@ -1,0 +1,282 @@
+"""Where the host has no room for new parameters beside the old ones they take their place, and give it back where the
+step turns out to be another one than they were made for: with the same bits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patrickstar import _C
+from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.engine.test_equality import WIDE
+from tests.engine.test_speculation import (
+    INTERFERENCES,
+    interfered,
+    nothing,
+    on_host,
+    second_backward,
+    some_weight,
+    updates,
+)
+from tests.models import MODELS, VARIED
+from tests.training import ADAM, assert_same, go_on, least_device_memory, make_config, train
+
+CHUNK = 16 * 1024
+
+
+def plain(**config):
+    """Every update waits for the norm."""
+    return on_host("bf16", "never", default_chunk_size=CHUNK, **config)
+
+
+def scarce(case, **config):
+    """Host memory for the states, and for half a byte per parameter beside them."""
+    report = train(case, plain(), steps=2).report
+    host_memory = report["host_peak_bytes"] + report["num_chunk_elements"] // 2
+    return on_host("bf16", "always", default_chunk_size=CHUNK, host_memory=host_memory, **config)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return scarce(WIDE)
+
+
+def changed(config, **more):
+    return {**config, **more}
+
+
+def fine_tuning(config):
+    params = {**ADAM, "lr": 1e-5, "use_hybrid_adam": False}
+    return changed(config, optimizer={**config["optimizer"], "params": params})
+
+
+def test_all_updates_begin_in_backward(wide):
+    """With 14.5 bytes per parameter, where new parameters of their own would take 16."""
+    run = train(WIDE, wide, steps=10)
+    started, taken = updates(run)
+    num_values = 9 * run.report["num_chunk_elements"]
+    in_place = run.report["num_values_in_place"]
+    print(f"{in_place / num_values:.1%} of all values in place, host peak {run.report['host_peak_bytes']}")
+    assert started == taken == 9 * run.report["num_chunks"]
+    assert run.report["num_states_passes"] == taken
+    assert in_place > num_values / 2  # the learning rate is 1e-3, and the model 64 wide
+    assert run.report["host_peak_bytes"] <= wide["host_memory"]
+    assert_same(run, train(WIDE, plain(), steps=10))
+
+
+def test_nearly_all_values_are_in_place_in_fine_tuning(wide):
+    config = fine_tuning(wide)
+    run = train(WIDE, config, steps=10)
+    num_values = 9 * run.report["num_chunk_elements"]
+    assert run.report["num_values_in_place"] > 0.9 * num_values
+    assert_same(run, train(WIDE, fine_tuning(plain()), steps=10))
+
+
+def test_room_enough_changes_the_way_and_no_number(wide):
+    run = train(WIDE, changed(wide, host_memory=4 * wide["host_memory"]), steps=10)
+    assert run.report["num_values_in_place"] == 0
+    assert_same(run, train(WIDE, wide, steps=10))
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+def test_clipping_that_acts_now_and_then(wide, rank):
+    """Some of what was put in place is taken back, and put there again for the true factor."""
+    norms = sorted(train(WIDE, plain(gradient_clipping=1e9), steps=8).grad_norms)
+    clipping = {"gradient_clipping": norms[rank]}
+    run = train(WIDE, changed(wide, **clipping), steps=8)
+    started, taken = updates(run)
+    print(f"{started} started, {taken} taken over, {run.report['num_settled_updates']} of them settled")
+    assert run.report["num_values_in_place"] > 0
+    assert_same(run, train(WIDE, plain(**clipping), steps=8))
+
+
+def test_clipping_that_always_acts(wide):
+    """Values settle in place, for all factors near the last one."""
+    config = fine_tuning(changed(wide, gradient_clipping=1e-3))
+    run = train(WIDE, config, steps=16)
+    started, taken = updates(run)
+    print(f"{started} started, {taken} taken over, {run.report['num_settled_updates']} of them settled")
+    assert taken == run.report["num_settled_updates"] >= 8 * run.report["num_chunks"]
+    assert run.report["num_values_in_place"] > 0
+    assert_same(run, train(WIDE, fine_tuning(plain(gradient_clipping=1e-3)), steps=16))
+
+
+def another_forward(engine, optimizer, data, step):
+    if step % 3 == 1:
+        with torch.no_grad():
+            engine(**data)
+
+
+def looked_at(engine, optimizer, data, step):
+    """Parameters and states are read, and one parameter alone."""
+    if step % 4 == 1:
+        engine.state_dict()
+    elif step % 4 == 2:
+        optimizer.state_dict()
+    elif step % 4 == 3:
+        some_weight(engine).sum()
+
+
+def forgotten_backward(engine, optimizer, data, step):
+    """A loss that is not differentiated to its end."""
+    if step % 3 == 2:
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.backward(stop_in_backward(engine(**data)["loss"]))
+        engine.backward(engine(**data)["loss"])
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("on purpose")
+
+
+def stop_in_backward(loss):
+    return _Stop.apply(loss)
+
+
+# Sums of gradients in float32 have no room beside them.
+WITHOUT_SUMS = [interfere for interfere in INTERFERENCES if interfere is not second_backward]
+
+
+@pytest.mark.parametrize("interfere", [*WITHOUT_SUMS, another_forward, looked_at, forgotten_backward])
+def test_what_changes_between_backward_and_step(interfere, wide):
+    losses, state, report = interfered(wide, interfere, case=WIDE)
+    expected_losses, expected_state, _ = interfered(plain(), interfere, case=WIDE)
+    print(f"{report['num_speculated_updates']} started, {report['num_updates_taken_over']} taken over")
+    assert report["num_updates_taken_over"] > 0
+    assert report["num_values_in_place"] > 0
+    assert_same_bits((losses, state), (expected_losses, expected_state))
+
+
+def test_gradients_that_are_not_finite(wide):
+    """Nothing of them is put in place for good, and the step is skipped."""
+
+    def spoil(engine, optimizer, data, step):
+        if step % 3 == 1:
+            optimizer.zero_grad()
+            engine.backward(engine(**data)["loss"] * float("inf"))
+
+    losses, state, report = interfered(wide, spoil, case=WIDE)
+    expected_losses, expected_state, expected_report = interfered(plain(), spoil, case=WIDE)
+    assert report["num_skipped_steps"] == expected_report["num_skipped_steps"] == 4
+    assert report["num_values_in_place"] > 0
+    assert_same_bits((losses, state), (expected_losses, expected_state))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_closing_between_backward_and_step(num_steps, wide):
+    """The module keeps its last complete step."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(WIDE.build, 0, wide)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        engine.backward(engine(**WIDE.batch(generator))["loss"])
+        optimizer.step()
+    before = engine.state_dict()
+    engine.backward(engine(**WIDE.batch(generator))["loss"])
+    module = engine.module
+    engine.close()
+    assert_same_bits(module.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_models(name):
+    """In the least device budget, with unused, shared and frozen parameters, and clipping."""
+    case, small = MODELS[name], {"default_chunk_size": 4096, "gradient_clipping": 1.0}
+    plain_run = train(case, {**plain(), **small}, steps=8)
+    report = plain_run.report
+    reserved = 4 * 2 * report["chunk_numel"]  # for gradients on their way
+    config = {
+        **scarce(case),
+        **small,
+        "host_memory": report["host_peak_bytes"] + reserved + report["num_chunk_elements"],
+    }
+    least = least_device_memory(case, config, steps=3)
+    run = train(case, changed(config, device_memory=least), steps=8)
+    print(f"{name}: {run.report['num_values_in_place']} of 7 x {report['num_chunk_elements']} in place")
+    assert_same(run, plain_run)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_states_on_both_sides(share):
+    """A part of the states is on the device, which updates it; both together have little more than they need."""
+    config = make_config("bf16", default_chunk_size=CHUNK)
+    least = least_device_memory(WIDE, config, steps=3)
+    report = train(WIDE, plain(), steps=2).report
+    states = 14 * report["num_chunk_elements"]
+    host_memory = report["host_peak_bytes"] - int(share * states) + report["num_chunk_elements"] // 2
+    budgets = {"device_memory": least + int(1.1 * share * states), "host_memory": host_memory}
+    config["optimizer"]["speculation"] = "always"
+    run = train(WIDE, changed(config, **budgets), steps=10)
+    print(f"{run.report['num_device_state_chunks']} of {run.report['num_chunks']} chunks on the device")
+    assert 0 < run.report["num_device_state_chunks"] < run.report["num_chunks"]
+    assert run.report["num_values_in_place"] > 0
+    assert_same(run, train(WIDE, plain(), steps=10))
+
+
+def test_checkpoints_do_not_know_of_it(tmp_path, wide):
+    """Saved where values are in place, and gone on where they are not, and back."""
+    runs = {}
+    for name, first, second in (("there", wide, plain()), ("back", plain(), wide), ("never", plain(), plain())):
+        folder = tmp_path / name
+        torch.manual_seed(0)
+        go_on(WIDE, first, 4, folder, load=False, save=True)
+        runs[name] = go_on(WIDE, second, 5, folder, load=True)
+    assert_same_bits(runs["there"], runs["never"])
+    assert_same_bits(runs["back"], runs["never"])
+
+
+def test_gradients_that_accumulate(wide):
+    """Nobody said so beforehand: nothing begins in backward then."""
+    run = train(WIDE, changed(wide, host_memory=2 * wide["host_memory"]), steps=6, accumulate=2)
+    assert_same(run, train(WIDE, plain(), steps=6, accumulate=2))
+
+
+def test_memory_that_others_need(wide):
+    """Updates that began are taken back, and begin again some steps later."""
+    counts = []
+
+    def vacate(engine, step):
+        if step == 4:
+            engine._session.runtime.vacate_device(_C.Vacate.EVERYTHING)
+        counts.append(engine.report()["num_speculated_updates"])
+
+    config = make_config("bf16", default_chunk_size=CHUNK)
+    least = least_device_memory(WIDE, config, steps=2)
+    config["optimizer"]["speculation"] = "always"
+    budgets = {"device_memory": least + 2_000_000, "host_memory": wide["host_memory"]}
+    run = train(WIDE, changed(config, **budgets), steps=24, before_step=vacate)
+    assert counts[-1] > counts[5]
+    assert_same(run, train(WIDE, plain(), steps=24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipping", [0.0, 0.05, 1e-3])
+def test_random_delays_change_no_number(wide, clipping):
+    expected = train(WIDE, plain(gradient_clipping=clipping), steps=6)
+    for seed in range(4):
+        config = changed(wide, gradient_clipping=clipping, delays={"max_random_us": 2000, "seed": seed})
+        assert_same(train(WIDE, config, steps=6), expected)
+
+
+def test_nothing_is_in_place_beside_what_cannot_be(wide):
+    """float16 has no halves to split, and Lion no variance to lend a sign."""
+    half = on_host("fp16", "always", default_chunk_size=CHUNK, host_memory=wide["host_memory"])
+    assert train(WIDE, half, steps=3).report["num_values_in_place"] == 0
+    lion = changed(wide, optimizer={"type": "Lion", "params": {"lr": 1e-4}, "speculation": "always"})
+    assert train(WIDE, lion, steps=3).report["num_values_in_place"] == 0
+
+
+def test_the_step_before_is_whole_when_nothing_interferes(wide):
+    """The reference of the tests above trains at all."""
+    losses, _, report = interfered(wide, nothing, case=WIDE)
+    assert losses[-1] < losses[0]
+    assert report["num_steps"] == 12
