@@ -4,7 +4,8 @@ Cases: ``adam`` (the CPU optimizer against torch and against copy bandwidth), ``
 states are stored in), ``affinity`` (Adam by pinned threads against free ones), ``overhead`` (a step with everything
 resident against plain PyTorch), ``budget`` (step time and bytes moved against the device budget and Belady's bound),
 ``hooks`` (what they cost the host per module call), ``overlap`` (a quarter of the device memory behind a simulated link
-against all of it), ``train`` (one GPT training run: time, throughput, peaks), ``advice`` (what ``patrickstar plan``
+against all of it), ``train`` (one GPT training run: time, throughput, peaks), ``steps`` (steps one by one:
+what the engine did in each, and what bounds some), ``advice`` (what ``patrickstar plan``
 advises for twelve models, GPUs and hosts, followed), ``sequence`` (attention over a sequence that GPUs share, against
 one GPU's and PyTorch's context parallelism), ``long`` (steps of one long sequence, with attention kept for backward and
 computed again), ``tensor2d`` (blocks of a GPT whose matrices GPUs share: in two dimensions, in one, and by PyTorch's
@@ -32,6 +33,7 @@ CASES = (
     "budget",
     "overlap",
     "train",
+    "steps",
     "advice",
     "sequence",
     "long",

@@ -175,7 +175,7 @@ def _parser(prog: str) -> CommandParser:
     )  # fmt: skip
     engine.add_argument("--chunk-numel", default="auto", metavar="N", help="elements per chunk")
     engine.add_argument(
-        "--margin-use-ratio", type=positive, default=0.95, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
+        "--margin-use-ratio", type=positive, default=1.0, metavar="RATIO", help="client.mem_tracer.margin_use_ratio"
     )
     engine.add_argument(
         "--speculation", choices=[member.value for member in Speculation], default=Speculation.AUTO.value,

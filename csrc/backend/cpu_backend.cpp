@@ -127,6 +127,8 @@ class CpuBackend final : public Backend {
   std::function<void(void*, int64_t)> unpinner() const override { return nullptr; }
 
   void reclaim() override {}
+  int64_t reclaimable_bytes() const override { return 0; }
+  int64_t take_wanted_tide() override { return 0; }
 
   bool measures_tide_freely() const override { return true; }
   bool follows_tide() const override { return true; }

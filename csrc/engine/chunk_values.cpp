@@ -16,6 +16,7 @@ constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
 
 // Of a parameter on its way through host memory.
 constexpr int64_t kPieceNumel = int64_t{1} << 20;
+constexpr int64_t kStagedNumel = int64_t{4} << 20;  // where the host alone is to have it, by all threads
 struct SplitPiece {
   explicit SplitPiece(int64_t param_numel)
       : values(static_cast<size_t>(std::min(kPieceNumel, param_numel))),
@@ -123,6 +124,8 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   make_kept_param(chunk, home);
+  const bool is_on_host = !memory_.array({chunk, layout.param_home()}).on_device;
+  if (kind == ArrayKind::kMaster && is_on_host) return split_in_place(chunk, shard, values);
   const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
   float* signs = lends_sign ? piece.variance.data() : nullptr;
@@ -143,6 +146,34 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
       write_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost}, half_bytes(numel));
     }
     if (lends_sign) write_bytes(variance, float_bytes(first), {signs, Tier::kHost}, float_bytes(numel));
+  }
+}
+
+// Of arrays in host memory, by all threads.
+void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values) {
+  const Layout& layout = store_.layout();
+  const auto place = [&](ArrayKind kind) {
+    const ArrayId id{chunk, kind};
+    pager_.bring_to_host(id);
+    memory_.array(id).set_on_host();
+    return memory_.array(id).block.data;
+  };
+  const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
+  uint16_t* param = static_cast<uint16_t*>(place(layout.param_home())) + shard.offset;
+  uint16_t* lower = static_cast<uint16_t*>(place(ArrayKind::kMaster)) + shard.offset;
+  float* variance = lends_sign ? static_cast<float*>(place(ArrayKind::kVariance)) + shard.offset : nullptr;
+  const bool is_staged = values.where == Tier::kDevice;
+  const int64_t most = is_staged ? std::min(kStagedNumel, shard.numel) : shard.numel;
+  std::vector<float> staged(static_cast<size_t>(is_staged ? most : 0));
+  for (int64_t begin = 0; begin < shard.numel; begin += most) {
+    const int64_t numel = std::min(most, shard.numel - begin);
+    const float* master = values.data + begin;
+    if (is_staged) {
+      copy_to_host(staged.data(), {master, values.where}, float_bytes(numel));
+      master = staged.data();
+    }
+    memory_.host_compute().split_master(master, param + begin, lower + begin,
+                                        variance == nullptr ? nullptr : variance + begin, numel);
   }
 }
 

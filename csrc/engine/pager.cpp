@@ -20,6 +20,11 @@ struct Victim {
 constexpr int64_t kStateFarness = 0;
 constexpr int64_t kLeadingStateFarness = -1;
 
+// Of what the tide leaves chunks beside states, what they keep when it is taken to be higher so that PyTorch's
+// allocator need not give memory back, which takes longer than to fetch values again that find no room; and how often.
+constexpr double kShareKeptByRaise = 0.5;
+constexpr int kMostTideRaises = 4;
+
 bool is_optimizer_state(ArrayKind kind) {
   const OptimizerArrays states = optimizer_arrays();
   return std::find(states.begin(), states.end(), kind) != states.end();
@@ -73,10 +78,21 @@ void Pager::settle_moment() {
 }
 
 int64_t Pager::tide_of_running_moment() {
-  if (measures_tide()) return memory_.device().take_tide_peak(*this);
+  const int64_t wanted = take_worthwhile_tide();
+  if (measures_tide()) return std::max(memory_.device().take_tide_peak(*this), wanted);
   const auto& planned = recorder_.last().moments;
   const int64_t position = recorder_.position();
-  return position < 0 ? 0 : planned[static_cast<size_t>(position)].tide_peak_bytes;
+  return position < 0 ? 0 : std::max(planned[static_cast<size_t>(position)].tide_peak_bytes, wanted);
+}
+
+int64_t Pager::take_worthwhile_tide() {
+  const int64_t wanted = memory_.backend().take_wanted_tide();
+  if (wanted == 0 || num_tide_raises_ == kMostTideRaises || payload_limit_bytes_ == INT64_MAX) return 0;
+  const int64_t states = state_bytes();
+  const auto kept = static_cast<double>(payload_limit_bytes_ - states) * kShareKeptByRaise;
+  if (memory_.backend().limit_bytes() - wanted < states + static_cast<int64_t>(kept)) return 0;
+  ++num_tide_raises_;
+  return wanted;
 }
 
 void Pager::set_plan(Plan plan, NextUse next_use) {
@@ -345,7 +361,7 @@ bool Pager::push_out(ArrayId id, HostRoom room) {
   ArrayRecord& array = memory_.array(id);
   if (!array.on_device) return true;
   if (!array.on_host) {
-    if (!reserve_value_of(id, room) || !reserve_block(id, room)) return false;
+    if (!reserve_value_of(id, room) || !reserve_rest_of(id, room) || !reserve_block(id, room)) return false;
     memory_.download(id);
   }
   memory_.leave_device(id);
@@ -366,6 +382,31 @@ bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   if (id.kind != ArrayKind::kMaster || !store().chunk(id.chunk).derives_param() || memory_.array(grad).block)
     return true;
   return reserve_block({id.chunk, layout().param_home()}, room);
+}
+
+// [Note: states leave together] Where a chunk's leading state is, it is updated, so with it all else that the update
+// needs must find room; it is the last of them to leave. What leaves before it may come back. Homes on the host have
+// room for all.
+bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
+  const ChunkSpec& spec = store().chunk(id.chunk);
+  if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || !is_placed_on_device(id)) return true;
+  std::vector<ArrayId> rest;
+  for (ArrayKind kind : spec.state_kinds()) rest.push_back({id.chunk, kind});
+  if (spec.keeps_param()) rest.push_back({id.chunk, layout().param_home()});
+  if (spec.keeps_gradient()) rest.push_back({id.chunk, layout().grad_home()});
+  const auto has_place = [&](ArrayId other) { return other == id || memory_.array(other).block; };
+  rest.erase(std::remove_if(rest.begin(), rest.end(), has_place), rest.end());
+  if (id.kind != spec.leading_state()) {
+    int64_t bytes = store().num_bytes(id);
+    for (ArrayId other : rest) bytes += store().num_bytes(other);
+    return room == HostRoom::kOfUpdatesAhead || bytes <= guest_room_bytes();
+  }
+  for (size_t i = 0; i < rest.size(); ++i) {
+    if (reserve_block(rest[i], room)) continue;
+    for (size_t reserved = 0; reserved < i; ++reserved) memory_.drop_block(rest[reserved]);
+    return false;
+  }
+  return true;
 }
 
 void Pager::send_to_host(ArrayId id) {
@@ -483,10 +524,16 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
   SlotPool& slots = memory_.slots();
   Backend& backend = memory_.backend();
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
-  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ && evict_one(Vacate::kEverything)) {
+  // More than the limit is no shortage yet: updates ahead of the step keep their memory.
+  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ && evict_one(Vacate::kEverything, HostRoom::kFree)) {
   }
   Slot slot = acquire(num_bytes);
-  while (!slot && evict_one(Vacate::kEverything)) slot = slots.acquire(num_bytes);
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kFree)) slot = slots.acquire(num_bytes);
+  if (!slot && backend.reclaimable_bytes() >= num_bytes) {
+    backend.reclaim();
+    slot = slots.acquire(num_bytes);
+  }
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kOfUpdatesAhead)) slot = slots.acquire(num_bytes);
   if (!slot) {
     memory_.device().take_from_others(*this, num_bytes, Vacate::kEverything);
     backend.reclaim();
@@ -506,8 +553,11 @@ bool Pager::is_evictable(ArrayId id) const {
   return array.slot && array.on_device && array.holds == 0;
 }
 
-bool Pager::evict_one(Vacate what) {
+// What would need a copy for which the host has no room is passed over at once: on a full device this runs for each
+// slot.
+bool Pager::evict_one(Vacate what, HostRoom room) {
   const auto num_moments = static_cast<int64_t>(plan_.moments.size());
+  const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
   std::vector<Victim> victims;
   for (int index = 0; index < store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);
@@ -515,6 +565,7 @@ bool Pager::evict_one(Vacate what) {
     if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
     const bool dirty = !array.on_host && !can_be_had_again(id);
+    if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, num_moments);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();
@@ -525,12 +576,7 @@ bool Pager::evict_one(Vacate what) {
     return a.farness != b.farness ? a.farness > b.farness : a.last_use < b.last_use;
   });
   // One that cannot leave (host memory is full and it is dirty) does not save the others.
-  for (HostRoom room : {HostRoom::kFree, HostRoom::kOfUpdatesAhead}) {
-    for (const Victim& victim : victims) {
-      if (evict(victim.id, room)) return true;
-    }
-  }
-  return false;
+  return std::any_of(victims.begin(), victims.end(), [&](const Victim& victim) { return evict(victim.id, room); });
 }
 
 // [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
@@ -586,7 +632,7 @@ int64_t Pager::trim(int64_t num_bytes) {
 int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
   int64_t freed = 0;
-  while (freed < num_bytes && evict_one(what)) {
+  while (freed < num_bytes && (evict_one(what, HostRoom::kFree) || evict_one(what, HostRoom::kOfUpdatesAhead))) {
     ++memory_.counters().num_pressure_evictions;
     freed += memory_.slots().trim(num_bytes - freed);
   }

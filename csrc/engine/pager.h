@@ -137,6 +137,9 @@ class Pager final : public Tenant {
   int64_t value_bytes() const override;
 
  private:
+  // [Note: enough in one piece] (backend/cuda_pressure.cpp). What the tide would have needed, where that leaves chunks
+  // most of what they have beside states; 0 else.
+  int64_t take_worthwhile_tide();
   bool measures_tide() const { return !replaying_ || memory_.device().backend().measures_tide_freely(); }
   // `staging`: of a quantised chunk, as take_staging() gives it.
   void fetch_into_slot(ArrayId id, Slot staging);
@@ -156,6 +159,8 @@ class Pager final : public Tenant {
   // room.
   bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   bool reserve_value_of(ArrayId id, HostRoom room);
+  // For all else that must be where the state `id` is.
+  bool reserve_rest_of(ArrayId id, HostRoom room);
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
   HostBlock try_allocate_in_room(int64_t num_bytes, int64_t spare);
@@ -171,8 +176,8 @@ class Pager final : public Tenant {
   bool is_evictable(ArrayId id) const;
   bool evict(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
-  // [Note: what leaves first]. False when nothing can leave.
-  bool evict_one(Vacate what);
+  // [Note: what leaves first]. False when nothing can leave into such room.
+  bool evict_one(Vacate what, HostRoom room);
 
   ChunkMemory& memory_;
   DiskStates& disk_;
@@ -186,6 +191,7 @@ class Pager final : public Tenant {
   std::vector<ArrayId> postponed_;    // prefetches that came too early
   std::vector<uint8_t> keeps_place_;  // by chunk: on the host
   int64_t payload_limit_bytes_ = INT64_MAX;
+  int num_tide_raises_ = 0;
   int64_t clock_ = 0;  // moments so far, over all steps; for least recent use
 };
 

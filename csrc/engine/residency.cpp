@@ -215,7 +215,10 @@ void Residency::move_states_to_device(ChunkId chunk) {
   for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
     const ArrayId id{chunk, kind};
     ArrayRecord& record = memory_.array(id);
-    if (record.on_device) continue;
+    if (record.on_device) {
+      if (!was_on_disk) memory_.drop_block(id);  // for which it was to leave
+      continue;
+    }
     if (record.exists()) {
       const ScopedHold hold(record);
       pager_.bring(id);

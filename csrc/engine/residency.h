@@ -29,7 +29,7 @@ enum class StatePlacement : uint8_t {
 
 struct ResidencyOptions {
   double warmup_payload_ratio = 0.1;  // of the device limit, for payloads before the tide is known
-  double margin_use_ratio = 0.95;
+  double margin_use_ratio = 1.0;
   int64_t payload_limit_bytes = kUnlimited;  // of what is fetched on demand, whatever the tide leaves (for tests)
   StatePlacement state_placement = StatePlacement::kHybrid;
   bool keeps_gradients = true;      // DeviceBudget::keeps_gradients

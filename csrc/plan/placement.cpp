@@ -18,6 +18,9 @@ namespace {
 
 // Chunks that may be on their way to the device ahead of their use, at most, where a late one makes the device wait.
 constexpr int64_t kPrefetchedChunks = 16;
+// Of the margin, what slots of several sizes waste at most where memory does not follow the tide, and no more than as
+// much again as is kept for prefetches: a slot may be larger than what it serves (kMostSlotWaste).
+constexpr double kSlotWasteShare = 0.05;
 // Of what the tide leaves, what the states of the first chunks may take where those of all others stay on the host.
 constexpr double kBoundaryShare = 0.45;
 constexpr int kBoundaryChunks = 3;
@@ -465,7 +468,7 @@ int64_t reserved_gradient_bytes(const Layout& layout) {
 
 int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
   if (budget.limit_bytes == INT64_MAX) return layout.num_chunks();
-  const int64_t margin = budget.limit_bytes - highest_tide(step) - scatter_bytes(layout);
+  int64_t margin = budget.limit_bytes - highest_tide(step) - scatter_bytes(layout);
   int64_t largest = 0;
   int64_t values = 0;
   int64_t largest_trained = 0;
@@ -483,6 +486,7 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
   const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
+  if (!budget.follows_tide) margin -= std::min(share(std::max<int64_t>(margin, 0), kSlotWasteShare), prefetched);
   const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
   const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Beside::kAllValues);
   const int64_t without_values = margin - prefetched - gradients;  // which come when they are needed

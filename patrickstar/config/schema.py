@@ -320,7 +320,7 @@ class MemTracerConfig(Section):
     overall_cpu_mem_ratio: Annotated[Share | None, HONOURED] = None
     """Share of the host's memory that is the host budget. None: what is available, less a reserve."""
     margin_use_ratio: Annotated[Share | None, HONOURED] = None
-    """Share of the device memory left after compute copies and the tide that optimizer states may take. None: 0.95."""
+    """Share of the device memory left after compute copies and the tide that optimizer states may take. None: all."""
     use_fake_dist: Annotated[Switch, HONOURED] = False
     """Ranks may be more than GPUs and share them: local rank n computes on GPU n modulo their number, collectives go
     through the host, and ranks divide what is free on their GPU, or a ratio of it. Processes that are no ranks of one

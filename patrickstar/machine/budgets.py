@@ -23,8 +23,9 @@ class Budgets:
 
 
 # What of a GPU an engine leaves when nobody says: kernels are loaded, and libraries take workspaces of their own, as
-# they are used; NCCL, where it connects ranks, has buffers beside.
+# they are used, which is no more on a large GPU; NCCL, where it connects ranks, has buffers beside.
 _DEVICE_RESERVE_SHARE = 0.02
+_MOST_DEVICE_RESERVE_BYTES = 2**30
 _COLLECTIVES_RESERVE_BYTES = 3 * 2**29
 # What CUDA itself takes of a GPU in a process that computes there.
 _CONTEXT_BYTES = 2**29
@@ -81,7 +82,8 @@ def _gpu_bytes(device: torch.device, ratio: float | None, sharers: int, by_nccl:
 
 def device_reserve_bytes(total: int, by_nccl: bool) -> int:
     """What an engine leaves of a GPU of ``total`` bytes; ``by_nccl``: NCCL connects its ranks."""
-    return int(total * _DEVICE_RESERVE_SHARE) + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
+    kernels = min(int(total * _DEVICE_RESERVE_SHARE), _MOST_DEVICE_RESERVE_BYTES)
+    return kernels + (_COLLECTIVES_RESERVE_BYTES if by_nccl else 0)
 
 
 def expected_device_bytes(total: int, by_nccl: bool) -> int:

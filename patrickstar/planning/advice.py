@@ -183,9 +183,9 @@ def _options(question: Question) -> Iterator[Proposal]:
     if question.chunk_numel is not None:
         other = dataclasses.replace(question, chunk_numel=None)
         yield Proposal(kind="chunks", text="the best chunk size", flags=("--chunk-numel", "auto"), question=other)
-    if setting.margin_use_ratio < 0.95:
+    if setting.margin_use_ratio < 1.0:
         text = "more states on the GPU"
-        yield other_setting("margin", text, ("--margin-use-ratio", "0.95"), question, margin_use_ratio=0.95)
+        yield other_setting("margin", text, ("--margin-use-ratio", "1"), question, margin_use_ratio=1.0)
 
 
 # Of a model that does not fit

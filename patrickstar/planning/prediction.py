@@ -96,7 +96,7 @@ class Setting:
     """Budget of host memory in bytes, the configuration's ``host_memory``."""
     disk_bytes: int = 0
     """What of a disk optimizer states may take, the configuration's ``disk_memory.size``; 0: there is none."""
-    margin_use_ratio: float = 0.95
+    margin_use_ratio: float = 1.0
     """Share of the device memory left after compute copies and the tide that optimizer states may take
     (``client.mem_tracer.margin_use_ratio``).
     """

@@ -4,10 +4,14 @@ step turns out to be another one than they were made for: with the same bits.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from patrickstar import _C
+from patrickstar.engine import core_setup
+from patrickstar.machine import state_scheme
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.engine.test_equality import WIDE
@@ -280,3 +284,59 @@ def test_the_step_before_is_whole_when_nothing_interferes(wide):
     losses, _, report = interfered(wide, nothing, case=WIDE)
     assert losses[-1] < losses[0]
     assert report["num_steps"] == 12
+
+
+def test_updates_ahead_keep_their_memory_where_chunks_take_more_than_their_limit(wide, monkeypatch):
+    """There is room on the device all the same: gradients that wait there would need a copy on the host to leave."""
+    make_options = core_setup.make_engine_options
+    config = make_config("bf16", default_chunk_size=CHUNK)
+    least = least_device_memory(WIDE, config, steps=3)
+    report = train(WIDE, plain(), steps=2).report
+    states = 14 * report["num_chunk_elements"]
+    host_memory = report["host_peak_bytes"] - states // 2 + report["num_chunk_elements"] // 2
+    budgets = {"device_memory": least + int(0.6 * states), "host_memory": host_memory}
+    config["optimizer"]["speculation"] = "always"
+
+    def make_limited_options(*args):
+        options = make_options(*args)
+        options.residency.payload_limit_bytes = 12 * states // 28  # of states, not of gradients and values beside them
+        return options
+
+    monkeypatch.setattr(core_setup, "make_engine_options", make_limited_options)
+    run = train(WIDE, changed(config, **budgets), steps=10)
+    started, taken = updates(run)
+    print(f"{started} started, {taken} taken over, {run.report['num_evictions']} evictions")
+    assert taken > 5 * (run.report["num_chunks"] - run.report["num_device_state_chunks"])
+    assert_same(run, train(WIDE, plain(), steps=10))
+
+
+@pytest.mark.parametrize("num_arrays", [2, 5, 8])
+def test_a_device_that_is_to_be_empty_in_the_middle_of_backward(num_arrays, monkeypatch):
+    """The host has room for some arrays of a chunk, as many bytes as this times a parameter of it."""
+    monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
+    config = make_config("bf16", default_chunk_size=CHUNK)
+    least = least_device_memory(WIDE, config, steps=3)
+    report = train(WIDE, plain(), steps=2).report
+    states = 14 * report["num_chunk_elements"]
+    host_memory = report["host_peak_bytes"] - states // 2 + num_arrays * 2 * report["chunk_numel"]
+    config["optimizer"]["speculation"] = "always"
+    engines = []
+
+    def vacate(*_):
+        if engines:
+            engines[0]._session.runtime.vacate_device(_C.Vacate.EVERYTHING)
+
+    def build():
+        model = WIDE.build()
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.register_full_backward_hook(vacate)
+        return model
+
+    def before_step(engine, step):
+        engines[:] = [engine]
+
+    budgets = {"device_memory": least + int(0.7 * states), "host_memory": host_memory}
+    case = dataclasses.replace(WIDE, build=build)
+    run = train(case, changed(config, **budgets), steps=6, before_step=before_step)
+    assert_same(run, train(WIDE, plain(), steps=6))

@@ -24,10 +24,12 @@ def layout():
     return layout
 
 
-def num_on_device(layout, host_bytes):
+def num_on_device(layout, host_bytes, margin=MARGIN, **options):
     budget = _C.DeviceBudget()
-    budget.limit_bytes, budget.follows_tide, budget.margin_use_ratio = TIDE + MARGIN, True, 1.0
+    budget.limit_bytes, budget.follows_tide = TIDE + margin, True
     budget.host_limit_bytes = host_bytes
+    for name, value in options.items():
+        setattr(budget, name, value)
     moment = {"phase": _C.Phase.FORWARD, "tide_peak_bytes": TIDE, "accesses": []}
     return _C.num_device_state_chunks(layout, [moment], budget)
 
@@ -44,6 +46,17 @@ def host_bytes_ahead(layout, num_on_device):
 def test_no_more_than_beside_all_values_where_the_host_has_room(layout):
     assert num_on_device(layout, 2**40) == IN_PLACE
     assert num_on_device(layout, host_bytes_ahead(layout, IN_PLACE)) == IN_PLACE
+
+
+def test_what_slots_of_several_sizes_waste_is_left_where_memory_does_not_follow_the_tide(layout):
+    """A twentieth of the margin, and no more than prefetches have; a ratio that is given holds beside."""
+    prefetched = 16 * VALUES
+    assert prefetched > MARGIN // 20
+    for margin, waste in ((MARGIN, MARGIN // 20), (40 * prefetched, prefetched)):
+        expected = num_on_device(layout, 2**40, margin - waste)
+        assert num_on_device(layout, 2**40, margin, follows_tide=False) == expected
+    few = num_on_device(layout, 2**40, margin_use_ratio=0.5)
+    assert few == IN_PLACE // 2
 
 
 def test_gradients_leave_the_device_where_enough_updates_can_start_in_backward_then(layout):

@@ -190,7 +190,7 @@ def test_predicted_steps_against_measured_ones(path, index):
     setting = Setting(
         device_bytes=config["device_memory"],
         host_bytes=config["host_memory"] or run["report"]["host_budget_bytes"],
-        margin_use_ratio=config.get("client", {}).get("mem_tracer", {}).get("margin_use_ratio", 0.95),
+        margin_use_ratio=config.get("client", {}).get("mem_tracer", {}).get("margin_use_ratio", 1.0),
         speculation=Speculation(config["optimizer"].get("speculation", "auto")),
     )
     cluster = Cluster(gpus_per_node=ranks)

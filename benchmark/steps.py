@@ -1,0 +1,155 @@
+"""PatrickStar's training steps one by one: what each took, what the engine did in it, and what bounds some of them.
+
+The benchmark's model, batches and optimizer, as in ``benchmark.compare``, in this process. Lines go to standard error
+while it runs, so that a run that ends early leaves what it came to.
+
+* seconds: of one step, with a synchronisation at its end.
+* predicted: what the engine takes the next step to be, 0 before it has measured one.
+* early, kept: updates of chunks that began in backward, and of these those that the step took over; settled: of these,
+  made for all factors near the last one; behind: whose states came after the values; in place: parameters whose new
+  value took the old one's place.
+* pressed: chunks that left the device because something else needed memory; on demand: that came when they were needed;
+  returned: how often PyTorch's allocator gave its cache back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmark.common import SHAPES, model_flops, provenance, token_batch
+from patrickstar.command.flags import memory_size
+
+_COUNTERS = {
+    "early": "num_speculated_updates",
+    "kept": "num_updates_taken_over",
+    "settled": "num_settled_updates",
+    "behind": "num_states_passes",
+    "in place": "num_values_in_place",
+    "pressed": "num_pressure_evictions",
+    "on demand": "num_on_demand_fetches",
+    "plans": "num_plans",
+    "up": "uploaded_bytes",
+    "down": "downloaded_bytes",
+}
+_IN_BYTES = ("up", "down")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients, 0: no clipping")
+    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
+    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
+    parser.add_argument("--speculation", choices=("auto", "always", "never", "commit"), default="auto")
+    parser.add_argument("--states", choices=("fp32", "bf16", "8bit"), default="fp32")
+    parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
+    parser.add_argument(
+        "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains; the rows are steps."""
+    from benchmark.systems import Job
+    from benchmark.systems.device import training_device
+    from benchmark.systems.patrickstar import training_options
+    from benchmark.systems.weights import build_job_model
+    from patrickstar.profiling.summary import summarize
+    from patrickstar.runtime import initialize_engine
+
+    job = Job(
+        system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
+        clipping=args.clip, speculation=args.speculation, states=args.states, gpu_bytes=args.device_memory,
+        host_bytes=args.host_memory, warmup=0, steps=args.steps,
+    )  # fmt: skip
+    config = training_options(job).engine_config() | args.further
+    device = training_device()
+    begin = time.perf_counter()
+    engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
+    init_seconds = time.perf_counter() - begin
+    _say(f"initialised in {init_seconds:.1f} s")
+    engine.train()
+    generator = torch.Generator().manual_seed(1)
+    rows: list[dict[str, Any]] = []
+    texts = {}
+    before = _counts(engine)
+    for step in range(args.steps):
+        tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
+        if step in args.trace:
+            engine._session.runtime.start_trace()
+        _synchronize()
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = engine(**tokens).loss
+        engine.backward(loss)
+        value = loss.item()
+        del loss
+        optimizer.step()
+        _synchronize()
+        row = {"step": step, "seconds": time.perf_counter() - begin, "loss": value}
+        trace = engine._session.runtime.take_trace()
+        now, report = _counts(engine), engine.report()
+        row |= {"predicted": report["predicted_step_seconds"], "norm": report["grad_norm"]}
+        row |= {name: now[name] - before[name] for name in now}
+        before = now
+        rows.append(row)
+        _say(_line(row))
+        if trace:
+            texts[step] = summarize(trace).text(step)
+            _say(texts[step])
+    median = statistics.median(row["seconds"] for row in rows[len(rows) // 2 :])
+    return {
+        "case": "steps", "model": args.model, "batch": args.batch_size, "init_seconds": init_seconds,
+        "median_of_second_half": median, "model_tflops": model_flops(job.shape, job.batch) / median / 1e12,
+        "config": config, "rows": rows, "traces": texts, "report": engine.report(), **provenance(),
+    }  # fmt: skip
+
+
+def _counts(engine: Any) -> dict[str, int]:
+    report = engine.report()
+    counts = {name: report[key] for name, key in _COUNTERS.items()}
+    if torch.cuda.is_available():
+        counts["returned"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return counts
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    counted = [name for name in (*_COUNTERS, "returned") if row.get(name)]
+    shown = (f"{name} {row[name] / 1e9:.1f} GB" if name in _IN_BYTES else f"{name} {row[name]}" for name in counted)
+    norm = "" if row["norm"] is None else f" norm {row['norm']:.4f}"
+    return (
+        f"step {row['step']}: {row['seconds']:.3f} s, predicted {row['predicted']:.3f}, loss {row['loss']:.4f}{norm}; "
+        + (", ".join(shown))
+    )
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """All steps, and what bounds those that were traced."""
+    report = result["report"]
+    lines = [
+        f"{result['model']}, batch {result['batch']}: median of the second half "
+        f"{result['median_of_second_half']:.3f} s, {result['model_tflops']:.1f} model TFLOPS; initialised in "
+        f"{result['init_seconds']:.1f} s; {report['num_device_state_chunks']} of {report['num_chunks']} chunks have "
+        f"their states on the device; peaks {report['device_peak_bytes'] / 2**30:.1f} GiB of it, "
+        f"{report['host_peak_bytes'] / 2**30:.1f} GiB of the host",
+        *(_line(row) for row in result["rows"]),
+        *result["traces"].values(),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""New parameters in the place of the old ones on a real GPU: the same bits whatever the step turns out to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.test_speculation import on_host
+from tests.gpu.test_equality import MIB, WIDE
+from tests.training import Run, assert_same, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+CHUNK = {"default_chunk_size": MIB}
+
+
+def plain(**config) -> dict:
+    """Every update waits for the norm."""
+    return on_host("bf16", "never", **CHUNK, **config)
+
+
+@pytest.fixture(scope="module")
+def host_memory() -> int:
+    """For the states, and half a byte per parameter beside them."""
+    report = train(WIDE, plain(), steps=2).report
+    return report["host_peak_bytes"] + report["num_chunk_elements"] // 2
+
+
+def expect_in_place(run: Run) -> None:
+    report = run.report
+    print(
+        f"{report['num_values_in_place']} values in place, {report['num_speculated_updates']} updates began, "
+        f"{report['num_updates_taken_over']} were taken over"
+    )
+    assert report["num_updates_taken_over"] > 0 < report["num_values_in_place"]
+
+
+@pytest.mark.parametrize("rank", [None, 1, 4, 7])
+def test_states_on_the_host(host_memory, rank):
+    """Without clipping, and clipping in most, some and few of eight steps."""
+    norms = sorted(train(WIDE, plain(gradient_clipping=1e9), steps=8).grad_norms)
+    clipping = {} if rank is None else {"gradient_clipping": norms[rank]}
+    run = train(WIDE, on_host("bf16", "always", host_memory=host_memory, **CHUNK, **clipping), steps=8)
+    expect_in_place(run)
+    assert_same(run, train(WIDE, plain(**clipping), steps=8))
