@@ -105,11 +105,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if trace:
             texts[step] = summarize(trace).text(step)
             _say(texts[step])
+    report = engine.report()
+    engine.close()
     median = statistics.median(row["seconds"] for row in rows[len(rows) // 2 :])
     return {
         "case": "steps", "model": args.model, "batch": args.batch_size, "init_seconds": init_seconds,
         "median_of_second_half": median, "model_tflops": model_flops(job.shape, job.batch) / median / 1e12,
-        "config": config, "rows": rows, "traces": texts, "report": engine.report(), **provenance(),
+        "config": config, "rows": rows, "traces": texts, "report": report, **provenance(),
     }  # fmt: skip
 
 

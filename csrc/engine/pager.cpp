@@ -384,23 +384,18 @@ bool Pager::reserve_value_of(ArrayId id, HostRoom room) {
   return reserve_block({id.chunk, layout().param_home()}, room);
 }
 
-// [Note: states leave together] Where a chunk's leading state is, it is updated, so with it all else that the update
-// needs must find room; it is the last of them to leave. What leaves before it may come back. Homes on the host have
-// room for all.
+// [Note: leading states leave last] Where a chunk's leading state is, it is updated, so before it leaves, all else that
+// the update needs has room there. The others may leave alone: the update brings them back. Homes on the host have room
+// for all.
 bool Pager::reserve_rest_of(ArrayId id, HostRoom room) {
   const ChunkSpec& spec = store().chunk(id.chunk);
-  if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || !is_placed_on_device(id)) return true;
+  if (!spec.trainable || store().home(id.chunk) != Tier::kDevice || id.kind != spec.leading_state()) return true;
   std::vector<ArrayId> rest;
   for (ArrayKind kind : spec.state_kinds()) rest.push_back({id.chunk, kind});
   if (spec.keeps_param()) rest.push_back({id.chunk, layout().param_home()});
   if (spec.keeps_gradient()) rest.push_back({id.chunk, layout().grad_home()});
   const auto has_place = [&](ArrayId other) { return other == id || memory_.array(other).block; };
   rest.erase(std::remove_if(rest.begin(), rest.end(), has_place), rest.end());
-  if (id.kind != spec.leading_state()) {
-    int64_t bytes = store().num_bytes(id);
-    for (ArrayId other : rest) bytes += store().num_bytes(other);
-    return room == HostRoom::kOfUpdatesAhead || bytes <= guest_room_bytes();
-  }
   for (size_t i = 0; i < rest.size(); ++i) {
     if (reserve_block(rest[i], room)) continue;
     for (size_t reserved = 0; reserved < i; ++reserved) memory_.drop_block(rest[reserved]);

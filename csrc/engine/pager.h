@@ -159,7 +159,7 @@ class Pager final : public Tenant {
   // room.
   bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);
   bool reserve_value_of(ArrayId id, HostRoom room);
-  // For all else that must be where the state `id` is.
+  // Where `id` is a leading state: for all else that must be where it is.
   bool reserve_rest_of(ArrayId id, HostRoom room);
   HostBlock try_allocate_block(ArrayId id, HostRoom room);
   HostBlock try_allocate_beside_promises(ArrayId id);
