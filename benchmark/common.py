@@ -162,6 +162,12 @@ def command_line(module: str) -> str:
     return f"python -m {module} {shlex.join(sys.argv[1:])}"
 
 
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def provenance(command: str | None = None) -> dict[str, Any]:
     """Hardware, versions, command (default: this one) and commit. ``PATRICKSTAR_COMMIT`` names the commit where there
     is no git. Opens the GPU if there is one.

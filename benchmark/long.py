@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmark.common import SHAPES, model_flops, provenance
+from benchmark.common import SHAPES, model_flops, provenance, synchronize
 from benchmark.fresh_process import in_fresh_process
 
 _GIB = 2**30
@@ -77,13 +77,13 @@ def _run_variant(kept: str, args: argparse.Namespace) -> dict[str, Any]:
             before = engine.report()["stashed_bytes"]
             if args.summary:
                 engine._session.runtime.start_trace()
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         engine.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-        _synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - begin)
         del loss
         print(f"{kept}, step {step}: {seconds[-1]:.2f} s, loss {losses[-1]:.6f}", file=sys.stderr, flush=True)
@@ -107,11 +107,6 @@ def _run_variant(kept: str, args: argparse.Namespace) -> dict[str, Any]:
         row["summary"] = summarize(trace).text(args.steps - 1) if trace else ""
         print(row["summary"], file=sys.stderr, flush=True)
     return row
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def format_table(result: dict[str, Any]) -> str:

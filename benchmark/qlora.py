@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.common import SHAPES, LlamaShape, provenance
+from benchmark.common import SHAPES, LlamaShape, provenance, synchronize
 from benchmark.fresh_process import in_fresh_process
 from patrickstar import _C
 from patrickstar.planning.machines import MACHINES
@@ -129,10 +129,10 @@ def _train(system: str, args: argparse.Namespace) -> dict[str, Any]:
 
     shape, weights = _shape(args), _RandomWeights()
     begin = time.perf_counter()
-    _synchronize()
+    synchronize()
     torch.manual_seed(0)
     engine, *_ = patrickstar.initialize(model=lambda: _adapted(shape, args.rank, weights), config=_config(system, args))
-    _synchronize()
+    synchronize()
     init_seconds = time.perf_counter() - begin
     weights.forget()
     layout = engine._session.layout
@@ -271,7 +271,7 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
         is_last = is_late or len(seconds) == num_steps - 1
         if is_last:
             engine._session.runtime.start_trace()
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         loss = torch.zeros((), device=engine.device)
         for _ in range(num_micro):
@@ -283,7 +283,7 @@ def _time_steps(system: str, engine: Any, shape: LlamaShape, args: argparse.Name
             loss += output.detach() / num_micro
             del output
         losses.append(loss.item())
-        _synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - begin)
         reports.append(engine.report())
         _say(system, f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {losses[-1]:.6f}")
@@ -335,11 +335,6 @@ def _of_frozen(trace: dict[str, Any] | None, chunks: list[dict[str, Any]]) -> di
         "traced_seconds": trace["seconds"],
         "stalled_seconds": stalled,
     }
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _reserved_bytes() -> int:

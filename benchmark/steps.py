@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmark.common import SHAPES, model_flops, provenance, token_batch
+from benchmark.common import SHAPES, model_flops, provenance, synchronize, token_batch
 from patrickstar.command.flags import memory_size
+from patrickstar.config import Speculation, States
 
 _COUNTERS = {
     "early": "num_speculated_updates",
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients, 0: no clipping")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
-    parser.add_argument("--speculation", choices=("auto", "always", "never", "commit"), default="auto")
-    parser.add_argument("--states", choices=("fp32", "bf16", "8bit"), default="fp32")
+    parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
+    parser.add_argument("--states", choices=[member.value for member in States], default="fp32")
     parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
     parser.add_argument(
         "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
         if step in args.trace:
             engine._session.runtime.start_trace()
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = engine(**tokens).loss
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         value = loss.item()
         del loss
         optimizer.step()
-        _synchronize()
+        synchronize()
         row = {"step": step, "seconds": time.perf_counter() - begin, "loss": value}
         trace = engine._session.runtime.take_trace()
         now, report = _counts(engine), engine.report()
@@ -123,23 +124,16 @@ def _counts(engine: Any) -> dict[str, int]:
     return counts
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _line(row: dict[str, Any]) -> str:
     counted = [name for name in (*_COUNTERS, "returned") if row.get(name)]
-    shown = (f"{name} {row[name] / 1e9:.1f} GB" if name in _IN_BYTES else f"{name} {row[name]}" for name in counted)
-    norm = "" if row["norm"] is None else f" norm {row['norm']:.4f}"
-    return (
-        f"step {row['step']}: {row['seconds']:.3f} s, predicted {row['predicted']:.3f}, loss {row['loss']:.4f}{norm}; "
-        + (", ".join(shown))
-    )
+    shown = [f"{name} {row[name] / 1e9:.1f} GB" if name in _IN_BYTES else f"{name} {row[name]}" for name in counted]
+    norm = [] if row["norm"] is None else [f"norm {row['norm']:.4f}"]
+    begin = [f"step {row['step']}: {row['seconds']:.3f} s, predicted {row['predicted']:.3f}, loss {row['loss']:.4f}"]
+    return ", ".join(begin + norm + shown)
 
 
 def format_table(result: dict[str, Any]) -> str:
