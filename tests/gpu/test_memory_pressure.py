@@ -69,20 +69,20 @@ class Reaching(torch.nn.Module):
         return x.square().mean() + 0 * reached[0].float()
 
 
-def test_an_activation_as_large_as_what_chunks_can_leave():
-    """Sizes by which the last chunks that must leave end everywhere between two pages."""
+@pytest.mark.parametrize("reserve", range(700, 600, -25))
+def test_an_activation_as_large_as_what_chunks_can_leave(reserve):
+    """After a step that left them room for all states; then sizes by which the last chunks that must leave end
+    everywhere between two pages.
+    """
     budget = 4 * 2**30
     config = make_config("bf16", default_chunk_size=4 * MIB, device_memory=budget)
-    sizes = [budget - reserve * MIB for reserve in range(700, 600, -7)]
+    sizes = [MIB, MIB, *(budget - (reserve - less) * MIB for less in (0, 7, 14, 21))]
 
     def batch(generator):
-        return {"x": torch.randn(8, 2048, generator=generator), "num_bytes": sizes[0]}
-
-    def before_step(engine, step):
-        sizes.append(sizes.pop(0))
+        return {"x": torch.randn(8, 2048, generator=generator), "num_bytes": sizes.pop(0)}
 
     case = Case(Reaching, batch, loss=lambda loss: loss)
-    report = train(case, config, steps=len(sizes), before_step=before_step).report
+    report = train(case, config, steps=len(sizes)).report
     assert report["device_peak_bytes"] <= budget
     assert report["num_pressure_evictions"] > 0
 
