@@ -408,6 +408,7 @@ class DeviceBudget:
     margin_use_ratio: float
     keeps_gradients: bool
     backwards: Backwards
+    gradient_tide_bytes: int
     host_limit_bytes: int
     def __init__(self) -> None: ...
 
@@ -738,6 +739,8 @@ class DeviceOptions:
     device_limit_bytes: int
     host_limit_bytes: int
     limit_rounding_bytes: int
+    left_by_tide_bytes: int
+    """What activations are taken to leave on the simulated device for gradients; for tests."""
     host_threads: HostThreadOptions
     delays: DelayOptions
     def __init__(self) -> None: ...

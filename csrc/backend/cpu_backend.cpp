@@ -53,8 +53,10 @@ class SimulatedQueue {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int64_t limit_bytes)
-      : meter_(std::make_shared<DeviceMeter>(limit_bytes)), allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
+  CpuBackend(int64_t limit_bytes, int64_t left_by_tide_bytes)
+      : left_by_tide_bytes_(left_by_tide_bytes),
+        meter_(std::make_shared<DeviceMeter>(limit_bytes)),
+        allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
 
   const char* name() const override { return "cpu"; }
   void shut_down() override { allocator_.reset(); }
@@ -76,6 +78,19 @@ class CpuBackend final : public Backend {
   }
 
   bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
+
+  void* allocate_of_tide(int64_t num_bytes, BusyUntil&) override {
+    if (lent_tide_bytes_ + num_bytes > left_by_tide_bytes_) return nullptr;
+    lent_tide_bytes_ += num_bytes;
+    return allocate_memory(num_bytes);
+  }
+  void free_of_tide(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+    settle(busy.copied);
+    settle(busy.computed);
+    std::free(pointer);
+    lent_tide_bytes_ -= num_bytes;
+  }
+  int64_t lent_tide_bytes() override { return lent_tide_bytes_; }
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
     run(queue, [=] { std::memcpy(to, from, static_cast<size_t>(num_bytes)); });
@@ -168,6 +183,8 @@ class CpuBackend final : public Backend {
     return nullptr;
   }
 
+  int64_t left_by_tide_bytes_;
+  int64_t lent_tide_bytes_ = 0;
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
   std::array<SimulatedQueue, kNumQueues - 1> workers_;  // of all queues but kCompute
@@ -175,7 +192,9 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes) { return std::make_unique<CpuBackend>(limit_bytes); }
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes) {
+  return std::make_unique<CpuBackend>(limit_bytes, left_by_tide_bytes);
+}
 
 std::shared_ptr<void> take_cpu_memory(int64_t num_bytes) {
   std::shared_ptr<void> memory(std::malloc(static_cast<size_t>(std::max<int64_t>(num_bytes, 1))), std::free);

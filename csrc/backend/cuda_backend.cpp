@@ -20,6 +20,7 @@
 #include "backend/cuda_delay.h"
 #include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
+#include "backend/cuda_tide.h"
 
 namespace patrickstar {
 
@@ -27,7 +28,15 @@ namespace {
 
 // Below this much room under the limit, the allocator's misses make chunks leave.
 constexpr double kHeadroomRatio = 0.04;
+// Of a block that activations have left, this much stays for those that are still to come, up to this share of the
+// limit.
+constexpr int64_t kKeptForTide = int64_t{512} << 20;
+constexpr double kKeptForTideRatio = 0.02;
 constexpr size_t kAggregate = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
+
+int64_t kept_for_tide(int64_t limit_bytes) {
+  return std::min(kKeptForTide, static_cast<int64_t>(static_cast<double>(limit_bytes) * kKeptForTideRatio));
+}
 
 struct CudaEvent final : EventState {
   explicit CudaEvent(std::shared_ptr<CudaEventPool> event_pool) : pool(std::move(event_pool)), event(pool->take()) {}
@@ -97,6 +106,7 @@ class CudaBackend final : public Backend {
         events_(std::make_shared<CudaEventPool>(cudaEventDisableTiming)),
         timed_events_(std::make_shared<CudaEventPool>(cudaEventDefault)),
         segments_(rounding_bytes > 0 ? Segments::kExpandable : Segments::kFixed),
+        tide_regions_(device, kept_for_tide(limit_bytes)),
         compute_(c10::cuda::getCurrentCUDAStream(device_).stream()) {
     const c10::cuda::CUDAGuard guard(device_);
     size_t free_bytes = 0;
@@ -164,6 +174,22 @@ class CudaBackend final : public Backend {
   }
 
   bool is_idle(const BusyUntil& busy) override { return is_over(busy.copied) && is_over(busy.computed); }
+
+  // [Note: regions of the tide]
+  int64_t lent_tide_bytes() override { return tide_regions_.num_bytes(); }
+  void* allocate_of_tide(int64_t num_bytes, BusyUntil& busy) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    void* pointer = tide_regions_.allocate(num_bytes, compute_);
+    if (pointer != nullptr) busy = {nullptr, record(Queue::kCompute)};
+    return pointer;
+  }
+  void free_of_tide(void* pointer, int64_t, const BusyUntil& busy) noexcept override {
+    try {
+      wait(Queue::kCompute, busy.copied);
+      tide_regions_.free(pointer);
+    } catch (const std::exception&) {  // the device has failed, and its memory with it
+    }
+  }
   void reclaim() override {
     c10::cuda::CUDACachingAllocator::emptyCache();
     cached_slot_bytes_ = 0;
@@ -319,13 +345,15 @@ class CudaBackend final : public Backend {
     const int64_t slots = std::exchange(least_slot_bytes_, slot_bytes_);
     peak_reserved_ = std::max(peak_reserved_, stats.reserved_bytes[kAggregate].peak);
     tide_peak_ = std::max(tide_peak_, stats.reserved_bytes[kAggregate].peak - slots);
-    live_tide_peak_ = std::max(live_tide_peak_, stats.allocated_bytes[kAggregate].peak - slots);
+    const int64_t lent = tide_regions_.take_least_bytes();
+    live_tide_peak_ = std::max(live_tide_peak_, stats.allocated_bytes[kAggregate].peak - slots - lent);
     c10::cuda::CUDACachingAllocator::resetPeakStats(device_);
   }
   c10::DeviceIndex device_;
   std::shared_ptr<CudaEventPool> events_;
   std::shared_ptr<CudaEventPool> timed_events_;  // apart: an event with timing costs the GPU a timestamp
   Segments segments_;
+  CudaTideRegions tide_regions_;
   int64_t total_bytes_ = 0;
   int64_t limit_bytes_ = 0;
   // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what fits

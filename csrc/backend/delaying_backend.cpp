@@ -40,6 +40,13 @@ class DelayingBackend final : public Backend {
   void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
     inner_->free(pointer, num_bytes, busy);
   }
+  void* allocate_of_tide(int64_t num_bytes, BusyUntil& busy) override {
+    return inner_->allocate_of_tide(num_bytes, busy);
+  }
+  void free_of_tide(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept override {
+    inner_->free_of_tide(pointer, num_bytes, busy);
+  }
+  int64_t lent_tide_bytes() override { return inner_->lent_tide_bytes(); }
   bool is_idle(const BusyUntil& busy) override { return inner_->is_idle(busy); }
   const char* name() const override { return inner_->name(); }
   void shut_down() override { inner_->shut_down(); }

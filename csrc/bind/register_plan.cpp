@@ -53,6 +53,7 @@ void register_placement(py::module_& module) {
       .def_readwrite("margin_use_ratio", &DeviceBudget::margin_use_ratio)
       .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
       .def_readwrite("backwards", &DeviceBudget::backwards)
+      .def_readwrite("gradient_tide_bytes", &DeviceBudget::gradient_tide_bytes)
       .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes);
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
              "Of host memory, what updates ahead of the step leave to gradients that come down.");

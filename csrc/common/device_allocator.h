@@ -20,6 +20,13 @@ class DeviceAllocator {
   virtual void free(void* pointer, int64_t num_bytes, const BusyUntil& busy) noexcept = 0;
   // Whether whoever writes the memory next would not have to wait.
   virtual bool is_idle(const BusyUntil& busy) = 0;
+
+  // [Note: gradients in the tide] (memory/tide_memory.h). The same of what activations have left, which goes on to
+  // count as tide; null where there is not so much of it. It is ready for the compute queue, for others after `busy`.
+  virtual void* allocate_of_tide(int64_t, BusyUntil& /*busy*/) { return nullptr; }
+  virtual void free_of_tide(void*, int64_t, const BusyUntil&) noexcept {}
+  // What activations cannot have meanwhile: all of it that is in use, and what was taken along for more.
+  virtual int64_t lent_tide_bytes() { return 0; }
 };
 
 }  // namespace patrickstar

@@ -26,6 +26,7 @@ StallCause maker_on_host(ArrayId id) {
 ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names)
     : device_(device),
       slots_(device.backend(), device.is_cuda() ? kCudaSlotWaste : 0.0),
+      tide_memory_(device.backend()),
       arena_(device.make_arena()),
       store_(std::move(layout), std::move(param_names)),
       tracer_(device.backend(), store_, slots_) {}

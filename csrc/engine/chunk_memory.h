@@ -21,6 +21,7 @@
 #include "engine/shared_device.h"
 #include "memory/host_arena.h"
 #include "memory/slot_pool.h"
+#include "memory/tide_memory.h"
 #include "optim/compute.h"
 #include "trace/step_tracer.h"
 
@@ -63,6 +64,8 @@ class ChunkMemory {
   optim::Compute& device_compute() { return device_.device_compute(); }
   quant::HostCompute& host_quantizer() { return device_.host_quantizer(); }
   SlotPool& slots() { return slots_; }
+  TideMemory& tide_memory() { return tide_memory_; }
+  const TideMemory& tide_memory() const { return tide_memory_; }
   HostArena& arena() { return *arena_; }
   ChunkStore& store() { return store_; }
   const ChunkStore& store() const { return store_; }
@@ -121,6 +124,7 @@ class ChunkMemory {
 
   SharedDevice& device_;
   SlotPool slots_;
+  TideMemory tide_memory_;
   const std::unique_ptr<HostArena> arena_;
   ChunkStore store_;
   StepTracer tracer_;

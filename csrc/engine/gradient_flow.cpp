@@ -63,6 +63,7 @@ void GradientFlow::fold(ParamId param, const void* data) {
            " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = memory_.array(grad);
   if (!record.on_device) updates_.cancel(place.chunk);
+  if (!accumulates_) pager_.put_into_tide(grad);  // else it stays for another forward
   ScopedHold hold(record);
   void* target = offset_bytes(pager_.open_for_write(grad), place.offset, chunk.dtype);
   hold.release();

@@ -319,6 +319,12 @@ void Pager::ensure_slot(ArrayId id) {
   memory_.tracer().sample_memory();
 }
 
+void Pager::put_into_tide(ArrayId grad) {
+  ArrayRecord& array = memory_.array(grad);
+  if (array.slot || layout().is_sharded() || !store().chunk(grad.chunk).puts_values_in_place()) return;
+  if (store().has_states_on_device(grad.chunk)) array.slot = memory_.tide_memory().acquire(store().num_bytes(grad));
+}
+
 void Pager::ensure_state(ArrayId id, Tier tier) {
   ArrayRecord& array = memory_.array(id);
   if (array.exists()) return;
@@ -550,7 +556,7 @@ bool Pager::is_evictable(ArrayId id) const {
 
 // What would need a copy for which the host has no room is passed over at once: on a full device this runs for each
 // slot.
-bool Pager::evict_one(Vacate what, HostRoom room) {
+bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
   const auto num_moments = static_cast<int64_t>(plan_.moments.size());
   const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
   std::vector<Victim> victims;
@@ -559,6 +565,7 @@ bool Pager::evict_one(Vacate what, HostRoom room) {
     const bool is_state = is_placed_on_device(id);
     if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
+    if (room_for == RoomFor::kSlot && array.slot.belongs_to(memory_.tide_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
@@ -626,9 +633,13 @@ int64_t Pager::trim(int64_t num_bytes) {
 
 int64_t Pager::give_up(int64_t num_bytes, Vacate what) {
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
+  const auto leaves = [&](HostRoom room) { return evict_one(what, room, RoomFor::kActivations); };
   int64_t freed = 0;
-  while (freed < num_bytes && (evict_one(what, HostRoom::kFree) || evict_one(what, HostRoom::kOfUpdatesAhead))) {
+  int64_t lent = memory_.tide_memory().lent_bytes();
+  while (freed < num_bytes && (leaves(HostRoom::kFree) || leaves(HostRoom::kOfUpdatesAhead))) {
     ++memory_.counters().num_pressure_evictions;
+    freed += lent - memory_.tide_memory().lent_bytes();
+    lent = memory_.tide_memory().lent_bytes();
     freed += memory_.slots().trim(num_bytes - freed);
   }
   memory_.tracer().sample_memory();

@@ -42,6 +42,12 @@ enum class HostRoom : uint8_t {
   kOfUpdatesAhead,  // also that
 };
 
+// What needs room on the device.
+enum class RoomFor : uint8_t {
+  kSlot,
+  kActivations,  // which what lies in the tide leaves it to as well ([Note: gradients in the tide])
+};
+
 class Pager final : public Tenant {
  public:
   Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Recorder& recorder, Collectives& collectives);
@@ -77,6 +83,8 @@ class Pager final : public Tenant {
   void ensure_block(ArrayId id);
   // A slot for `id` (if it has none), making room for it.
   void ensure_slot(ArrayId id);
+  // [Note: gradients in the tide] The gradient, which waits on the device, gets memory there if there is some.
+  void put_into_tide(ArrayId grad);
   // A slot for something that is no array, making room for it. `what` is for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what);
   // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
@@ -177,7 +185,7 @@ class Pager final : public Tenant {
   bool evict(ArrayId id, HostRoom room);
   void evict_as_planned(ArrayId id);
   // [Note: what leaves first]. False when nothing can leave into such room.
-  bool evict_one(Vacate what, HostRoom room);
+  bool evict_one(Vacate what, HostRoom room, RoomFor room_for = RoomFor::kSlot);
 
   ChunkMemory& memory_;
   DiskStates& disk_;

@@ -280,6 +280,7 @@ DeviceBudget Residency::device_budget() const {
   budget.margin_use_ratio = options_.margin_use_ratio;
   budget.keeps_gradients = options_.keeps_gradients;
   budget.backwards = options_.backwards;
+  budget.gradient_tide_bytes = memory_.tide_memory().room_bytes();
   const HostArena& arena = memory_.arena();
   if (options_.updates_take_memory) budget.host_limit_bytes = arena.free_bytes() + arena.used_bytes();
   return budget;

@@ -21,15 +21,21 @@
 
 namespace patrickstar {
 
-class SlotPool;
+class SlotOwner {
+ public:
+  virtual void take_back(void* data, int64_t num_bytes, BusyUntil busy) = 0;
 
-// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to its pool, which outlives it,
-// when it is destroyed. Until `busy` is over somebody may use what it held; the pool keeps that in mind.
+ protected:
+  ~SlotOwner() = default;
+};
+
+// [Note: who frees what] (docs/design.md) Device memory; null, or owned: it goes back to where it came from, which
+// outlives it, when it is destroyed. Until `busy` is over somebody may use what it held; its owner keeps that in mind.
 class Slot {
  public:
   Slot() = default;
-  Slot(SlotPool& pool, void* data, int64_t num_bytes, BusyUntil busy)
-      : data(data), num_bytes(num_bytes), busy(std::move(busy)), pool_(&pool) {}
+  Slot(SlotOwner& owner, void* data, int64_t num_bytes, BusyUntil busy)
+      : data(data), num_bytes(num_bytes), busy(std::move(busy)), owner_(&owner) {}
   ~Slot() { reset(); }
   Slot(Slot&& other) noexcept { swap(other); }
   Slot& operator=(Slot&& other) noexcept {
@@ -40,12 +46,16 @@ class Slot {
   Slot& operator=(const Slot&) = delete;
 
   explicit operator bool() const { return data != nullptr; }
-  void reset();
+  bool belongs_to(const SlotOwner& owner) const { return owner_ == &owner; }
+  void reset() {
+    if (data != nullptr)
+      owner_->take_back(std::exchange(data, nullptr), std::exchange(num_bytes, 0), std::exchange(busy, {}));
+  }
   void swap(Slot& other) noexcept {
     std::swap(data, other.data);
     std::swap(num_bytes, other.num_bytes);
     std::swap(busy, other.busy);
-    std::swap(pool_, other.pool_);
+    std::swap(owner_, other.owner_);
   }
 
   void* data = nullptr;
@@ -53,7 +63,7 @@ class Slot {
   BusyUntil busy;
 
  private:
-  SlotPool* pool_ = nullptr;
+  SlotOwner* owner_ = nullptr;
 };
 
 enum class OverLimit { kRefuse, kAllow };
@@ -61,7 +71,7 @@ enum class OverLimit { kRefuse, kAllow };
 // What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
 constexpr double kMostSlotWaste = 0.5;
 
-class SlotPool {
+class SlotPool final : public SlotOwner {
  public:
   // An idle slot serves a request if it is larger by at most this share of it, by more where memory is scarce; 0 asks
   // for the very size.
@@ -85,8 +95,6 @@ class SlotPool {
   int64_t idle_bytes() const { return idle_bytes_; }
 
  private:
-  friend class Slot;
-
   struct Idle {
     void* data;
     BusyUntil busy;
@@ -98,7 +106,7 @@ class SlotPool {
   IdleSlots::iterator find_idle(int64_t num_bytes, double waste_ratio);
   Slot hand_out_idle(IdleSlots::iterator found);
   Slot hand_out(void* data, int64_t num_bytes, BusyUntil busy);
-  void take_back(void* data, int64_t num_bytes, BusyUntil busy);
+  void take_back(void* data, int64_t num_bytes, BusyUntil busy) override;
   // Of the idle slots, of which there are some: one of the most common size, the larger of two.
   IdleSlots::iterator most_common();
 
@@ -110,10 +118,5 @@ class SlotPool {
   int64_t idle_bytes_ = 0;
   int64_t ample_bytes_ = 0;
 };
-
-inline void Slot::reset() {
-  if (data != nullptr)
-    pool_->take_back(std::exchange(data, nullptr), std::exchange(num_bytes, 0), std::exchange(busy, {}));
-}
 
 }  // namespace patrickstar

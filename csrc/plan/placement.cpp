@@ -96,6 +96,13 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
+// Of chunks of the usual size.
+int64_t usual_prefetch_bytes(const Layout& layout) {
+  int64_t values = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) values += chunk.num_bytes(ArrayKind::kParam);
+  return std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
+}
+
 // The size above which arrays of compute values are rare, and too large for slots of the others: INT64_MAX where sizes
 // are too different for that.
 int64_t rare_above(const Layout& layout) {
@@ -133,6 +140,23 @@ std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& pr
   return idle;
 }
 
+// [Note: gradients in the tide] The first ones that wait on the device take none of what the tide leaves.
+void put_gradients_into_tide(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
+                             const DeviceBudget& budget, PlanProblem& problem) {
+  int64_t left = budget.keeps_gradients ? budget.gradient_tide_bytes : 0;
+  for (const Moment& moment : step.moments) {
+    for (const Access& access : moment.accesses) {
+      const ChunkSpec& spec = layout.chunk(access.array.chunk);
+      const bool waits = access.array.kind == ArrayKind::kGrad && access.mode == AccessMode::kWrite &&
+                         spec.puts_values_in_place() && states_on_device[static_cast<size_t>(access.array.chunk)] != 0;
+      int64_t& bytes = problem.arrays[static_cast<size_t>(access.array.index())].num_bytes;
+      if (!waits || bytes == 0 || bytes > left) continue;
+      left -= bytes;
+      bytes = 0;
+    }
+  }
+}
+
 // What states on the device are reckoned with.
 enum class Beside : uint8_t {
   kAllValues,  // compute values of all chunks, whose places gradients take
@@ -143,6 +167,7 @@ enum class Beside : uint8_t {
 // How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
 int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes, Beside beside) {
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
+  int64_t in_tide = layout.is_sharded() ? 0 : budget.gradient_tide_bytes;
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     usable -= lasting_bytes(chunk);
@@ -152,7 +177,12 @@ int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, in
       const bool waits = beside == Beside::kAllValues ? chunk.puts_values_in_place() : beside == Beside::kGradients;
       const bool value = beside != Beside::kAllValues && chunk.puts_values_in_place();
       const bool shard = layout.is_sharded() && chunk.keeps_param();  // of one rank it is among the values
-      if (reserves || (budget.keeps_gradients && waits)) usable -= chunk.num_bytes(ArrayKind::kGradShard);
+      if (reserves || (budget.keeps_gradients && waits)) {
+        const int64_t bytes = chunk.num_bytes(ArrayKind::kGradShard);
+        const int64_t without_slot = reserves ? 0 : std::min(bytes, in_tide);
+        in_tide -= without_slot;
+        usable -= bytes - without_slot;
+      }
       if (value || shard) usable -= chunk.num_bytes(ArrayKind::kParamShard);
     }
     if (budget.backwards == Backwards::kSeveral) usable -= accumulation_bytes(layout, count);
@@ -256,7 +286,8 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (states_on_device[static_cast<size_t>(chunk)] != 0) states += placed_bytes(layout.chunk(chunk));
   }
-  const int64_t limit_bytes = budget.limit_bytes - pose_problem(layout, step, states_on_device, budget).prefetch_bytes;
+  const int64_t prefetched = pose_problem(layout, step, states_on_device, budget).prefetch_bytes;
+  const int64_t limit_bytes = budget.limit_bytes - std::min(prefetched, usual_prefetch_bytes(layout));
   std::set<int> waiting;
   int64_t gradients = 0;
   int64_t leaving = 0;
@@ -274,7 +305,8 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
         gradients += layout.num_bytes(access.array);
       }
     }
-    leaving = std::max(leaving, states + gradients + others + moment.tide_peak_bytes - limit_bytes);
+    const int64_t in_slots = std::max<int64_t>(gradients - budget.gradient_tide_bytes, 0);
+    leaving = std::max(leaving, states + in_slots + others + moment.tide_peak_bytes - limit_bytes);
   }
   return std::min(leaving, gradients);
 }
@@ -324,6 +356,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
       problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
     }
   }
+  if (!layout.is_sharded()) put_gradients_into_tide(layout, last, states_on_device, budget, problem);
   problem.fixed_bytes += scatter_bytes(layout);
   if (stages) problem.fixed_bytes += kStagings * largest_quantized_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;

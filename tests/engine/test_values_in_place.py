@@ -224,6 +224,77 @@ def test_states_on_both_sides(share):
     assert_same(run, train(WIDE, plain(), steps=10))
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """Makes configurations for states on both sides, where activations leave a share of the gradients room."""
+    monkeypatch.setattr(state_scheme, "lacks_room_ahead", lambda layout, **budgets: True)
+    make_options = core_setup.make_engine_options
+    config = make_config("bf16", default_chunk_size=CHUNK)
+    least = least_device_memory(WIDE, config, steps=3)
+    report = train(WIDE, plain(), steps=2).report
+    states = 14 * report["num_chunk_elements"]
+    config["optimizer"]["speculation"] = "always"
+
+    def make(left_share, device_share=0.5, **more):
+        def make_generous_options(*args):
+            options = make_options(*args)
+            options.device.left_by_tide_bytes = int(left_share * 2 * report["num_chunk_elements"])
+            return options
+
+        monkeypatch.setattr(core_setup, "make_engine_options", make_generous_options)
+        host_memory = report["host_peak_bytes"] - states // 3 + report["num_chunk_elements"] // 2
+        budgets = {"device_memory": least + int(device_share * states), "host_memory": host_memory}
+        return changed(config, **budgets, **more)
+
+    return make
+
+
+def gradients_with_slots(engine):
+    """Of chunks whose states are on the device, those whose gradients plans reckon room for."""
+    runtime = engine._session.runtime
+    costs = runtime.plan_problem()["costs"]
+    on_device = [chunk for chunk in range(engine.report()["num_chunks"]) if runtime.home(chunk) == _C.Tier.DEVICE]
+    assert on_device
+    return sum((chunk, _C.ArrayKind.GRAD) in costs for chunk in on_device) / len(on_device)
+
+
+@pytest.mark.parametrize("left_share", [0.1, 0.3, 1.0])
+def test_gradients_wait_where_activations_were(full, left_share):
+    run = train(WIDE, full(left_share), steps=8)
+    assert run.report["num_device_state_chunks"] > 0 < run.report["num_values_in_place"]
+    assert_same(run, train(WIDE, plain(), steps=8))
+
+
+def test_plans_reckon_what_lies_where_activations_were_as_nothing(full):
+    shares = {}
+    for left_share in (0.0, 0.1, 1.0):
+
+        def look(engine, step, left_share=left_share):
+            if step == 5:
+                shares[left_share] = gradients_with_slots(engine)
+
+        train(WIDE, full(left_share), steps=6, before_step=look)
+    assert shares[0.0] == 1 > shares[0.1] > shares[1.0] == 0
+
+
+@pytest.mark.parametrize("interference", ["clipping", "vacated", "accumulating", "looked at"])
+def test_gradients_where_activations_were_survive(full, interference):
+    """They leave for the host, are waited for, read, and taken together."""
+    more = {"gradient_clipping": 1e-3} if interference == "clipping" else {}
+
+    def interfere(engine, step):
+        if interference == "vacated" and step in (3, 4):
+            engine._session.runtime.vacate_device(_C.Vacate.VALUES)
+        elif interference == "looked at":
+            engine.state_dict()
+
+    accumulate = 2 if interference == "accumulating" else 1
+    config = full(0.3, 0.6, **more)
+    config["host_memory"] *= accumulate  # for sums
+    run = train(WIDE, config, steps=6, before_step=interfere, accumulate=accumulate)
+    assert_same(run, train(WIDE, plain(**more), steps=6, accumulate=accumulate))
+
+
 def test_checkpoints_do_not_know_of_it(tmp_path, wide):
     """Saved where values are in place, and gone on where they are not, and back."""
     runs = {}

@@ -107,6 +107,10 @@ def test_gradients_that_wait_on_the_host(layout):
     assert leaving(11 * VALUES - 1) == 1
     assert leaving(4 * VALUES) == 7 * VALUES
     assert leaving(-100 * VALUES) == 10 * VALUES
+    budget.gradient_tide_bytes = 3 * VALUES  # these lie where activations were
+    assert leaving(8 * VALUES) == 0
+    assert leaving(8 * VALUES - 1) == 1
+    budget.gradient_tide_bytes = 0
     budget.prefetches_far = True  # half of what is left beside a moment's own is kept for that
     assert leaving(12 * VALUES) == 4 * VALUES
     budget.keeps_gradients = False  # updates are committed

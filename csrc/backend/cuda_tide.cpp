@@ -1,0 +1,115 @@
+#include "backend/cuda_tide.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/cuda_pressure.h"
+
+namespace patrickstar {
+
+namespace {
+
+constexpr int64_t kAlignment = 512;
+constexpr int64_t kPage = int64_t{2} << 20;
+// A look at all blocks takes a millisecond, so there is another one only when so much more is cached.
+constexpr int64_t kWorthLooking = int64_t{512} << 20;
+// Of what PyTorch reserves, so much more in a step is no sign that regions took what layers need.
+constexpr int64_t kUsualGrowth = int64_t{64} << 20;
+
+c10::CachingDeviceAllocator::DeviceStats stats_of(int device) {
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(device));
+}
+
+int64_t current(const c10::CachingDeviceAllocator::StatArray& stats) {
+  return stats[static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE)].current;
+}
+
+int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+void* CudaTideRegions::allocate(int64_t num_bytes, void* stream) {
+  const int64_t taken = round_up(num_bytes);
+  const auto has_room = [taken](const Region& region) { return region.used + taken <= region.num_bytes; };
+  auto region = std::find_if(regions_.begin(), regions_.end(), has_room);
+  if (region == regions_.end()) {
+    if (!add_region(taken, stream)) return nullptr;
+    region = regions_.end() - 1;
+  }
+  char* pointer = region->begin + region->used;
+  region->used += taken;
+  ++region->num_in_use;
+  return pointer;
+}
+
+void CudaTideRegions::free(void* pointer) {
+  const auto region = std::find_if(regions_.begin(), regions_.end(), [pointer](const Region& candidate) {
+    return pointer >= candidate.begin && pointer < candidate.begin + candidate.num_bytes;
+  });
+  if (--region->num_in_use > 0) return;
+  void* begin = region->begin;
+  taken_bytes_ -= region->num_bytes;
+  least_bytes_ = std::min(least_bytes_, taken_bytes_);
+  regions_.erase(region);
+  is_first_of_step_ = regions_.empty();
+  c10::cuda::CUDACachingAllocator::raw_delete(begin);
+}
+
+int64_t CudaTideRegions::take_least_bytes() { return std::exchange(least_bytes_, taken_bytes_); }
+
+void CudaTideRegions::note_growth(int64_t reserved) {
+  if (last_reserved_ > 0) {
+    const int64_t growth = reserved - last_reserved_;
+    allowed_bytes_ = std::min(allowed_bytes_, step_bytes_);
+    if (growth > kUsualGrowth) allowed_bytes_ = std::max<int64_t>(allowed_bytes_ - growth, 0);
+  }
+  last_reserved_ = reserved;
+  step_bytes_ = 0;
+  cached_in_vain_ = 0;
+}
+
+bool CudaTideRegions::add_region(int64_t num_bytes, void* stream) {
+  if (!is_first_of_step_ && num_bytes > allowed_bytes_ - taken_bytes_) return false;
+  const auto stats = stats_of(device_);
+  const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+  if (cached_in_vain_ > 0 && cached < cached_in_vain_ + kWorthLooking) return false;
+  const Pages pages = pages_of(stream);
+  if (std::exchange(is_first_of_step_, false)) note_growth(pages.reserved);
+  if (pages.reserved > last_reserved_ + kUsualGrowth) return false;
+  const int64_t stays = std::max(kept_bytes_, pages.largest_free / 4);
+  const int64_t most = std::min(pages.largest_free - stays, allowed_bytes_ - taken_bytes_);
+  const int64_t region_bytes = most / kPage * kPage;
+  if (region_bytes < num_bytes) {
+    cached_in_vain_ = cached;
+    return false;
+  }
+  void* begin = nullptr;
+  try {
+    const CudaSlotAllocationScope scope;
+    begin = c10::cuda::CUDACachingAllocator::raw_alloc_with_stream(static_cast<size_t>(region_bytes),
+                                                                   static_cast<cudaStream_t>(stream));
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  taken_bytes_ += region_bytes;
+  step_bytes_ += region_bytes;
+  regions_.push_back({static_cast<char*>(begin), region_bytes, 0, 0});
+  return true;
+}
+
+CudaTideRegions::Pages CudaTideRegions::pages_of(void* stream) const {
+  Pages pages;
+  for (const auto& segment : c10::cuda::CUDACachingAllocator::snapshot().segments) {
+    if (segment.device != device_ || segment.stream != stream || !segment.is_large) continue;
+    pages.reserved += static_cast<int64_t>(segment.total_size);
+    for (const auto& block : segment.blocks) {
+      if (block.allocated || block.active) continue;
+      pages.largest_free = std::max(pages.largest_free, static_cast<int64_t>(block.size));
+    }
+  }
+  return pages;
+}
+
+}  // namespace patrickstar
