@@ -20,6 +20,7 @@
 #include "backend/cuda_delay.h"
 #include "backend/cuda_event_pool.h"
 #include "backend/cuda_pressure.h"
+#include "backend/cuda_stats.h"
 #include "backend/cuda_tide.h"
 
 namespace patrickstar {
@@ -32,7 +33,6 @@ constexpr double kHeadroomRatio = 0.04;
 // limit.
 constexpr int64_t kKeptForTide = int64_t{512} << 20;
 constexpr double kKeptForTideRatio = 0.02;
-constexpr size_t kAggregate = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
 
 int64_t kept_for_tide(int64_t limit_bytes) {
   return std::min(kKeptForTide, static_cast<int64_t>(static_cast<double>(limit_bytes) * kKeptForTideRatio));
@@ -68,11 +68,6 @@ cudaStream_t lasting_stream(int device, Queue queue) {
 std::atomic<int64_t>& taken_bytes(int device) {
   static std::array<std::atomic<int64_t>, C10_COMPILE_TIME_MAX_GPUS> bytes{};
   return bytes[static_cast<size_t>(device)];
-}
-
-int64_t cached_bytes(c10::DeviceIndex device) {
-  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device);
-  return stats.reserved_bytes[kAggregate].current - stats.allocated_bytes[kAggregate].current;
 }
 
 HostEvent* host_event(const Event& event) { return dynamic_cast<HostEvent*>(event.get()); }
@@ -121,7 +116,7 @@ class CudaBackend final : public Backend {
     allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
     if (taken_bytes(device) > 0) {
-      cached_slot_bytes_ = cached_bytes(device_);
+      cached_slot_bytes_ = cuda_bytes(device_).cached;
     } else {
       c10::cuda::CUDACachingAllocator::emptyCache();
     }
@@ -140,8 +135,7 @@ class CudaBackend final : public Backend {
   // [Note: slots and the caching allocator] Slots are allocated for the upload stream: PyTorch keeps free blocks apart
   // by stream, so a slot is never cut out of a cached block that a large activation wants back in the next step.
   void* allocate(int64_t num_bytes) override {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    const bool fits = stats.reserved_bytes[kAggregate].current + num_bytes <= allowed_bytes_;
+    const bool fits = cuda_bytes(device_).reserved + num_bytes <= allowed_bytes_;
     if (!fits && cached_slot_bytes_ < num_bytes) return nullptr;
     const c10::cuda::CUDAGuard guard(device_);
     const CudaSlotAllocationScope scope;
@@ -292,10 +286,7 @@ class CudaBackend final : public Backend {
   bool measures_tide_freely() const override { return false; }
   bool follows_tide() const override { return false; }
   // What PyTorch has reserved beside slots: with all that its blocks waste, this is what the tide costs.
-  int64_t tide_bytes() override {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    return stats.reserved_bytes[kAggregate].current - slot_bytes_;
-  }
+  int64_t tide_bytes() override { return cuda_bytes(device_).reserved - slot_bytes_; }
   int64_t take_tide_peak() override {
     note_peaks();
     return std::exchange(tide_peak_, 0);
@@ -319,7 +310,7 @@ class CudaBackend final : public Backend {
 
   int64_t take_wanted_tide() override { return pressure_ ? pressure_->take_wanted_tide() : 0; }
   int64_t reclaimable_bytes() const override {
-    return std::max<int64_t>(cached_bytes(device_) - fragment_bytes().value_or(0), 0);
+    return std::max<int64_t>(cuda_bytes(device_).cached - fragment_bytes().value_or(0), 0);
   }
   std::optional<int64_t> fragment_bytes() const override {
     return pressure_ ? pressure_->fragment_bytes() : std::nullopt;

@@ -10,6 +10,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "backend/cuda_stats.h"
+
 namespace patrickstar {
 
 namespace {
@@ -36,16 +38,6 @@ Listener& listener() {
 }
 
 thread_local int slot_allocations = 0;
-
-using c10::CachingDeviceAllocator::StatType;
-
-c10::CachingDeviceAllocator::DeviceStats stats_of(const Listener& target) {
-  return c10::cuda::CUDACachingAllocator::getDeviceStats(target.device);
-}
-
-int64_t current(const c10::CachingDeviceAllocator::StatArray& stats) {
-  return stats[static_cast<size_t>(StatType::AGGREGATE)].current;
-}
 
 void raise_to(std::atomic<int64_t>& most, int64_t value) {
   int64_t before = most;
@@ -140,8 +132,7 @@ void note_fragments(const Entry& entry) {
     return;
   }
   note_wanted_tide(target, static_cast<int64_t>(entry.size_));
-  const auto stats = stats_of(target);
-  const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+  const int64_t cached = cuda_bytes(target.device).cached;
   const int64_t now = std::max<int64_t>(cached - static_cast<int64_t>(entry.size_), 0);
   raise_to(target.fragments, now);
 }
@@ -192,13 +183,12 @@ class EvictChunks final : public c10::FreeMemoryCallback {
     }
   }
   static int64_t left_bytes(const Listener& target) {
-    return target.allowed_bytes - current(stats_of(target).reserved_bytes);
+    return target.allowed_bytes - cuda_bytes(target.device).reserved;
   }
   // What the allocator gives back by itself before it fails. As long as nobody knows what stays, as much as is to be
   // kept free is taken for it.
   static int64_t reclaimable_bytes(const Listener& target) {
-    const auto stats = stats_of(target);
-    const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+    const int64_t cached = cuda_bytes(target.device).cached;
     const int64_t fragments = target.fragments;
     return std::max<int64_t>(cached - (fragments == kUnknown ? int64_t{target.headroom_bytes} : fragments), 0);
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backend/cuda_pressure.h"
+#include "backend/cuda_stats.h"
 
 namespace patrickstar {
 
@@ -17,14 +18,6 @@ constexpr int64_t kPage = int64_t{2} << 20;
 constexpr int64_t kWorthLooking = int64_t{512} << 20;
 // Of what PyTorch reserves, so much more in a step is no sign that regions took what layers need.
 constexpr int64_t kUsualGrowth = int64_t{64} << 20;
-
-c10::CachingDeviceAllocator::DeviceStats stats_of(int device) {
-  return c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(device));
-}
-
-int64_t current(const c10::CachingDeviceAllocator::StatArray& stats) {
-  return stats[static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE)].current;
-}
 
 int64_t round_up(int64_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -72,8 +65,7 @@ void CudaTideRegions::note_growth(int64_t reserved) {
 
 bool CudaTideRegions::add_region(int64_t num_bytes, void* stream) {
   if (!is_first_of_step_ && num_bytes > allowed_bytes_ - taken_bytes_) return false;
-  const auto stats = stats_of(device_);
-  const int64_t cached = current(stats.reserved_bytes) - current(stats.allocated_bytes);
+  const int64_t cached = cuda_bytes(static_cast<c10::DeviceIndex>(device_)).cached;
   if (cached_in_vain_ > 0 && cached < cached_in_vain_ + kWorthLooking) return false;
   const Pages pages = pages_of(stream);
   if (std::exchange(is_first_of_step_, false)) note_growth(pages.reserved);

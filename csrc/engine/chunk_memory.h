@@ -65,7 +65,6 @@ class ChunkMemory {
   quant::HostCompute& host_quantizer() { return device_.host_quantizer(); }
   SlotPool& slots() { return slots_; }
   TideMemory& tide_memory() { return tide_memory_; }
-  const TideMemory& tide_memory() const { return tide_memory_; }
   HostArena& arena() { return *arena_; }
   ChunkStore& store() { return store_; }
   const ChunkStore& store() const { return store_; }

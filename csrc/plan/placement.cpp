@@ -96,10 +96,8 @@ int64_t prefetch_bytes(const Layout& layout, const PlanProblem& problem) {
   return std::clamp(spare / 2, int64_t{0}, kPrefetchedChunks * largest);
 }
 
-// Of chunks of the usual size.
-int64_t usual_prefetch_bytes(const Layout& layout) {
-  int64_t values = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) values += chunk.num_bytes(ArrayKind::kParam);
+// Of chunks of the usual size, which have `values` of compute values together.
+int64_t usual_prefetch_bytes(const Layout& layout, int64_t values) {
   return std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
 }
 
@@ -144,6 +142,7 @@ std::vector<int64_t> idle_slot_bytes(const Layout& layout, const PlanProblem& pr
 void put_gradients_into_tide(const Layout& layout, const Timeline& step, const std::vector<uint8_t>& states_on_device,
                              const DeviceBudget& budget, PlanProblem& problem) {
   int64_t left = budget.keeps_gradients ? budget.gradient_tide_bytes : 0;
+  if (left == 0) return;
   for (const Moment& moment : step.moments) {
     for (const Access& access : moment.accesses) {
       const ChunkSpec& spec = layout.chunk(access.array.chunk);
@@ -167,7 +166,7 @@ enum class Beside : uint8_t {
 // How many chunks, from the first on, have their states in `margin_bytes`, most of which may be used.
 int num_state_chunks_within(const Layout& layout, const DeviceBudget& budget, int64_t margin_bytes, Beside beside) {
   int64_t usable = share(std::max<int64_t>(margin_bytes, 0), budget.margin_use_ratio);
-  int64_t in_tide = layout.is_sharded() ? 0 : budget.gradient_tide_bytes;
+  int64_t in_tide = budget.gradient_tide_bytes;
   int count = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
     usable -= lasting_bytes(chunk);
@@ -283,11 +282,13 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
                                const DeviceBudget& budget) {
   if (budget.limit_bytes == INT64_MAX || layout.is_sharded() || !budget.keeps_gradients) return 0;
   int64_t states = 0;
+  int64_t values = 0;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
     if (states_on_device[static_cast<size_t>(chunk)] != 0) states += placed_bytes(layout.chunk(chunk));
+    values += layout.chunk(chunk).num_bytes(ArrayKind::kParam);
   }
   const int64_t prefetched = pose_problem(layout, step, states_on_device, budget).prefetch_bytes;
-  const int64_t limit_bytes = budget.limit_bytes - std::min(prefetched, usual_prefetch_bytes(layout));
+  const int64_t limit_bytes = budget.limit_bytes - std::min(prefetched, usual_prefetch_bytes(layout, values));
   std::set<int> waiting;
   int64_t gradients = 0;
   int64_t leaving = 0;
@@ -356,7 +357,7 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
       problem.fixed_bytes += layout.num_bytes({chunk, ArrayKind::kGradSum});
     }
   }
-  if (!layout.is_sharded()) put_gradients_into_tide(layout, last, states_on_device, budget, problem);
+  put_gradients_into_tide(layout, last, states_on_device, budget, problem);
   problem.fixed_bytes += scatter_bytes(layout);
   if (stages) problem.fixed_bytes += kStagings * largest_quantized_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
@@ -518,7 +519,7 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
   values += kStagings * largest_quantized_bytes(layout);
   // Of several ranks each has the others to get values from, which is faster than the host.
   if (layout.is_sharded()) values = std::min(values, kPrefetchedChunks * largest);
-  const int64_t prefetched = std::min(values, kPrefetchedChunks * values / std::max(layout.num_chunks(), 1));
+  const int64_t prefetched = usual_prefetch_bytes(layout, values);
   if (!budget.follows_tide) margin -= std::min(share(std::max<int64_t>(margin, 0), kSlotWasteShare), prefetched);
   const int64_t gradients = 2 * largest_trained;  // on their way; the others take their parameters' place
   const int count = num_state_chunks_within(layout, budget, margin - values - gradients, Beside::kAllValues);

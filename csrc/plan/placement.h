@@ -94,7 +94,8 @@ struct DeviceBudget {
   double margin_use_ratio = 1.0;    // of num_margin_chunks
   bool keeps_gradients = true;      // on the device until the step, where a chunk's states are there
   Backwards backwards = Backwards::kOne;
-  int64_t gradient_tide_bytes = 0;  // of those that wait, what lies in the tide ([Note: gradients in the tide])
+  // Of one rank: of gradients that wait, what lies in the tide ([Note: gradients in the tide]).
+  int64_t gradient_tide_bytes = 0;
   // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none
   // is.
   int64_t host_limit_bytes = INT64_MAX;
