@@ -1,6 +1,7 @@
 #include "engine/step_planner.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "common/check.h"
@@ -10,16 +11,36 @@ namespace patrickstar {
 
 namespace {
 
-// The first makes optimizer states, the second what updates ahead of the step need.
-constexpr int64_t kWarmupSteps = 2;
+// A second step is measured after so many: the first one may have come while the machine still handed out its memory.
+constexpr int64_t kStepsUntilAgain = 8;
 
+bool same_access(const Access& a, const Access& b) { return a.array == b.array && a.mode == b.mode; }
+
+// Plans hold for moments that are the same in all but their tides.
 bool same_structure(const Timeline& a, const Timeline& b) {
   return std::equal(
       a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
         return x.phase == y.phase && x.acquired == y.acquired &&
-               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(),
-                          [](const Access& p, const Access& q) { return p.array == q.array && p.mode == q.mode; });
+               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(), same_access);
       });
+}
+
+std::vector<Access> uses(const Moment& moment) {
+  std::vector<Access> result;
+  std::copy_if(moment.accesses.begin(), moment.accesses.end(), std::back_inserter(result),
+               [](const Access& access) { return access.mode != AccessMode::kRetire; });
+  return result;
+}
+
+// Times hold where the model went the same way ([Note: the measured step]).
+bool same_way(const Timeline& a, const Timeline& b) {
+  return std::equal(a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(),
+                    [](const Moment& x, const Moment& y) {
+                      const std::vector<Access> of_x = uses(x);
+                      const std::vector<Access> of_y = uses(y);
+                      return x.phase == y.phase && x.acquired == y.acquired &&
+                             std::equal(of_x.begin(), of_x.end(), of_y.begin(), of_y.end(), same_access);
+                    });
 }
 
 bool tide_rose(const Timeline& before, const Timeline& now) {
@@ -49,15 +70,15 @@ void StepPlanner::begin_step() {
 }
 
 PlanVote StepPlanner::vote(const Timeline& previous) {
-  const bool alike = same_structure(previous, recorder_.last());
+  const bool alike = same_way(previous, recorder_.last());
   measure(alike);
   return {can_measure(alike), !pager_.plan().moments.empty(), update_times(), own_times_};
 }
 
 bool StepPlanner::can_measure(bool alike) const {
   if (stage_ != Stage::kUnmeasured) return true;
-  return num_steps_ + 1 >= kWarmupSteps && alike && residency_.prefetches_far() &&
-         !pager_.memory().arena().is_preparing();
+  const bool may_go_alike = alike || num_steps_ == 0;
+  return may_go_alike && residency_.prefetches_far() && !pager_.memory().arena().is_preparing();
 }
 
 void StepPlanner::measure(bool alike) {
@@ -73,18 +94,17 @@ void StepPlanner::measure(bool alike) {
 }
 
 bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
-  ++num_steps_;
-  const bool alike = same_structure(previous, recorder_.last());
+  if (++num_steps_ == kStepsUntilAgain && stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
   all_can_measure_ = agreed.can_measure;
   agreed_updates_ = agreed.updates;
   if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) stage_ = Stage::kTraced;
-  if (!alike) times_.reset();
+  if (!same_way(previous, recorder_.last())) times_.reset();
   if (agreed.times) {
     own_times_.reset();
     times_ = agreed.times;
   }
-  const bool holds = agreed.has_plan && !agreed.times && alike && !tide_rose(previous, recorder_.last()) &&
-                     !(times_ && planned_updates_ != agreed_updates_);
+  const bool holds = agreed.has_plan && !agreed.times && same_structure(previous, recorder_.last()) &&
+                     !tide_rose(previous, recorder_.last()) && !(times_ && planned_updates_ != agreed_updates_);
   if (!holds) make_next_plan();
   return holds;
 }

@@ -1,13 +1,17 @@
 // The step planner makes the plan of the next step: by moments alone at first, with time once a step was measured.
 //
 // [Note: the measured step] Where transfers take time that compute can hide, one early step is traced without anybody
-// asking: the first from the third on before which no host memory is being prepared, after two that went alike. One
-// step later, when nothing of it runs any more, its trace becomes rates and times of moments, and from then on plans
-// are chosen by their predicted steps (plan/plan_choice.h). With several ranks all of this is as they agree: a step is
-// traced when it can be on all, and plans follow from what the slowest measured ([Note: one plan on all ranks]). Times
-// belong to the sequence of moments: they stay while steps go alike, whatever the tide; a step that goes otherwise has
-// the planner forget them, follow the rule for the room of prefetches (plan/placement.h), and measure again. A model
-// that goes otherwise in every step is never measured.
+// asking: the second, since the first makes optimizer states, if no host memory is being prepared by then; else the
+// first later one of which that holds, after two that went alike. One step later, when nothing of it runs any more, its
+// trace becomes rates and times of moments if both went alike, and from then on plans are chosen by their predicted
+// steps (plan/plan_choice.h). One later step is measured in the same way, and its times take the place of the first.
+// With several ranks all of this is as they agree: a step is traced when it can be on all, and plans follow from what
+// the slowest measured ([Note: one plan on all ranks]).
+//
+// Times belong to the way a model goes, that is, to its moments and what they use: they stay while steps go alike in
+// that, whatever the tide, and wherever gradients leave the device, which follows from where states are and what room
+// the host has. A step that goes otherwise has the planner forget them, follow the rule for the room of prefetches
+// (plan/placement.h), and measure again. A model that goes otherwise in every step is never measured.
 //
 //   planner.begin_step();                       // before the tracer's
 //   PlanVote vote = planner.vote(previous);     // the step is recorded

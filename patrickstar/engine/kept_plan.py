@@ -149,7 +149,7 @@ class KeptPlan(NoKeptPlan):
 
     def end_step(self) -> None:
         """After each step. A plan is kept when it is settled: a step like the one before has replayed it, and made no
-        other one. The first that was made with measured times is the last.
+        other one.
         """
         if self._is_over:
             return
@@ -159,8 +159,7 @@ class KeptPlan(NoKeptPlan):
         self._last_shapes, self._shapes, self._num_plans = self._shapes, [], num_plans
         if is_settled:
             self._keep()
-        is_timed = is_settled and self._runtime.step_times() is not None
-        self._is_over = self._num_steps >= _MOST_STEPS or is_timed
+        self._is_over = self._num_steps >= _MOST_STEPS
 
     def close(self) -> None:
         """Before the runtime is closed: a run that was too short to settle keeps what it would replay next."""

@@ -15,7 +15,7 @@ from tests.models import MODELS, Case, gpt2, token_batch
 from tests.training import assert_same, least_device_memory, make_config, train
 
 STEPS = 6
-MEASURED = 2  # the third step
+MEASURED = 1  # the second step
 PLANNED = MEASURED + 2  # the first step that can replay the chosen plan
 LAYERS = Case(lambda: gpt2(hidden=64, layers=6), token_batch)
 
@@ -333,11 +333,25 @@ def test_another_sequence_is_measured_anew(budget):
             lengths.append(len(times.compute_seconds) if times is not None else 0)
             assert (engine.report()["predicted_step_seconds"] == 0) == (times is None)
             assert not times or lengths[-1] == len(engine.plan().timeline)
-    print(lengths)
-    assert lengths[:3] == [0] * 3
-    assert lengths[3] == lengths[4] > 0
+    assert lengths[:2] == [0] * 2
+    assert lengths[2] == lengths[3] == lengths[4] > 0
     assert lengths[5] == 0
     assert lengths[10] > lengths[4]
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_states_that_move_to_the_device_leave_times_what_they_are(budget, multiple):
+    """Their gradients do not leave it any more, but the model goes the same way. A second measurement comes later."""
+    config = linked(device_memory=multiple * budget)
+    config["optimizer"]["params"]["use_hybrid_adam"] = True
+    run, plans = plans_of(LAYERS, config, steps=12)
+    retired = [[mode for moment in plan.timeline for *_, mode in moment["accesses"]] for plan in plans]
+    retired = [modes.count(_C.AccessMode.RETIRE) for modes in retired]
+    assert retired[0] > retired[1] == retired[-1]
+    assert run.report["num_device_state_chunks"] == retired[0] - retired[1]
+    times = [plan.times and plan.times.compute_seconds for plan in plans]
+    assert times[:2] == [None, None]
+    assert times[2] == times[8] != times[9] == times[11]
 
 
 def test_nothing_is_measured_where_time_decides_nothing(budget):
