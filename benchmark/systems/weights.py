@@ -138,11 +138,18 @@ def fill_parameters(model: nn.Module) -> None:
         if target.device != values.device:
             values = staging[: values.numel()].view(values.shape).copy_(values)
         target.copy_(values)
-    for module in filter(_is_rotary, model.modules()):
-        module._buffers.update({name: torch.empty_like(b, device=source) for name, b in module._buffers.items()})
-        PreTrainedModel._init_weights(model, module)
+    fill_rotary(model)
     if source.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def fill_rotary(model: nn.Module) -> None:
+    """Gives rotary embeddings their values, in float32 on the training device."""
+    for module in filter(_is_rotary, model.modules()):
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=torch.float32, device=training_device())
+        PreTrainedModel._init_weights(model, module)
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,185 @@
+"""DeepSpeed's Arctic Long Sequence Training: Ulysses over ZeRO-3 with parameters and optimizer on the host, MLPs and
+the loss in tiles, inputs of checkpointed layers on the host, as its tutorial puts them together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    TiledMLP,
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+    sequence_tiled_compute,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmark.longest_systems import CLIPPING, LOGITS_PER_TILE, Job
+from benchmark.longest_systems.layers import HostInputs, fast_attention
+from benchmark.systems import ADAMW
+from benchmark.systems.device import training_device
+from benchmark.systems.weights import fill_rotary, initial_values
+
+_SUB_GROUP_NUMEL = int(1e8)
+_BUCKET_NUMEL = int(1e8)
+_PREFETCH_NUMEL = int(2e8)
+
+
+def build(job: Job, variant: str) -> Alst:
+    """See :class:`benchmark.longest_systems.LongSystem`; there are no variants."""
+    return Alst(job)
+
+
+class Model(nn.Module):
+    """A model of Hugging Face that returns its part of the loss, whose logits exist a tile at a time."""
+
+    def __init__(self, model: nn.Module, vocab: int):
+        super().__init__()
+        self.model = model
+        self._vocab = vocab
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, num_targets: float
+    ) -> torch.Tensor:
+        """The sum over the targets, divided by ``num_targets``."""
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        head, num_tokens = self.model.lm_head, input_ids.shape[1]
+        total = sequence_tiled_compute(
+            _loss_of_tile,
+            num_tokens,
+            math.ceil(num_tokens * self._vocab / LOGITS_PER_TILE),
+            {"hidden": hidden, "targets": shift_labels},
+            {"head": head},
+            "hidden",
+            compute_params=[head.weight],
+            output_unshard_dimension=0,
+            output_reduction="sum",
+        )
+        return total / num_targets
+
+
+def _loss_of_tile(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    logits = head(hidden).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _tile_mlp(mlp: nn.Module, tile_tokens: int) -> None:
+    forward = type(mlp).forward
+
+    def tiled(hidden: torch.Tensor) -> torch.Tensor:
+        num_tiles = math.ceil(hidden.shape[1] / tile_tokens)
+        return TiledMLP.apply(forward, mlp, hidden, num_tiles, list(mlp.parameters()))
+
+    mlp.forward = tiled  # type: ignore[method-assign]
+
+
+def _checkpoint(function: Any, *args: Any) -> Any:
+    """What Hugging Face calls layers with. Reentrant, as Arctic Training has it; inputs are all that is kept then."""
+    with HostInputs():
+        return checkpoint(function, *args, use_reentrant=True)
+
+
+class Alst:
+    """See :class:`benchmark.longest_systems.LongSystem`."""
+
+    def __init__(self, job: Job):
+        self._job, self._device = job, training_device()
+        deepspeed.init_distributed(dist_backend="nccl" if self._device.type == "cuda" else "gloo")
+        self._config = _config(pin=self._device.type == "cuda", ranks=job.ranks)
+        self.version = deepspeed.__version__.strip()
+        self.settings: dict[str, Any] = {"config": self._config, "tile_tokens": job.tile_tokens}
+        with deepspeed.zero.Init(config_dict_or_path=self._config):  # parameter by parameter: nobody has all of it
+            model = job.shape.build()
+        _fill(model)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = _checkpoint
+            _tile_mlp(layer.mlp, job.tile_tokens)
+        self._mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=job.ranks,
+            micro_batch_size=1,
+            seq_length=job.length,
+            seq_length_is_variable=False,
+        )
+        whole = Model(model, job.shape.vocab)
+        self._engine, *_ = deepspeed.initialize(
+            model=whole, model_parameters=whole.parameters(), config=self._config, mpu=self._mpu
+        )
+        self._engine.train()
+        if self._device.type == "cuda":  # what was pinned while the model was made is not given back by itself
+            torch.cuda.empty_cache()
+            getattr(torch._C, "_host_emptyCache", lambda: None)()
+
+    def _batch(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's tokens, with their positions and targets."""
+        sample = {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1])[None], "labels": tokens}
+        if self._mpu is None:
+            sample["shift_labels"] = nn.functional.pad(sample.pop("labels")[:, 1:], (0, 1), value=-100)
+        else:  # it takes a sample of each rank and gives out its own part of them in turn: here they are the same
+            adapter = UlyssesSPDataLoaderAdapter(
+                [sample],
+                sp_rank=self._mpu.get_sequence_parallel_rank(),
+                sp_group=self._mpu.get_sequence_parallel_group(),
+                sp_world_size=self._mpu.get_sequence_parallel_world_size(),
+                device=self._device,
+            )
+            sample = next(adapter)
+        return {name: value.to(self._device) for name, value in sample.items()}
+
+    def step(self, tokens: torch.Tensor) -> float:
+        batch = self._batch(tokens)
+        with fast_attention():
+            # ZeRO averages over the ranks, each of which has a part of the sum
+            loss = self._engine(**batch, num_targets=self._job.num_targets / self._job.ranks)
+            self._engine.backward(loss)
+        self._engine.step()
+        total = loss.detach().float()
+        dist.all_reduce(total)
+        return total.item() / self._job.ranks
+
+    def grad_norm(self) -> float | None:
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def device_peak_bytes(self) -> int | None:
+        return None
+
+
+def _fill(model: nn.Module) -> None:
+    """Gives each parameter, of which every rank has a part, the benchmark's values, and rotary embeddings theirs in
+    float32: made within ``zero.Init`` they are of bfloat16, which is another model than the others train.
+    """
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+            if dist.get_rank() == 0:
+                param.data.copy_(initial_values(name, param.shape, model.config.num_hidden_layers, param.device))
+    fill_rotary(model)
+
+
+def _config(*, pin: bool, ranks: int) -> dict[str, Any]:
+    host = {"device": "cpu", "pin_memory": pin}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "sequence_parallel_size": ranks,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_param": host,
+            "offload_optimizer": host,
+            "sub_group_size": _SUB_GROUP_NUMEL,
+            "reduce_bucket_size": _BUCKET_NUMEL,
+            "stage3_prefetch_bucket_size": _PREFETCH_NUMEL,
+        },
+    }
