@@ -145,6 +145,7 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "25b": GptShape(8192, 30, 64, 50304, 1024, checkpointing=True),
     "31b": GptShape(8192, 37, 64, 50304, 1024, checkpointing=True),
     "42b": GptShape(8192, 51, 64, 50304, 1024, checkpointing=True),
+    "60b": GptShape(9216, 58, 72, 50304, 1024, checkpointing=True),
     "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),

@@ -25,7 +25,7 @@ import torch
 
 from benchmark.common import SHAPES, model_flops, provenance, synchronize, token_batch
 from patrickstar.command.flags import memory_size
-from patrickstar.config import Speculation, States
+from patrickstar.config import Master, Speculation, States
 
 _COUNTERS = {
     "early": "num_speculated_updates",
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="(default: what is free)")
     parser.add_argument("--speculation", choices=[member.value for member in Speculation], default="auto")
     parser.add_argument("--states", choices=[member.value for member in States], default="fp32")
+    parser.add_argument("--master", choices=[member.value for member in Master], default="exact")
     parser.add_argument("--further", type=json.loads, default={}, metavar="JSON", help="keys of the configuration")
     parser.add_argument(
         "--trace", type=int, nargs="*", default=[], metavar="STEP", help="say what bounds these, from 0"
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         host_bytes=args.host_memory, warmup=0, steps=args.steps,
     )  # fmt: skip
     config = training_options(job).engine_config() | args.further
+    config["optimizer"] |= {"master": args.master}
     device = training_device()
     begin = time.perf_counter()
     engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
