@@ -13,6 +13,8 @@ from benchmark.systems.device import training_device
 from benchmark.systems.weights import build_meta_model
 from patrickstar.planning.models import enable_checkpointing
 
+_PROCESS_BYTES = 4 * 2**30  # of host memory that a process takes beside its chunks: libraries, CUDA's context
+
 
 def build(job: Job, variant: str) -> Chunked:
     """See :class:`benchmark.longest_systems.LongSystem`; there are no variants."""
@@ -34,7 +36,7 @@ class Chunked:
         if job.ranks > 1:
             self.settings["sequence_parallel"] = {"size": job.ranks, "mode": "auto"}
         if job.host_bytes is not None:
-            self.settings["host_memory"] = job.host_bytes // job.ranks
+            self.settings["host_memory"] = job.host_bytes // job.ranks - _PROCESS_BYTES
 
         def model() -> torch.nn.Module:
             built = build_meta_model(job.shape)
