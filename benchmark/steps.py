@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             texts[step] = summarize(trace).text(step)
             _say(texts[step])
     report = engine.report()
-    engine.close()
+    engine.discard()
     median = statistics.median(row["seconds"] for row in rows[len(rows) // 2 :])
     return {
         "case": "steps", "model": args.model, "batch": args.batch_size, "init_seconds": init_seconds,

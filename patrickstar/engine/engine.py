@@ -429,6 +429,10 @@ class Engine(nn.Module):
 
         The module is whole again on each rank of several; :meth:`discard` ends a run without that. With
         ``tensor_parallel`` it keeps this rank's blocks ([Note: what a division undoes]).
+
+        Raises:
+            MemoryBudgetError: host memory does not hold the module's own parameters ([Note: room to close]); nothing is
+                changed, and the engine stays open.
         """
         self._session.close()
 

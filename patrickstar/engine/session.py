@@ -23,6 +23,7 @@ from patrickstar.engine.activation_keepers import keeper_of_activations
 from patrickstar.engine.activations import ActivationRemedies, change_activations, check_activations
 from patrickstar.engine.axes import make_calls
 from patrickstar.engine.calls import Calls, OwnCalls
+from patrickstar.engine.closing import lack_of_room_to_close
 from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
@@ -700,6 +701,9 @@ class Session:
         """Turns the module back into an ordinary one (original dtypes and devices) and frees all chunks. Idempotent.
 
         All of it is done also where a part fails; what failed first is raised at the end.
+
+        Raises:
+            MemoryBudgetError: host memory does not hold the module's own parameters; nothing is changed.
         """
         if self.closed:
             return
@@ -708,10 +712,13 @@ class Session:
             try:
                 self._kept_plan.close()
                 with self.guard("close"):
+                    lack = lack_of_room_to_close(self._params, self.runtime.report()["host_bytes"], self.ranks)
                     self.ranks.meet()
             except BaseException as error:
                 self.abandon(error)  # the others do not come
                 raise
+            if lack:
+                raise _C.MemoryBudgetError(lack)
             self.closed = True
             try:
                 with self.guard("close"):

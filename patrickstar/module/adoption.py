@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -130,6 +131,19 @@ class AdoptedParams:
         param.grad = None  # of a backward before the engine was built: autograd would add to it
         become_chunked(param, view, handle)
 
+    def host_bytes_when_released(self) -> int:
+        """What ordinary parameters on the CPU will take, in bytes."""
+        handles = (self.specs[param_id].param._patrickstar for param_id in self._taken)
+        on_host = (handle for handle in handles if handle.original_device.type == "cpu")
+        return sum(math.prod(handle.shape) * handle.original_dtype.itemsize for handle in on_host)
+
+    def _in_order_of_release(self) -> list[int]:
+        """Chunks, of one rank those first that free host memory ([Note: room to close]); several read together."""
+        chunks = range(len(self._chunks))
+        if self.layout.num_ranks > 1:
+            return list(chunks)
+        return sorted(chunks, key=lambda chunk: self.runtime.home(chunk) == _C.Tier.DEVICE)
+
     def release(self) -> None:
         """Ordinary parameters again, of the original dtype and device, chunk by chunk. Frozen ones, of which chunks
         keep the compute dtype alone, come back rounded to it; a line says so. Where values cannot be had any more
@@ -137,8 +151,8 @@ class AdoptedParams:
         """
         self._tell_of_rounded()
         failure: Exception | None = None
-        for chunk, params in enumerate(self._chunks):
-            for param_id in self._taken.intersection(params):
+        for chunk in self._in_order_of_release():
+            for param_id in self._taken.intersection(self._chunks[chunk]):
                 handle: ParamHandle = self.specs[param_id].param._patrickstar
                 values = None
                 if failure is None:
