@@ -11,11 +11,13 @@ struct Tile {
   const void* grad;
   void* param;
   int64_t numel;
-  RandomKey key;
+  const uint16_t* random;  // of the block at hand, where the parameter is rounded with them ([Note: random bits])
   ParamStore param_store;
 };
 
 struct WholeTile {
+  static constexpr bool kDraws = false;
+
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* from = static_cast<const float*>(t.master) + i;
@@ -31,7 +33,7 @@ struct WholeTile {
     return v;
   }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p) {
     if (t.next_master != nullptr) V::store(static_cast<float*>(t.next_master) + i, p);
     if (t.param_store == ParamStore::kCached) store<V, kParam>(t.param, i, p);
     if (t.param_store == ParamStore::kStreaming) stream<V, kParam>(t.param, i, p);
@@ -41,6 +43,7 @@ struct WholeTile {
 // [Note: split masters]: with a float32 variance, whose sign is part of them,
 struct SignedTile {
   static constexpr bool kHasSign = true;
+  static constexpr bool kDraws = false;
 
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float variance) {
@@ -59,7 +62,7 @@ struct SignedTile {
     return V::with_sign(v, V::tie(p));
   }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p) {
     V::store16(static_cast<uint16_t*>(t.param) + i, V::to_bf16(p));
     V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
   }
@@ -68,6 +71,7 @@ struct SignedTile {
 // or one of fewer bytes.
 struct UnsignedTile {
   static constexpr bool kHasSign = false;
+  static constexpr bool kDraws = false;
 
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
@@ -86,7 +90,7 @@ struct UnsignedTile {
     return v;
   }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>&) {
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p) {
     V::store16(static_cast<uint16_t*>(t.param) + i, half_away<V>(p));
     V::store16(static_cast<uint16_t*>(t.next_master) + i, V::lower(p));
   }
@@ -94,6 +98,8 @@ struct UnsignedTile {
 
 // A bfloat16 parameter and no master.
 struct BareTile {
+  static constexpr bool kDraws = true;  // random bits
+
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
     const auto* from = static_cast<const uint16_t*>(t.param) + i;
@@ -109,8 +115,8 @@ struct BareTile {
     return v;
   }
   template <class V, DType kParam>
-  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p, const RandomBits<V>& random) {
-    V::store16(static_cast<uint16_t*>(t.param) + i, V::upper(V::add_int(V::bits(p), random.param(i))));
+  static PS_STEP put(const Tile& t, int64_t i, typename V::Float p) {
+    V::store16(static_cast<uint16_t*>(t.param) + i, V::upper(rounded_up_by<V>(p, t.random + i % kStateBlock)));
   }
 };
 
@@ -141,8 +147,8 @@ struct FloatMoments {
 
 // From the master and the variance that is stored.
 template <class V, DType kGrad, DType kParam, class Master, class Moments>
-PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
-                         int64_t i, typename V::Float p, typename V::Float stored_v) {
+PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>& c, int64_t i, typename V::Float p,
+                         typename V::Float stored_v) {
   const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
   __builtin_prefetch(grad + kBlockAhead);
   const auto g = V::fma(c.weight_decay, p, V::mul(load<V, kGrad>(grad, 0), c.grad_scale));
@@ -154,15 +160,14 @@ PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>
   p = V::quiet(V::fma(c.minus_step_size, V::div(m, d), V::mul(p, c.decay)));
   moments.template put_momentum<V>(i, m);
   moments.template put_variance<V>(i, Master::template stored_variance<V>(v, p));
-  Master::template put<V, kParam>(t, i, p, random);
+  Master::template put<V, kParam>(t, i, p);
 }
 
 template <class V, DType kGrad, DType kParam, class Master, class Moments>
-PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& c, const RandomBits<V>& random,
-                       int64_t i) {
+PS_STEP update_tile_at(const Tile& t, Moments& moments, const AdamConstants<V>& c, int64_t i) {
   const auto stored_v = moments.template load_variance<V>(i);
   const auto p = Master::template load<V>(t, i, stored_v);
-  update_tile_from<V, kGrad, kParam, Master>(t, moments, c, random, i, p, stored_v);
+  update_tile_from<V, kGrad, kParam, Master>(t, moments, c, i, p, stored_v);
 }
 
 // The operations of one optimizer, by its scalars.
@@ -173,9 +178,8 @@ struct AdamRule {
   static constexpr bool kHasVariance = true;
 
   template <class V, DType kGrad, DType kParam, class Master, class Moments>
-  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, const RandomBits<V>& random,
-                        int64_t i) {
-    update_tile_at<V, kGrad, kParam, Master>(t, moments, c, random, i);
+  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, int64_t i) {
+    update_tile_at<V, kGrad, kParam, Master>(t, moments, c, i);
   }
 };
 
@@ -184,16 +188,14 @@ PS_LOOP update_tile(const Tile& tile, const FloatMoments& float_moments, const t
   const Tile t = tile;
   const FloatMoments moments = float_moments;
   const typename Rule::template Constants<Vector> c(scalars);
-  const RandomBits<Vector> random(t.key);
   int64_t i = 0;
   for (; i + Vector::kWidth <= t.numel; i += Vector::kWidth) {
-    Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, random, i);
+    Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, i);
   }
   if (i == t.numel) return;
   const typename Rule::template Constants<ScalarLane> single(scalars);
-  const RandomBits<ScalarLane> single_random(t.key);
   for (; i < t.numel; ++i) {
-    Rule::template update<ScalarLane, kGrad, kParam, Master>(t, moments, single, single_random, i);
+    Rule::template update<ScalarLane, kGrad, kParam, Master>(t, moments, single, i);
   }
 }
 
@@ -225,7 +227,9 @@ inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
 //
 // Measured in the cache, bf16 gradient and parameter, float32 master, one core of an AMD EPYC (Zen 5), ns per element,
 // AVX-512 / AVX2: expanded, updated and compressed in loops of their own 0.59 / 1.21; updated and compressed block by
-// block in one function 0.56 / 1.10; as here 0.50 / 1.07.
+// block in one function 0.56 / 1.10; as here 0.50 / 1.07. Without master 0.48 / 1.05, Lion 0.33 / 0.74, of which codes
+// take 0.20 and 0.10 (AVX-512), random bits 0.03, divisions and roots 0.03. (Comparisons of integers in codes, codes
+// before the update or vector by vector between updates, and prefetching farther ahead: no faster.)
 template <template <class> class Values, template <class> class Codes>
 struct CodedMoment {
   Values<Vector> values;
@@ -318,31 +322,42 @@ struct CodedRange {
 };
 
 template <class Rule, DType kGrad, DType kParam, class Master>
-PS_LOOP update_coded(const Tile& tile, const CodedRange& r, const typename Rule::Scalars& scalars) {
-  const Tile t = tile;
+PS_LOOP update_coded(const Tile& tile, const CodedRange& r, const typename Rule::Scalars& scalars,
+                     const RandomKey& key) {
+  Tile t = tile;
   const typename Rule::template Constants<Vector> c(scalars);
-  const RandomBits<Vector> random(t.key);
+  RandomBits random(key, Rounded::kParam);
   alignas(64) float momentum[2 * kStateBlock];
   alignas(64) float variance[2 * kStateBlock];
   CodedMoments<Rule::kHasVariance> moments{
       {r.momentum, r.momentum_scales, r.next_momentum, r.next_momentum_scales, momentum},
       {r.variance, r.variance_scales, r.next_variance, r.next_variance_scales, variance}};
-  for (int64_t i = 0; i < t.numel + kStateBlock; i += kCodes) {
-    if (i % kStateBlock == 0) {
-      if (i > 0) moments.end_block(i - kStateBlock);
-      if (i < t.numel) moments.begin_block(i);
+  const auto begin_block = [&](int64_t begin) PS_INLINE {
+    moments.begin_block(begin);
+    if constexpr (Master::kDraws) t.random = random.make(begin);
+  };
+  const auto update_at = [&](int64_t i) PS_INLINE {
+    for (int64_t k = 0; k < kCodes; k += Vector::kWidth) {
+      Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, i + k);
     }
-    if (i < t.numel) {
-      for (int64_t k = 0; k < kCodes; k += Vector::kWidth) {
-        Rule::template update<Vector, kGrad, kParam, Master>(t, moments, c, random, i + k);
-      }
+  };
+  begin_block(0);
+  for (int64_t i = 0; i < kStateBlock; i += kCodes) update_at(i);
+  int64_t begin = kStateBlock;
+  for (; begin < t.numel; begin += kStateBlock) {
+    moments.end_block(begin - kStateBlock);
+    begin_block(begin);
+    for (int64_t i = begin; i < begin + kStateBlock; i += kCodes) {
+      update_at(i);
+      moments.put_codes_at(i - kStateBlock);
     }
-    if (i >= kStateBlock) moments.put_codes_at(i - kStateBlock);
   }
+  moments.end_block(begin - kStateBlock);
+  for (int64_t i = begin; i < begin + kStateBlock; i += kCodes) moments.put_codes_at(i - kStateBlock);
 }
 
 template <class Scalars>
-using UpdateCoded = void (*)(const Tile& tile, const CodedRange& range, const Scalars& scalars);
+using UpdateCoded = void (*)(const Tile& tile, const CodedRange& range, const Scalars& scalars, const RandomKey& key);
 
 // Null where there is none for these types.
 template <class Rule>
@@ -375,10 +390,9 @@ struct TileMoment {
     return expanded;
   }
   float* next_at(int64_t i) { return is_float() && to != nullptr ? static_cast<float*>(to) + i : expanded; }
-  template <class Bits>
-  void compress_at(int64_t i, int64_t numel, const RandomKey& key) {
+  void compress_at(int64_t i, int64_t numel, const RandomKey& key, Rounded rounded) {
     if (is_float() || to == nullptr) return;
-    compress<Bits>(expanded, type, state_at(to, type, i), to_scales + i / kStateBlock, numel, key);
+    compress(expanded, type, state_at(to, type, i), to_scales + i / kStateBlock, numel, key, rounded);
   }
 };
 
@@ -404,14 +418,15 @@ inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCode
   const int64_t grad_size = r.grad_dtype == DType::kFloat32 ? 4 : 2;
   const int64_t param_size = r.param_dtype == DType::kFloat32 ? 4 : 2;
   const ParamStore param_store = choose_param_store(r);
+  RandomBits random(r.key, Rounded::kParam);
   with_ieee_arithmetic([&] {
     int64_t i = 0;
     if (update_whole_blocks != nullptr && all && r.numel >= kStateBlock) {
       i = r.numel / kStateBlock * kStateBlock;
-      const Tile tile{r.master, next_master, r.grad, r.param, i, r.key, param_store};
+      const Tile tile{r.master, next_master, r.grad, r.param, i, nullptr, param_store};
       const CodedRange moments{momentum.from, variance.from, momentum.from_scales, variance.from_scales,
                                momentum.to,   variance.to,   momentum.to_scales,   variance.to_scales};
-      update_whole_blocks(tile, moments, scalars);
+      update_whole_blocks(tile, moments, scalars, r.key);
     }
     for (; i < r.numel; i += kStateBlock) {
       const int64_t numel = r.numel - i < kStateBlock ? r.numel - i : kStateBlock;
@@ -423,11 +438,11 @@ inline void run_tiles(const AdamRange& r, UpdateTile<Scalars> update, UpdateCode
                       static_cast<const char*>(r.grad) + i * grad_size,
                       r.param == nullptr ? nullptr : static_cast<char*>(r.param) + i * param_size,
                       numel,
-                      key,
+                      r.master_type == StateType::kNone ? random.make(i) : nullptr,
                       param_store};
       update(tile, moments, scalars);
-      momentum.compress_at<UpperBits>(i, numel, key);
-      variance.compress_at<LowerBits>(i, numel, key);
+      momentum.compress_at(i, numel, key, Rounded::kMomentum);
+      variance.compress_at(i, numel, key, Rounded::kVariance);
     }
   });
   Vector::end_stream();

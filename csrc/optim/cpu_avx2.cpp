@@ -150,6 +150,8 @@ struct Vector {
   }
   static Int load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(load8(p)); }
   static Int load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(load8(p)); }
+  static Int load_u16(const uint16_t* p) { return _mm256_cvtepu16_epi32(load16(p)); }
+  static void store_halves(uint16_t* p, Int a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
   static void store_negated8(uint8_t* p, const Int (&a)[4]) {
     const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
     store8(p, _mm256_sub_epi8(_mm256_setzero_si256(), bytes));

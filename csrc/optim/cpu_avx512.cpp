@@ -138,6 +138,8 @@ struct Vector {
   }
   static Int load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load8(p)); }
   static Int load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(load8(p)); }
+  static Int load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(load16(p)); }
+  static void store_halves(uint16_t* p, Int a) { _mm512_storeu_si512(p, a); }
   static void store_negated8(uint8_t* p, const Int (&a)[4]) {
     const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0], a[1]), _mm512_packs_epi32(a[2], a[3]));
     store8(p, _mm512_sub_epi8(_mm512_setzero_si512(), bytes));

@@ -189,20 +189,21 @@ __device__ const DynamicMap device_unsigned_map = make_unsigned_map();
 // [Note: random bits]
 struct RandomBits {
   RandomKey key;
+  Rounded rounded;
 
-  __device__ uint32_t states(int64_t i) const {
-    uint32_t x = static_cast<uint32_t>(key.first + i) ^ key.a;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = ((x ^ (x >> 15)) + key.b) * 0x846ca68bu;
-    return x ^ (x >> 16);
+  // Of element i of the range, which is even, in the lower half, and of the one after it.
+  __device__ uint32_t two(int64_t i) const {
+    const auto pair = static_cast<uint32_t>((key.first + i) >> 1);
+    if (key.first % 2 == 0) return mixed(pair);
+    return (mixed(pair) >> 16) | (mixed(pair + 1) << 16);
   }
-  __device__ uint32_t momentum(int64_t i) const { return states(i) >> 16; }
-  __device__ uint32_t variance(int64_t i) const { return states(i) & 0xffffu; }
-  __device__ uint32_t param(int64_t i) const {
-    uint32_t x = states(i) + 0x9e3779b9u;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x >> 16;
+
+ private:
+  __device__ uint32_t mixed(uint32_t pair) const {
+    uint32_t x = pair + key.a + static_cast<uint32_t>(rounded);
+    x = (x ^ (x >> 16)) * 0x21f0aaadu;
+    x = ((x ^ (x >> 15)) + key.b) * 0xd35a2d97u;
+    return x ^ (x >> 15);
   }
 };
 
@@ -310,6 +311,16 @@ struct StateBlock {
     }
   }
 
+  // With random bits.
+  __device__ void round(const float (&in)[kPerLane], const RandomBits& random, uint16_t (&out)[kPerLane]) const {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k += 2) {
+      const uint32_t two = random.two(begin + element(k));
+      out[k] = rounded_up_by(in[k], two & 0xffffu);
+      out[k + 1] = rounded_up_by(in[k + 1], two >> 16);
+    }
+  }
+
   // A state of any type but lower halves.
   template <bool kSigned>
   __device__ void expand(StateType type, const void* data, const float* scales, const Codes<kSigned>& codes,
@@ -331,15 +342,13 @@ struct StateBlock {
       for (int k = 0; k < kPerLane; ++k) out[k] = 0.0f;
     }
   }
-  // bits(i): the random ones of element i of the range.
-  template <bool kSigned, class Bits>
+  template <bool kSigned>
   __device__ void compress(const float (&in)[kPerLane], StateType type, void* data, float* scales,
-                           const Codes<kSigned>& codes, const Bits& bits) const {
+                           const Codes<kSigned>& codes, const RandomBits& random) const {
     if (type == StateType::kFloat32) return store(data, in);
     if (type == StateType::kBFloat16) {
       uint16_t halves[kPerLane];
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) halves[k] = rounded_up_by(in[k], bits(begin + element(k)));
+      round(in, random, halves);
       store(data, halves);
     } else if (is_8_bit(type)) {
       const float inverse = find_scale(in, scales + begin / kStateBlock);
@@ -423,10 +432,7 @@ struct MasterBlock {
     }
     uint16_t upper[kPerLane], lower[kPerLane];
     if (r.master_type == StateType::kNone) {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        upper[k] = rounded_up_by(p[k], random.param(block.begin + StateBlock<kWhole>::element(k)));
-      }
+      block.round(p, random, upper);
       return block.store(r.param, upper);
     }
 #pragma unroll
@@ -448,7 +454,6 @@ __global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s
   constexpr bool kHasVariance = std::is_same_v<Scalars, AdamScalars>;
   const StateType momentum_type = kCoded ? StateType::kSigned8 : r.momentum_type;
   const StateType variance_type = !kHasVariance ? StateType::kNone : kCoded ? StateType::kUnsigned8 : r.variance_type;
-  const RandomBits random{r.key};
   const bool apart = r.new_master != nullptr;
   const Codes<true> signed_codes;
   const Codes<false> unsigned_codes;
@@ -463,13 +468,11 @@ __global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s
     master.load(p, v);
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) step(s, to_float<kGrad>(grad[k]), p[k], m[k], v[k]);
-    master.template store<kParam>(p, v, random);
+    master.template store<kParam>(p, v, {r.key, Rounded::kParam});
     block.compress(m, momentum_type, apart ? r.new_momentum : r.momentum,
-                   apart ? r.new_momentum_scales : r.momentum_scales, signed_codes,
-                   [&](int64_t i) { return random.momentum(i); });
+                   apart ? r.new_momentum_scales : r.momentum_scales, signed_codes, {r.key, Rounded::kMomentum});
     block.compress(v, variance_type, apart ? r.new_variance : r.variance,
-                   apart ? r.new_variance_scales : r.variance_scales, unsigned_codes,
-                   [&](int64_t i) { return random.variance(i); });
+                   apart ? r.new_variance_scales : r.variance_scales, unsigned_codes, {r.key, Rounded::kVariance});
   });
 }
 
@@ -491,12 +494,12 @@ __global__ void __launch_bounds__(kThreads)
 template <bool kSigned, bool kWhole>
 __global__ void __launch_bounds__(kThreads) compress_blocks(const float* in, StateType type, void* out, float* scales,
                                                             int64_t numel, RandomKey key, int64_t first) {
-  const RandomBits random{key};
+  const RandomBits random{key, Rounded::kMomentum};
   const Codes<kSigned> codes;
   for_blocks<kWhole>(first, numel, [&](const StateBlock<kWhole>& block) {
     float x[kPerLane];
     block.load(in, x);
-    block.compress(x, type, out, scales, codes, [&](int64_t i) { return random.momentum(i); });
+    block.compress(x, type, out, scales, codes, random);
   });
 }
 

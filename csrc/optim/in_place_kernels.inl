@@ -275,21 +275,20 @@ __attribute__((noinline)) int64_t put_states(const AdamRange& range, const AdamS
     const InPlaceTile t = tiles.at(begin, range.numel);
     const RandomKey key{range.key.a, range.key.b, range.key.first + begin};
     const Tile update{
-        nullptr, static_cast<uint16_t*>(range.master) + begin, t.grad, made, t.numel, key, ParamStore::kCached};
+        nullptr, static_cast<uint16_t*>(range.master) + begin, t.grad, made, t.numel, nullptr, ParamStore::kCached};
     FloatMoments moments{t.momentum, t.variance, tiles.momentum.next_at(begin), tiles.variance.next_at(begin)};
-    for_old_masters<Master>(
-        t, found_c, found_single, cursor, [&](auto lane, int64_t i, auto master, auto stored_v) PS_INLINE {
-          using V = decltype(lane);
-          constexpr DType kHalf = DType::kBFloat16;
-          const RandomBits<V> unused{RandomKey()};
-          if constexpr (V::kWidth == Vector::kWidth) {
-            update_tile_from<V, kHalf, kHalf, Master>(update, moments, c, unused, i, master, stored_v);
-          } else {
-            update_tile_from<V, kHalf, kHalf, Master>(update, moments, single, unused, i, master, stored_v);
-          }
-        });
-    tiles.momentum.compress_at<UpperBits>(begin, t.numel, key);
-    tiles.variance.compress_at<LowerBits>(begin, t.numel, key);
+    for_old_masters<Master>(t, found_c, found_single, cursor,
+                            [&](auto lane, int64_t i, auto master, auto stored_v) PS_INLINE {
+                              using V = decltype(lane);
+                              constexpr DType kHalf = DType::kBFloat16;
+                              if constexpr (V::kWidth == Vector::kWidth) {
+                                update_tile_from<V, kHalf, kHalf, Master>(update, moments, c, i, master, stored_v);
+                              } else {
+                                update_tile_from<V, kHalf, kHalf, Master>(update, moments, single, i, master, stored_v);
+                              }
+                            });
+    tiles.momentum.compress_at(begin, t.numel, key, Rounded::kMomentum);
+    tiles.variance.compress_at(begin, t.numel, key, Rounded::kVariance);
     for (int64_t i = 0; i < t.numel; ++i) wrong += made[i] != t.param[i] ? 1 : 0;
   }
   return wrong;

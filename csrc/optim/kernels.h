@@ -41,19 +41,19 @@
 //
 // [Note: random bits] bfloat16 states are rounded stochastically: 16 random bits r are added to the bits of the
 // float32, and the lower half is cut off, so that the mean over r is the value. (A NaN becomes 0x7fc0, infinities stay;
-// what is above the largest bfloat16 may become infinite.) A bfloat16 parameter without master
-// is rounded so too. Element i of a range with key (a, b, first) has the random bits
+// what is above the largest bfloat16 may become infinite.) A bfloat16 parameter without master is rounded so too. Two
+// neighbours share a hash of 32 bits: element e = first + i of a range with key (a, b, first) has
 //
-//   x = uint32(first + i) ^ a
-//   x = (x ^ x >> 16) * 0x7feb352d
-//   x = ((x ^ x >> 15) + b) * 0x846ca68b
-//   x = x ^ x >> 16                            r = x >> 16 for momentum, x & 0xffff for variance
-//   y = lowbias32(x + 0x9e3779b9)              r = y >> 16 for the parameter
+//   x = uint32(e >> 1) + a + d         d = 0 for momentum, 0x9e3779b9 for variance, 0x3c6ef372 for the parameter
+//   x = (x ^ x >> 16) * 0x21f0aaad
+//   x = ((x ^ x >> 15) + b) * 0xd35a2d97
+//   x = x ^ x >> 15                    r = x & 0xffff where e is even, x >> 16 where it is odd
 //
-// x is lowbias32 (C. Wellons 2018, "Prospecting for Hash Functions", which was searched for how evenly each input bit
-// flips each output bit), with a key at both of its multiplications. That is no generator for cryptography,
-// nor need it be: rounding asks for bits that are uniform, and not correlated with values or with the same element's in
-// other steps. Elements 2^32 apart share their bits.
+// That is a counter in a hash of hash-prospector (C. Wellons 2018, "Prospecting for Hash Functions"; these constants
+// are of TheIronBorn, in its issue 19), which searches for how evenly each input bit flips each output bit. It is no
+// generator for cryptography, nor need it be: rounding asks for bits that are uniform, and not correlated with values,
+// with neighbours', or with the same element's in other steps. What tells steps, parameters and roundings apart is
+// where their counters start, a + d: b alone would leave bits alike. Elements 2^33 apart share their bits.
 //
 // [Note: states of 8 bits] Blocks of kStateBlock elements, by the dynamic map of Dettmers et al. 2021 (arXiv
 // 2110.02861; create_dynamic_map of bitsandbytes), signed for momentum and unsigned for variance; dynamic_map.h has the
@@ -203,6 +203,9 @@ struct RandomKey {
   uint32_t b = 0;
   int64_t first = 0;
 };
+
+// What is rounded, as what it adds to the counter of its bits: multiples of 2^32 / the golden ratio.
+enum class Rounded : uint32_t { kMomentum = 0, kVariance = 0x9e3779b9u, kParam = 0x3c6ef372u };
 
 // The finalizer of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
 constexpr uint64_t mix_key(uint64_t x) {

@@ -25,8 +25,7 @@ PS_FLOAT sign_of(typename V::Float x) {
 }
 
 template <class V, MomentumRule kRule, DType kGrad, DType kParam, class Master, class Moments>
-PS_STEP momentum_tile_at(const Tile& t, Moments& moments, const MomentumConstants<V>& c, const RandomBits<V>& random,
-                         int64_t i) {
+PS_STEP momentum_tile_at(const Tile& t, Moments& moments, const MomentumConstants<V>& c, int64_t i) {
   const auto* grad = static_cast<const typename Storage<kGrad>::Element*>(t.grad) + i;
   __builtin_prefetch(grad + kBlockAhead);
   const auto p = Master::template load<V>(t, i, V::set(0.0f));
@@ -43,7 +42,7 @@ PS_STEP momentum_tile_at(const Tile& t, Moments& moments, const MomentumConstant
     update = kRule == MomentumRule::kNesterov ? V::fma(c.momentum_factor, m, g) : m;
   }
   moments.template put_momentum<V>(i, m);
-  Master::template put<V, kParam>(t, i, V::quiet(V::fma(c.minus_step_size, update, V::mul(p, c.decay))), random);
+  Master::template put<V, kParam>(t, i, V::quiet(V::fma(c.minus_step_size, update, V::mul(p, c.decay))));
 }
 
 template <MomentumRule kRule>
@@ -54,9 +53,8 @@ struct OneMomentRule {
   static constexpr bool kHasVariance = false;
 
   template <class V, DType kGrad, DType kParam, class Master, class Moments>
-  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, const RandomBits<V>& random,
-                        int64_t i) {
-    momentum_tile_at<V, kRule, kGrad, kParam, Master>(t, moments, c, random, i);
+  static PS_STEP update(const Tile& t, Moments& moments, const Constants<V>& c, int64_t i) {
+    momentum_tile_at<V, kRule, kGrad, kParam, Master>(t, moments, c, i);
   }
 };
 
@@ -121,7 +119,7 @@ inline void run_momentum_tile(UpdateTile<MomentumScalars> update, const AdamRang
                               const float* momentum, float* unused, void* param, const MomentumScalars& scalars) {
   const auto* master = static_cast<const float*>(r.master) + i;
   const auto* grad = static_cast<const uint16_t*>(r.grad) + i;
-  update(Tile{master, nullptr, grad, param, numel, {}, ParamStore::kCached},
+  update(Tile{master, nullptr, grad, param, numel, nullptr, ParamStore::kCached},
          FloatMoments{momentum, nullptr, unused, nullptr}, scalars);
 }
 

@@ -107,6 +107,12 @@ struct ScalarLane {
   static Half upper(Int a) { return static_cast<uint16_t>(a >> 16); }
   static Int load_i8(const uint8_t* p) { return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p))); }
   static Int load_u8(const uint8_t* p) { return *p; }
+  static Int load_u16(const uint16_t* p) { return *p; }
+  // The lower half of each, then the upper one.
+  static void store_halves(uint16_t* p, Int a) {
+    p[0] = static_cast<uint16_t>(a);
+    p[1] = static_cast<uint16_t>(a >> 16);
+  }
   // Bytes of four vectors: -a of signed a, which are taken for -128 or 127 beyond these,
   static void store_negated8(uint8_t* p, const Int (&a)[4]) {
     for (int k = 0; k < 4; ++k) {

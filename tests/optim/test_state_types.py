@@ -201,17 +201,19 @@ def test_what_was_expanded_is_compressed_to_the_same(isa, kind):
     assert both.scales.tolist() == [2.0]
 
 
-def lowbias32(x, key=None):
-    """Chris Wellons, "Prospecting for Hash Functions" (2018); with a key, between its two multiplications too."""
-    x = numpy.asarray(x, dtype=numpy.uint32) ^ numpy.uint32(0 if key is None else key.a)
-    x = (x ^ (x >> numpy.uint32(16))) * numpy.uint32(0x7FEB352D)
+def mixed(counter, key):
+    """A hash of Chris Wellons' hash-prospector, with a key before each of its two multiplications."""
+    x = numpy.asarray(counter, dtype=numpy.uint32) + numpy.uint32(key.a)
+    x = (x ^ (x >> numpy.uint32(16))) * numpy.uint32(0x21F0AAAD)
     x ^= x >> numpy.uint32(15)
-    x = (x + numpy.uint32(0 if key is None else key.b)) * numpy.uint32(0x846CA68B)
-    return x ^ (x >> numpy.uint32(16))
+    x = (x + numpy.uint32(key.b)) * numpy.uint32(0xD35A2D97)
+    return x ^ (x >> numpy.uint32(15))
 
 
-def random_words(key, numel):
-    return lowbias32((key.first + numpy.arange(numel)) % 2**32, key)
+def random_bits(key, numel, first_counter):
+    elements = key.first + numpy.arange(numel)
+    words = mixed((elements // 2 + first_counter) % 2**32, key)
+    return numpy.where(elements % 2 == 0, words & numpy.uint32(0xFFFF), words >> numpy.uint32(16))
 
 
 def rounded_to_bf16(values, random):
@@ -222,15 +224,15 @@ def rounded_to_bf16(values, random):
 
 
 def momentum_bits(key, numel):
-    return random_words(key, numel) >> numpy.uint32(16)
+    return random_bits(key, numel, 0)
 
 
 def variance_bits(key, numel):
-    return random_words(key, numel) & numpy.uint32(0xFFFF)
+    return random_bits(key, numel, 0x9E3779B9)
 
 
 def param_bits(key, numel):
-    return lowbias32(random_words(key, numel) + numpy.uint32(0x9E3779B9)) >> numpy.uint32(16)
+    return random_bits(key, numel, 2 * 0x9E3779B9)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -245,27 +247,95 @@ def test_bfloat16_is_rounded_with_the_keys_bits(isa):
     assert infinite.any() and torch.equal(state.data[infinite].float(), values[infinite])
 
 
-@pytest.mark.parametrize("bits_of", [momentum_bits, variance_bits, param_bits])
-def test_rounding_has_no_bias(bits_of):
-    """Over the steps of one element, and over the elements of one step; the three roundings are independent."""
-    expected = 0.5 - 2**-17
-    keys = [_C.optim.random_key(1, step, 2, 0) for step in range(500)]
-    shares = {
-        "steps": numpy.array([bits_of(key, 4) for key in keys]) / 2**16,
-        "elements": bits_of(KEY, 20_000)[:, None] / 2**16,
-    }
-    for name, share in shares.items():
-        error = 5 * 12**-0.5 / len(share) ** 0.5
-        assert abs(share.mean(axis=0) - expected).max() < error, name
-        assert abs(((share - 0.5) ** 2).mean(axis=0) - 1 / 12).max() < error, name
-        correlation = numpy.corrcoef(share[1:, 0], share[:-1, 0])[0, 1]
-        assert abs(correlation) < 5 / len(share) ** 0.5, name
-    if bits_of is not momentum_bits:
-        both = numpy.corrcoef(bits_of(KEY, 20_000), momentum_bits(KEY, 20_000))[0, 1]
-        assert abs(both) < 5 / 20_000**0.5
-    x = torch.full((20_000,), 1 + 0.3 / 128)
-    mean = rounded_to_bf16(x, bits_of(KEY, len(x))).double().mean().item()
+ROUNDINGS = {"momentum": momentum_bits, "variance": variance_bits, "param": param_bits}
+DRAWS = 2**17
+
+
+def keys_by(name, count):
+    """Of neighbouring steps of one parameter, or of neighbouring parameters in one step."""
+    return [_C.optim.random_key(1, *((i, 2) if name == "steps" else (3, i)), 0) for i in range(count)]
+
+
+def draws(bits_of):
+    """16 bits each of elements of one range, and of four elements (two pairs) in many steps and in many parameters."""
+    result = {"elements": bits_of(KEY, DRAWS)}
+    for name in ("steps", "params"):
+        result[name] = numpy.concatenate([bits_of(key, 4) for key in keys_by(name, DRAWS // 4)])
+    return {name: values.astype(numpy.int64) for name, values in result.items()}
+
+
+def check_uniform(counts, what):
+    """Chi-square, within five standard deviations."""
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
+    chi_square = ((counts - expected) ** 2).sum() / expected
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5, f"{what}: chi-square {chi_square} of {freedom}"
+
+
+def check_independent(one, other, what):
+    """No linear correlation, none of a bit with another, and pairs of the highest and of the lowest bits uniform."""
+    limit = 5 / len(one) ** 0.5
+    assert abs(numpy.corrcoef(one, other)[0, 1]) < limit, what
+    bits = [(x[:, None] >> numpy.arange(16) & 1).astype(numpy.float32) - 0.5 for x in (one, other)]
+    assert abs(4 * bits[0].T @ bits[1] / len(one)).max() < 1.2 * limit, f"{what}: bits"  # the most of 256
+    for shift in (0, 12):
+        pairs = (one >> shift & 15) * 16 + (other >> shift & 15)
+        check_uniform(numpy.bincount(pairs, minlength=256), f"{what}: pairs")
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rounding_has_no_bias(rounding):
+    """Over the elements of one step, and over steps and parameters of one element."""
+    for name, values in draws(ROUNDINGS[rounding]).items():
+        for element in range(4) if name != "elements" else (slice(None),):
+            rows = values.reshape(-1, 4)[:, element].ravel()
+            error = 5 * 12**-0.5 / len(rows) ** 0.5
+            share = rows / 2**16
+            assert abs(share.mean() - (0.5 - 2**-17)) < error, name
+            assert abs(((share - 0.5) ** 2).mean() - 1 / 12) < error, name
+    x = torch.full((DRAWS,), 1 + 0.3 / 128)
+    mean = rounded_to_bf16(x, ROUNDINGS[rounding](KEY, len(x))).double().mean().item()
     assert abs(mean - x[0].item()) < 5 * 0.46 / 128 / len(x) ** 0.5
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_random_bits_are_uniform(rounding):
+    for name, values in draws(ROUNDINGS[rounding]).items():
+        check_uniform(numpy.bincount(values, minlength=2**16), name)
+        check_uniform(numpy.bincount(values >> 8, minlength=256), f"{name}: upper bits")
+        check_uniform(numpy.bincount(values & 255, minlength=256), f"{name}: lower bits")
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_neighbours_bits_are_independent(rounding):
+    """Elements near each other, also those that share a hash, and the same elements of neighbouring steps and
+    parameters.
+    """
+    values = draws(ROUNDINGS[rounding])
+    elements = values["elements"]
+    for lag in (1, 2, 3, 16, 32, 256, DRAWS // 2):
+        check_independent(elements[lag:], elements[:-lag], f"elements, lag {lag}")
+    check_independent(elements[::2], elements[1::2], "of one hash")
+    for name in ("steps", "params"):
+        for lag in (1, 2, 7):
+            check_independent(values[name][4 * lag :], values[name][: -4 * lag], f"{name}, lag {lag}")
+
+
+def test_roundings_of_one_element_are_independent():
+    by_rounding = [draws(bits_of) for bits_of in ROUNDINGS.values()]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        for name in by_rounding[0]:
+            check_independent(by_rounding[one][name], by_rounding[other][name], f"{name}, {one} and {other}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bits_follow_from_the_element_alone(isa):
+    """Whichever element a range begins with: pairs that share a hash are the parameter's, not the range's."""
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(4))
+    whole = State.of(StateType.BFLOAT16, values, isa, _C.optim.random_key(7, 3, 11, 0)).data
+    for first in (1, 2, 7, 255, 300):
+        part = State.of(StateType.BFLOAT16, values[first:].clone(), isa, _C.optim.random_key(7, 3, 11, first)).data
+        assert_same_bits(part, whole[first:], f"from element {first}")
 
 
 def test_keys_are_of_splitmix64():
