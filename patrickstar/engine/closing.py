@@ -2,8 +2,8 @@
 
 [Note: room to close] An engine's values lie on the device and the host together, in 16 bits and fewer bytes than a
 module has: one of 30 B parameters in float32 takes 114 GiB of the host alone when it is whole again. Where that does
-not fit, the system would end the process on the way. So it is asked before anything is changed, by all ranks, and chunks
-whose states are on the host are given back first, which makes room for the others' values.
+not fit, the system would end the process on the way. So it is asked before anything is changed, by all ranks, and
+chunks whose states are on the host are given back first, which makes room for the others' values.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def lack_of_room_to_close(params: AdoptedParams | None, held_bytes: int, ranks: 
 def _text(needed: int, room: int) -> str:
     return (
         f"the module's own parameters take {show_size(needed)} of host memory when the engine closes, which has "
-        f"{show_size(room)} for them once chunks are freed; nothing was changed: save or export what is wanted and call "
-        "engine.discard(), which frees all without making the module whole, or build the module in 16 bits"
+        f"{show_size(room)} for them once chunks are freed; nothing was changed: save or export what is wanted and "
+        "call engine.discard(), which frees all without making the module whole, or build the module in 16 bits"
     )
