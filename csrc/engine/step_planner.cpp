@@ -1,7 +1,6 @@
 #include "engine/step_planner.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "common/check.h"
@@ -16,32 +15,38 @@ constexpr int64_t kStepsUntilAgain = 8;
 
 bool same_access(const Access& a, const Access& b) { return a.array == b.array && a.mode == b.mode; }
 
-// Plans hold for moments that are the same in all but their tides.
-bool same_structure(const Timeline& a, const Timeline& b) {
-  return std::equal(
-      a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(), [](const Moment& x, const Moment& y) {
-        return x.phase == y.phase && x.acquired == y.acquired &&
-               std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(), same_access);
-      });
+bool same_accesses(const Moment& x, const Moment& y) {
+  return std::equal(x.accesses.begin(), x.accesses.end(), y.accesses.begin(), y.accesses.end(), same_access);
 }
 
-std::vector<Access> uses(const Moment& moment) {
-  std::vector<Access> result;
-  std::copy_if(moment.accesses.begin(), moment.accesses.end(), std::back_inserter(result),
-               [](const Access& access) { return access.mode != AccessMode::kRetire; });
-  return result;
+// The same but for gradients that leave the device.
+bool same_uses(const Moment& x, const Moment& y) {
+  const auto next_use = [](auto from, auto end) {
+    return std::find_if(from, end, [](const Access& access) { return access.mode != AccessMode::kRetire; });
+  };
+  auto of_x = next_use(x.accesses.begin(), x.accesses.end());
+  auto of_y = next_use(y.accesses.begin(), y.accesses.end());
+  while (of_x != x.accesses.end() && of_y != y.accesses.end()) {
+    if (!same_access(*of_x, *of_y)) return false;
+    of_x = next_use(of_x + 1, x.accesses.end());
+    of_y = next_use(of_y + 1, y.accesses.end());
+  }
+  return of_x == x.accesses.end() && of_y == y.accesses.end();
 }
 
-// Times hold where the model went the same way ([Note: the measured step]).
-bool same_way(const Timeline& a, const Timeline& b) {
+template <class SameAccesses>
+bool same_moments(const Timeline& a, const Timeline& b, const SameAccesses& same) {
   return std::equal(a.moments.begin(), a.moments.end(), b.moments.begin(), b.moments.end(),
-                    [](const Moment& x, const Moment& y) {
-                      const std::vector<Access> of_x = uses(x);
-                      const std::vector<Access> of_y = uses(y);
-                      return x.phase == y.phase && x.acquired == y.acquired &&
-                             std::equal(of_x.begin(), of_x.end(), of_y.begin(), of_y.end(), same_access);
+                    [&same](const Moment& x, const Moment& y) {
+                      return x.phase == y.phase && x.acquired == y.acquired && same(x, y);
                     });
 }
+
+// Plans hold for moments that are the same in all but their tides.
+bool same_structure(const Timeline& a, const Timeline& b) { return same_moments(a, b, same_accesses); }
+
+// Times hold where the model went the same way ([Note: the measured step]).
+bool same_way(const Timeline& a, const Timeline& b) { return same_moments(a, b, same_uses); }
 
 bool tide_rose(const Timeline& before, const Timeline& now) {
   for (size_t t = 0; t < now.moments.size(); ++t) {
