@@ -21,13 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmark.longest_systems import CLIPPING, LOGITS_PER_TILE, Job
 from benchmark.longest_systems.layers import HostInputs, fast_attention
-from benchmark.systems import ADAMW
+from benchmark.systems.deepspeed import zero3_config
 from benchmark.systems.device import training_device
 from benchmark.systems.weights import fill_rotary, initial_values
 
-_SUB_GROUP_NUMEL = int(1e8)
 _BUCKET_NUMEL = int(1e8)
-_PREFETCH_NUMEL = int(2e8)
 
 
 def build(job: Job, variant: str) -> Alst:
@@ -164,22 +162,6 @@ def _fill(model: nn.Module) -> None:
 
 
 def _config(*, pin: bool, ranks: int) -> dict[str, Any]:
-    host = {"device": "cpu", "pin_memory": pin}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIPPING,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-        "sequence_parallel_size": ranks,
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "offload_param": host,
-            "offload_optimizer": host,
-            "sub_group_size": _SUB_GROUP_NUMEL,
-            "reduce_bucket_size": _BUCKET_NUMEL,
-            "stage3_prefetch_bucket_size": _PREFETCH_NUMEL,
-        },
-    }
+    config = zero3_config(1, CLIPPING, pin=pin)
+    config["zero_optimization"]["reduce_bucket_size"] = _BUCKET_NUMEL
+    return {**config, "sequence_parallel_size": ranks}

@@ -38,7 +38,7 @@ class Zero3:
         self.device = training_device()
         limit_device_memory(job)
         init_torch_group()
-        config = _config(job, pin=self.device.type == "cuda")
+        config = zero3_config(job.batch, job.clipping, pin=self.device.type == "cuda")
         self.version = deepspeed.__version__.strip()
         self.settings: dict[str, Any] = {"config": config}
         model = build_job_model(job).to(torch.bfloat16)
@@ -63,12 +63,13 @@ class Zero3:
         return {}
 
 
-def _config(job: Job, *, pin: bool) -> dict[str, Any]:
+def zero3_config(batch: int, clipping: float, *, pin: bool) -> dict[str, Any]:
+    """ZeRO stage 3 with parameters and optimizer in host memory, which is pinned or not."""
     host = {"device": "cpu", "pin_memory": pin}
     return {
-        "train_micro_batch_size_per_gpu": job.batch,
+        "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": job.clipping,
+        "gradient_clipping": clipping,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {
