@@ -17,6 +17,7 @@ import torch  # noqa: E402
 
 from benchmark.common import SHAPES, token_batch  # noqa: E402
 from benchmark.rank_jobs import add_result, work  # noqa: E402
+from benchmark.step_counts import counts, in_words, levels, since
 from benchmark.systems.weights import build_meta_model  # noqa: E402
 from patrickstar.elastic import Membership, Phase  # noqa: E402
 from patrickstar.ranks.passing import prepare_to_pass  # noqa: E402
@@ -67,7 +68,8 @@ class _Process:
         add_result(self.job, {"process": self.number, "what": what, **found})
 
     def train(self, steps: int, when: str) -> None:
-        seconds, losses = [], []
+        seconds, losses, did = [], [], []
+        before = counts(self.engine)
         for _ in range(steps):
             begin = time.perf_counter()
             self.optimizer.zero_grad()
@@ -78,7 +80,10 @@ class _Process:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             losses.append(loss.item())
-        self.tell("steps", when=when, seconds=seconds, losses=losses)
+            now = counts(self.engine)
+            did.append(", ".join(in_words(since(before, now) | levels(self.engine))))
+            before = now
+        self.tell("steps", when=when, seconds=seconds, losses=losses, did=did)
 
     def change(self, direction: str) -> bool:
         """Resizes or joins; whether this process is a rank afterwards."""

@@ -5,11 +5,7 @@ while it runs, so that a run that ends early leaves what it came to.
 
 * seconds: of one step, with a synchronisation at its end.
 * predicted: what the engine takes the next step to be, 0 before it has measured one.
-* early, kept: updates of chunks that began in backward, and of these those that the step took over; settled: of these,
-  made for all factors near the last one; behind: whose states came after the values; in place: parameters whose new
-  value took the old one's place.
-* pressed: chunks that left the device because something else needed memory; on demand: that came when they were needed;
-  returned: how often PyTorch's allocator gave its cache back.
+* The rest as ``benchmark.step_counts`` counts it.
 """
 
 from __future__ import annotations
@@ -24,22 +20,9 @@ from typing import Any
 import torch
 
 from benchmark.common import SHAPES, model_flops, provenance, synchronize, token_batch
+from benchmark.step_counts import counts, in_words, levels, since
 from patrickstar.command.flags import memory_size
 from patrickstar.config import Master, Speculation, States
-
-_COUNTERS = {
-    "early": "num_speculated_updates",
-    "kept": "num_updates_taken_over",
-    "settled": "num_settled_updates",
-    "behind": "num_states_passes",
-    "in place": "num_values_in_place",
-    "pressed": "num_pressure_evictions",
-    "on demand": "num_on_demand_fetches",
-    "plans": "num_plans",
-    "up": "uploaded_bytes",
-    "down": "downloaded_bytes",
-}
-_IN_BYTES = ("up", "down")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     rows: list[dict[str, Any]] = []
     texts = {}
-    before = _counts(engine)
+    before = counts(engine)
     for step in range(args.steps):
         tokens = {name: value.to(device) for name, value in token_batch(job.shape, job.batch, generator).items()}
         if step in args.trace:
@@ -99,9 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         synchronize()
         row = {"step": step, "seconds": time.perf_counter() - begin, "loss": value}
         trace = engine._session.runtime.take_trace()
-        now, report = _counts(engine), engine.report()
+        now, report = counts(engine), engine.report()
         row |= {"predicted": report["predicted_step_seconds"], "norm": report["grad_norm"]}
-        row |= {name: now[name] - before[name] for name in now}
+        row |= since(before, now) | levels(engine)
         before = now
         rows.append(row)
         _say(_line(row))
@@ -118,24 +101,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _counts(engine: Any) -> dict[str, int]:
-    report = engine.report()
-    counts = {name: report[key] for name, key in _COUNTERS.items()}
-    if torch.cuda.is_available():
-        counts["returned"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return counts
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _line(row: dict[str, Any]) -> str:
-    counted = [name for name in (*_COUNTERS, "returned") if row.get(name)]
-    shown = [f"{name} {row[name] / 1e9:.1f} GB" if name in _IN_BYTES else f"{name} {row[name]}" for name in counted]
     norm = [] if row["norm"] is None else [f"norm {row['norm']:.4f}"]
     begin = [f"step {row['step']}: {row['seconds']:.3f} s, predicted {row['predicted']:.3f}, loss {row['loss']:.4f}"]
-    return ", ".join(begin + norm + shown)
+    return ", ".join(begin + norm + in_words(row))
 
 
 def format_table(result: dict[str, Any]) -> str:

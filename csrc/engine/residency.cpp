@@ -29,16 +29,21 @@ int64_t share(int64_t bytes, double ratio) { return static_cast<int64_t>(static_
 
 }  // namespace
 
+// All ranks make the same plan, and each has measured something else.
+std::optional<int64_t> Residency::fragment_bytes() const {
+  return layout().is_sharded() ? ranks_fragments_ : memory_.backend().fragment_bytes();
+}
+
 // What tide and payloads may take, beside the states of other engines. What fragments take is assumed until it was
-// measured; of several ranks each would have measured something else, and all make the same plan.
+// measured.
 int64_t Residency::limit_within_slack() const {
   if (device_limit() == kUnlimited) return kUnlimited;
   SharedDevice& device = memory_.device();
   int64_t slack = 0;
   if (device.is_cuda()) {
     slack = share(device_limit(), kCudaSlackRatio);
-    const std::optional<int64_t> fragments = memory_.backend().fragment_bytes();
-    if (fragments && !layout().is_sharded()) {
+    const std::optional<int64_t> fragments = fragment_bytes();
+    if (fragments) {
       slack = std::min(slack, kFragmentsToCome * *fragments + device.options().limit_rounding_bytes);
     }
   }

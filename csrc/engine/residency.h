@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/pager.h"
@@ -67,6 +68,8 @@ class Residency {
   // Several ranks have no values that stay, and while margins are looked at ([Note: settling]) plans still change.
   // Returns whether the host has more room since the last call.
   bool leave_to_device(const Plan& plan);
+  // After a step of several ranks: what fragments take on the one where they take the most, once all have seen theirs.
+  void set_ranks_fragments(std::optional<int64_t> num_bytes) { ranks_fragments_ = num_bytes; }
   // After a step: bounds what payloads may take in the next one, also where it departs from its plan.
   void limit_payloads(const Timeline& last);
   // `states_on_device` by chunk, as all ranks agree.
@@ -84,6 +87,7 @@ class Residency {
   ChunkStore& store() const { return memory_.store(); }
   int64_t device_limit() const { return memory_.device().options().device_limit_bytes; }
   int64_t limit_within_slack() const;
+  std::optional<int64_t> fragment_bytes() const;
   DeviceBudget device_budget() const;
   int64_t warmup_payload_limit() const;
   void reserve_homes_on_host();
@@ -102,8 +106,9 @@ class Residency {
   ChunkMemory& memory_;
   ResidencyOptions options_;
   std::vector<Tier> first_homes_;  // by chunk
-  int num_looks_ = 0;              // at the margin, of steps after the first
-  int steps_away_ = 0;             // since states left the device
+  std::optional<int64_t> ranks_fragments_;
+  int num_looks_ = 0;   // at the margin, of steps after the first
+  int steps_away_ = 0;  // since states left the device
   int num_returns_ = 0;
   bool has_left_host_ = false;  // frozen values or codes, whose memory was not given back yet
 };

@@ -107,11 +107,13 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
   for (const std::string& note : agree_on(open, last, packed(open.planner.vote(previous)))) {
     votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
   }
+  const PlanVote all = agreed(votes);
   open.recorder.set_last(std::move(last));
   open.memory.tracer().end_step(open.recorder.last(), outcome);
+  open.residency.set_ranks_fragments(all.fragment_bytes);
   open.residency.limit_payloads(open.recorder.last());
   if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
-  const bool holds = open.planner.end_step(previous, agreed(votes));
+  const bool holds = open.planner.end_step(previous, all);
   if (!holds) leave_to_gradients(open);  // the tide may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
 }

@@ -77,7 +77,8 @@ void StepPlanner::begin_step() {
 PlanVote StepPlanner::vote(const Timeline& previous) {
   const bool alike = same_way(previous, recorder_.last());
   measure(alike);
-  return {can_measure(alike), !pager_.plan().moments.empty(), update_times(), own_times_};
+  return {can_measure(alike), !pager_.plan().moments.empty(), update_times(),
+          pager_.memory().backend().fragment_bytes(), own_times_};
 }
 
 bool StepPlanner::can_measure(bool alike) const {

@@ -55,40 +55,57 @@ constexpr int kParts = 16;
 // Rooms depend on updates and these on rooms: each is chosen so often at most.
 constexpr int kRounds = 2;
 
-// Keeps those that are as short as the shortest.
-void keep_shortest(std::vector<PlanChoice>& choices) {
-  double least = choices.front().predicted.seconds;
-  for (const PlanChoice& choice : choices) least = std::min(least, choice.predicted.seconds);
-  const auto is_longer = [least](const PlanChoice& choice) {
-    return choice.predicted.seconds > least * (1 + kPredictionTolerance);
-  };
-  choices.erase(std::remove_if(choices.begin(), choices.end(), is_longer), choices.end());
-}
+// The plan with so much room for prefetches, which is the same whatever updates take.
+struct RoomPlan {
+  int64_t prefetch_bytes = 0;
+  Plan plan;
+};
 
-PlanChoice choose_room(PlanProblem problem, const Rates& rates, const StepShape& shape) {
-  const Rates slower_rates = cautious(rates);
-  const int64_t usual_room = problem.prefetch_bytes;
-  std::vector<PlanChoice> choices;
+std::vector<RoomPlan> plans_by_room(PlanProblem problem) {
+  std::vector<RoomPlan> plans;
   for (int64_t room : prefetch_candidates(problem)) {
     problem.prefetch_bytes = room;
-    Plan plan = make_plan(problem);
-    const SimulatedStep predicted = simulate(problem, plan, slower_rates, shape);
-    choices.push_back({std::move(plan), room, predicted, 0, {}});
+    plans.push_back({room, make_plan(problem)});
   }
-  keep_shortest(choices);
-  // Where updates bound them all with caution, the machine's own rates tell them apart.
-  for (PlanChoice& choice : choices) {
-    problem.prefetch_bytes = choice.prefetch_bytes;
-    choice.predicted = simulate(problem, choice.plan, rates, shape);
-  }
-  keep_shortest(choices);
-  // The problem's own room, since nothing is gained by another one; then by bytes, then by room.
-  const auto rank = [usual = usual_room](const PlanChoice& choice) {
-    return std::make_tuple(choice.prefetch_bytes != usual, choice.plan.uploaded_bytes + choice.plan.downloaded_bytes,
-                           choice.prefetch_bytes);
+  return plans;
+}
+
+struct Predicted {
+  const RoomPlan* with;
+  SimulatedStep step;
+};
+
+// Keeps those that are as short as the shortest.
+void keep_shortest(std::vector<Predicted>& steps) {
+  double least = steps.front().step.seconds;
+  for (const Predicted& predicted : steps) least = std::min(least, predicted.step.seconds);
+  const auto is_longer = [least](const Predicted& predicted) {
+    return predicted.step.seconds > least * (1 + kPredictionTolerance);
   };
-  return std::move(*std::min_element(choices.begin(), choices.end(),
-                                     [&rank](const PlanChoice& a, const PlanChoice& b) { return rank(a) < rank(b); }));
+  steps.erase(std::remove_if(steps.begin(), steps.end(), is_longer), steps.end());
+}
+
+Predicted choose_room(PlanProblem problem, const std::vector<RoomPlan>& plans, const Rates& rates,
+                      const StepShape& shape) {
+  const int64_t usual_room = problem.prefetch_bytes;
+  const auto played = [&problem, &shape](const RoomPlan& with, const Rates& at) {
+    problem.prefetch_bytes = with.prefetch_bytes;
+    return simulate(problem, with.plan, at, shape);
+  };
+  const Rates slower_rates = cautious(rates);
+  std::vector<Predicted> steps;
+  for (const RoomPlan& with : plans) steps.push_back({&with, played(with, slower_rates)});
+  keep_shortest(steps);
+  // Where updates bound them all with caution, the machine's own rates tell them apart.
+  for (Predicted& predicted : steps) predicted.step = played(*predicted.with, rates);
+  keep_shortest(steps);
+  // The problem's own room, since nothing is gained by another one; then by bytes, then by room.
+  const auto rank = [usual_room](const Predicted& predicted) {
+    const auto& [room, plan] = *predicted.with;
+    return std::make_tuple(room != usual_room, plan.uploaded_bytes + plan.downloaded_bytes, room);
+  };
+  return *std::min_element(steps.begin(), steps.end(),
+                           [&rank](const Predicted& a, const Predicted& b) { return rank(a) < rank(b); });
 }
 
 // What is played where updates wait from `first_late` on.
@@ -121,10 +138,9 @@ std::vector<Delayed> play_delayed(const PlanProblem& problem, const Plan& plan, 
 
 // Of those that are as short as the shortest, the one that is where everything beside compute takes longer; of several,
 // the most updates in backward.
-ChunkId choose_first_late(PlanProblem problem, const PlanChoice& choice, const Rates& rates,
-                          const StepShape& earliest) {
-  problem.prefetch_bytes = choice.prefetch_bytes;
-  const std::vector<Delayed> played = play_delayed(problem, choice.plan, rates, earliest);
+ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates& rates, const StepShape& earliest) {
+  problem.prefetch_bytes = with.prefetch_bytes;
+  const std::vector<Delayed> played = play_delayed(problem, with.plan, rates, earliest);
   if (played.size() == 1) return played.front().first_late;
   double least = played.front().seconds;
   for (const Delayed& step : played) least = std::min(least, step.seconds);
@@ -133,7 +149,7 @@ ChunkId choose_first_late(PlanProblem problem, const PlanChoice& choice, const R
   double best_seconds = 0;
   for (const Delayed& step : played) {
     if (step.seconds > least * (1 + kPredictionTolerance)) continue;
-    const double seconds = simulate(problem, choice.plan, slower_rates, step.shape).seconds;
+    const double seconds = simulate(problem, with.plan, slower_rates, step.shape).seconds;
     if (best != nullptr && seconds >= best_seconds * (1 - kPredictionTolerance)) continue;
     best = &step;
     best_seconds = seconds;
@@ -163,19 +179,19 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
 }
 
 PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape) {
+  std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
-  ChunkId first_late = static_cast<ChunkId>(shape.updates.size());
-  PlanChoice choice = choose_room(problem, rates, chosen);
+  auto first_late = static_cast<ChunkId>(shape.updates.size());
+  Predicted predicted = choose_room(problem, plans, rates, chosen);
   for (int round = 0; round < kRounds; ++round) {
-    const ChunkId next = choose_first_late(problem, choice, rates, shape);
+    const ChunkId next = choose_first_late(problem, *predicted.with, rates, shape);
     if (next == first_late) break;
     first_late = next;
     chosen.updates = delayed_updates(shape.updates, first_late);
-    choice = choose_room(problem, rates, chosen);
+    predicted = choose_room(problem, plans, rates, chosen);
   }
-  choice.first_late = first_late;
-  choice.updates = std::move(chosen.updates);
-  return choice;
+  RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
+  return {std::move(with.plan), with.prefetch_bytes, predicted.step, first_late, std::move(chosen.updates)};
 }
 
 }  // namespace patrickstar

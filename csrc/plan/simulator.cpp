@@ -1,6 +1,7 @@
 #include "plan/simulator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <numeric>
 #include <set>
@@ -14,8 +15,9 @@ namespace patrickstar {
 namespace {
 
 // Enough for updates on the host, if they are the slowest, to fall behind as far as they can; the last half is
-// averaged.
+// averaged. Steps that go on as they were are not played again.
 constexpr int kSteps = 16;
+constexpr double kSameSeconds = 1e-9;
 
 // A point in time, and what the compute queue would be waiting for if it waited until then.
 struct When {
@@ -61,6 +63,8 @@ class Player {
   SimulatedStep play_step();
   // When the launching thread knew the norm of the last step.
   double step_end() const { return launch_.at; }
+  // What the next step follows from: when all that is under way ends, from step_end() on, and the memory in use.
+  std::vector<double> under_way() const;
 
  private:
   struct ArrayTimes {
@@ -167,6 +171,20 @@ SimulatedStep Player::play_step() {
   finish_step();
   step_.compute_seconds = std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
   return step_;
+}
+
+std::vector<double> Player::under_way() const {
+  std::vector<double> result{compute_end_, upload_end_.at, download_end_,  host_adam_end_, gather_end_.at,
+                             scatter_end_, disk_read_end_, disk_adam_end_, disk_write_end_};
+  result.insert(result.end(), sets_free_.begin(), sets_free_.end());
+  for (const ArrayTimes& record : arrays_) {
+    result.push_back(record.on_host_at.at);
+    if (record.on_device) result.push_back(record.on_device_at.at);
+  }
+  // What is over does not matter.
+  for (double& end : result) end = std::max(end - step_end(), 0.0);
+  result.push_back(static_cast<double>(used_bytes_));
+  return result;
 }
 
 // In the order of Pager::begin_moment, then what the moment computes, then GradientFlow::retire.
@@ -442,6 +460,11 @@ void Player::wait(When when) {
   compute_end_ = when.at;
 }
 
+bool are_same(const std::vector<double>& before, const std::vector<double>& now) {
+  return std::equal(before.begin(), before.end(), now.begin(), now.end(),
+                    [](double a, double b) { return std::abs(a - b) < kSameSeconds; });
+}
+
 void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
   const size_t num_moments = problem.timeline->moments.size();
   PS_CHECK(plan.moments.size() == num_moments && shape.compute_seconds.size() == num_moments, ArgumentError,
@@ -482,9 +505,17 @@ SimulatedStep simulate(const PlanProblem& problem, const Plan& plan, const Rates
   constexpr int kAveraged = kSteps / 2;
   SimulatedStep mean;
   double begin = 0;
+  std::vector<double> before;
   for (int index = 0; index < kSteps; ++index) {
     if (index == kSteps - kAveraged) begin = player.step_end();
-    const SimulatedStep step = player.play_step();
+    const double step_begin = player.step_end();
+    SimulatedStep step = player.play_step();
+    const std::vector<double> now = player.under_way();
+    if (are_same(before, now)) {
+      step.seconds = player.step_end() - step_begin;
+      return step;
+    }
+    before = now;
     if (index < kSteps - kAveraged) continue;
     std::array<double, kNumShortages> stalls = mean.stall_seconds;
     for (size_t cause = 0; cause < stalls.size(); ++cause) stalls[cause] += step.stall_seconds[cause] / kAveraged;
