@@ -331,6 +331,101 @@ def test_memory_that_others_need(wide):
     assert_same(run, train(WIDE, plain(), steps=24))
 
 
+def with_states(config, states):
+    return changed(config, optimizer={**config["optimizer"], "states": states})
+
+
+@pytest.fixture(scope="module", params=["bf16", "8bit"])
+def fewer_bytes(request):
+    """Configurations with moments of fewer bytes: in place, and one in which every update waits for the norm."""
+    waiting = with_states(plain(), request.param)
+    report = train(WIDE, waiting, steps=2).report
+    host_memory = report["host_peak_bytes"] + report["num_chunk_elements"] // 2
+    config = on_host("bf16", "always", default_chunk_size=CHUNK, host_memory=host_memory)
+    return with_states(config, request.param), waiting
+
+
+@pytest.mark.parametrize("rank", [None, 1, 4, 7])
+def test_moments_of_fewer_bytes(fewer_bytes, rank):
+    """Without clipping, and with clipping in most, some and few of eight steps."""
+    config, waiting = fewer_bytes
+    norms = sorted(train(WIDE, changed(waiting, gradient_clipping=1e9), steps=8).grad_norms)
+    clipping = {} if rank is None else {"gradient_clipping": norms[rank]}
+    run = train(WIDE, changed(config, **clipping), steps=8)
+    started, taken = updates(run)
+    print(f"{run.report['num_values_in_place']} in place; {started} started, {taken} taken over")
+    assert run.report["num_values_in_place"] > 0 < taken
+    assert run.report["host_peak_bytes"] <= config["host_memory"]
+    assert_same(run, train(WIDE, changed(waiting, **clipping), steps=8))
+
+
+def test_moments_of_fewer_bytes_where_clipping_always_acts(fewer_bytes):
+    config, waiting = (fine_tuning(changed(config, gradient_clipping=1e-3)) for config in fewer_bytes)
+    run = train(WIDE, config, steps=16)
+    _, taken = updates(run)
+    assert taken == run.report["num_settled_updates"] >= 8 * run.report["num_chunks"]
+    assert run.report["num_values_in_place"] > 0
+    assert_same(run, train(WIDE, waiting, steps=16))
+
+
+@pytest.mark.parametrize("interfere", [*WITHOUT_SUMS, another_forward, looked_at, forgotten_backward])
+def test_moments_of_fewer_bytes_and_what_changes_before_the_step(interfere, fewer_bytes):
+    config, waiting = fewer_bytes
+    losses, state, report = interfered(config, interfere, case=WIDE)
+    expected_losses, expected_state, _ = interfered(waiting, interfere, case=WIDE)
+    assert report["num_values_in_place"] > 0 < report["num_updates_taken_over"]
+    assert_same_bits((losses, state), (expected_losses, expected_state))
+
+
+def test_checkpoints_of_moments_of_fewer_bytes(tmp_path, fewer_bytes):
+    """Saved where values are in place, and gone on where masters are whole, and back."""
+    config, waiting = fewer_bytes
+    runs = {}
+    for name, first, second in (("there", config, waiting), ("back", waiting, config), ("never", waiting, waiting)):
+        folder = tmp_path / name
+        torch.manual_seed(0)
+        go_on(WIDE, first, 4, folder, load=False, save=True)
+        runs[name] = go_on(WIDE, second, 5, folder, load=True)
+    assert_same_bits(runs["there"], runs["never"])
+    assert_same_bits(runs["back"], runs["never"])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_moments_of_fewer_bytes_on_both_sides(fewer_bytes, share):
+    config, waiting = fewer_bytes
+    config = changed(config, optimizer={**config["optimizer"], "params": ADAM})
+    least = least_device_memory(WIDE, changed(config, host_memory=4 * config["host_memory"]), steps=3)
+    states = train(WIDE, waiting, steps=2).report["host_peak_bytes"]
+    budgets = {"device_memory": least + int(1.1 * share * states)}
+    budgets["host_memory"] = config["host_memory"] - int(share * states)
+    run = train(WIDE, changed(config, **budgets), steps=10)
+    print(f"{run.report['num_device_state_chunks']} of {run.report['num_chunks']} chunks on the device")
+    assert 0 < run.report["num_device_state_chunks"] < run.report["num_chunks"]
+    assert run.report["num_values_in_place"] > 0
+    assert_same(run, train(WIDE, waiting, steps=10))
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_written_masters_are_kept_off_ties(states):
+    """Beside a variance of fewer bytes, whether masters are whole or split, and on either side; and stay so."""
+    ties = (torch.arange(1, 65 * 64 + 1, dtype=torch.int32) * 0x10000 + 0x3C008000).view(torch.float32).view(65, 64)
+    near = torch.nextafter(ties, torch.full_like(ties, float("inf")))
+    written = {}
+    for speculation in ("never", "commit"):
+        for on_device in (False, True):
+            config = with_states(make_config("bf16", default_chunk_size=CHUNK), states)
+            config["optimizer"] |= {"speculation": speculation}
+            config["optimizer"]["params"] = {**ADAM, "use_hybrid_adam": on_device}
+            engine, _ = initialize_engine(lambda: torch.nn.Linear(64, 65), 0, config)
+            engine.load_state_dict({"weight": ties, "bias": torch.zeros(65)})
+            written[speculation, on_device] = engine.state_dict()["weight"]
+            engine.load_state_dict({"weight": near, "bias": torch.zeros(65)})
+            assert_same_bits(engine.state_dict()["weight"], near)
+            engine.discard()
+    for values in written.values():
+        assert_same_bits(values, near)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 0.05, 1e-3])
 def test_random_delays_change_no_number(wide, clipping):
