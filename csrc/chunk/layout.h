@@ -182,11 +182,6 @@ struct ChunkSpec {
   bool reserves_gradient() const { return keeps_gradient() && !puts_values_in_place(); }
   // Whether new values take the old ones' place before the norm is known ([Note: values in place], optim/kernels.h).
   bool puts_values_in_place() const { return splits_master() && keeps_gradient(); }
-  // Whether its masters are kept off ties ([Note: masters off ties], optim/kernels.h), as what is written there must be.
-  bool keeps_off_ties() const {
-    return states.master != StateType::kNone && states.variance != StateType::kNone &&
-           states.variance != StateType::kFloat32;
-  }
   // Whether an update rounds stochastically ([Note: random bits], optim/kernels.h).
   bool draws_random_bits() const {
     return states.master == StateType::kNone || states.momentum == StateType::kBFloat16 ||

@@ -54,28 +54,8 @@ void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier 
   if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, home);
   pager_.ensure_state({chunk, kind}, home);
   if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
-  if (kind == ArrayKind::kMaster && spec.keeps_off_ties()) return write_off_ties(param, values);
   write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
-}
-
-// A whole master.
-void ChunkValues::write_off_ties(ParamId param, ParamValues values) {
-  const ChunkId chunk = store_.layout().placement(param).chunk;
-  const ParamShard shard = store_.layout().shard_of(param);
-  std::vector<float> staged(static_cast<size_t>(std::min(kStagedNumel, shard.numel)));
-  for (int64_t begin = 0; begin < shard.numel; begin += kStagedNumel) {
-    const int64_t numel = std::min(kStagedNumel, shard.numel - begin);
-    const float* master = values.data + begin;
-    if (values.where == Tier::kDevice) {
-      copy_to_host(staged.data(), {master, values.where}, float_bytes(numel));
-      master = staged.data();
-    }
-    memory_.host_compute().keep_off_ties(master, staged.data(), numel);
-    write_bytes({chunk, ArrayKind::kMaster}, float_bytes(shard.offset + begin), {staged.data(), Tier::kHost},
-                float_bytes(numel));
-  }
-  discard_compute_values(chunk);
 }
 
 void ChunkValues::write_quantized(ParamId param, ParamValues values) {
@@ -146,8 +126,7 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
   make_kept_param(chunk, home);
   const bool is_on_host = !memory_.array({chunk, layout.param_home()}).on_device;
   if (kind == ArrayKind::kMaster && is_on_host) return split_in_place(chunk, shard, values);
-  const ChunkSpec& spec = layout.chunk(chunk);
-  const bool lends_sign = spec.is_in_split(ArrayKind::kVariance);
+  const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
   float* signs = lends_sign ? piece.variance.data() : nullptr;
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
@@ -161,7 +140,6 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
         piece.variance[i] = std::copysign(piece.values[i], piece.variance[i]);
       }
     } else {
-      if (spec.keeps_off_ties()) memory_.host_compute().keep_off_ties(piece.values.data(), piece.values.data(), numel);
       memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(), signs, numel);
       write_bytes({chunk, layout.param_home()}, half_bytes(first), {piece.param.data(), Tier::kHost},
                   half_bytes(numel));
@@ -184,19 +162,14 @@ void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamVa
   uint16_t* param = static_cast<uint16_t*>(place(layout.param_home())) + shard.offset;
   uint16_t* lower = static_cast<uint16_t*>(place(ArrayKind::kMaster)) + shard.offset;
   float* variance = lends_sign ? static_cast<float*>(place(ArrayKind::kVariance)) + shard.offset : nullptr;
-  const bool off_ties = layout.chunk(chunk).keeps_off_ties();
-  const bool is_staged = values.where == Tier::kDevice || off_ties;
+  const bool is_staged = values.where == Tier::kDevice;
   const int64_t most = is_staged ? std::min(kStagedNumel, shard.numel) : shard.numel;
   std::vector<float> staged(static_cast<size_t>(is_staged ? most : 0));
   for (int64_t begin = 0; begin < shard.numel; begin += most) {
     const int64_t numel = std::min(most, shard.numel - begin);
     const float* master = values.data + begin;
-    if (values.where == Tier::kDevice) {
+    if (is_staged) {
       copy_to_host(staged.data(), {master, values.where}, float_bytes(numel));
-      master = staged.data();
-    }
-    if (off_ties) {
-      memory_.host_compute().keep_off_ties(master, staged.data(), numel);
       master = staged.data();
     }
     memory_.host_compute().split_master(master, param + begin, lower + begin,

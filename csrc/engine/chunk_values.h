@@ -51,7 +51,6 @@ class ChunkValues {
   // These see this rank's part alone.
   // [Note: split masters] A master, or a variance beside one, in pieces that pass through host memory.
   void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
-  void write_off_ties(ParamId param, ParamValues values);
   void split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values);
   void read_split(ParamId param, ArrayKind kind, float* values);
   // Of a parameter without a master, likewise.

@@ -331,7 +331,6 @@ char* ValueRanges::readable(const ValueRange& range) {
 char* ValueRanges::writable_on_host(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
   if (!is_plain(range) || memory_.store().home(id.chunk) != Tier::kHost) return nullptr;
-  if (range.kind == ArrayKind::kMaster && memory_.layout().chunk(id.chunk).keeps_off_ties()) return nullptr;
   pager_.ensure_state(id, Tier::kHost);
   if (memory_.array(id).on_device) return nullptr;
   pager_.bring_to_host(id);

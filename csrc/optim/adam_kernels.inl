@@ -320,15 +320,7 @@ struct ParamBounds {
   }
 };
 
-// [Note: masters off ties]: what a new master becomes beside a variance of fewer bytes.
-template <class V>
-PS_FLOAT off_tie(typename V::Float x) {
-  const auto bits = V::bits(x);
-  const auto from_tie = V::xor_int(V::and_int(bits, V::set_int(0xffffu)), V::set_int(0x8000u));
-  return V::floats(V::add_int(bits, V::template shift_right<31>(V::sub_int(from_tie, V::set_int(1)))));
-}
-
-template <DType kHalf, bool kOffTies>
+template <DType kHalf>
 struct BetweenScales {
   AdamRange r;
   const float most_grad_scale;
@@ -367,11 +359,9 @@ struct BetweenScales {
     const ParamBounds<V> bounds(c, V::load(at_least.momentum(r, i)), V::load(at_most.momentum(r, i)),
                                 V::load(at_least.variance(r, i)), V::load(at_most.variance(r, i)),
                                 V::load(static_cast<const float*>(r.master) + i));
-    const auto low = kOffTies ? off_tie<V>(bounds.low) : bounds.low;
-    const auto high = kOffTies ? off_tie<V>(bounds.high) : bounds.high;
-    if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, low);
-    if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, low);
-    note_open(i, bounds.unknown | V::template differ<kHalf>(low, high));
+    if (param_store == ParamStore::kCached) store<V, kHalf>(r.param, i, bounds.low);
+    if (param_store == ParamStore::kStreaming) stream<V, kHalf>(r.param, i, bounds.low);
+    note_open(i, bounds.unknown | V::template differ<kHalf>(bounds.low, bounds.high));
   }
   // Of the lanes in the mask, while there is room.
   PS_STEP note_open(int64_t first, unsigned lanes) {
@@ -388,8 +378,8 @@ struct BetweenScales {
   }
 };
 
-template <DType kHalf, bool kOffTies>
-PS_LOOP between_loop(BetweenScales<kHalf, kOffTies>& steps, const AdamScalars& scalars) {
+template <DType kHalf>
+PS_LOOP between_loop(BetweenScales<kHalf>& steps, const AdamScalars& scalars) {
   skewed_loop<kHalf, WholeMaster>(
       steps.r, scalars, [&](auto, int64_t i, const auto& c) PS_INLINE { steps.momentum(c, i); },
       [&](auto, int64_t i, const auto& c) PS_INLINE { steps.variance(c, i); },
@@ -399,10 +389,10 @@ PS_LOOP between_loop(BetweenScales<kHalf, kOffTies>& steps, const AdamScalars& s
 // Elements whose moments are expanded at a time.
 constexpr int64_t kExpandedPiece = 4 * kStateBlock;
 
-template <DType kHalf, bool kOffTies>
+template <DType kHalf>
 inline void run_between(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
                         ParamStore param_store, OpenValues* open) {
-  BetweenScales<kHalf, kOffTies> steps(range, most_grad_scale, param_store, *open);
+  BetweenScales<kHalf> steps(range, most_grad_scale, param_store, *open);
   const bool whole = range.momentum_type == StateType::kFloat32 && range.variance_type == StateType::kFloat32;
   if (whole) {
     between_loop(steps, scalars);
@@ -444,7 +434,7 @@ inline __attribute__((always_inline)) typename V::Float open_param(const OpenVal
 // So many values ahead, the lines that their parameters go to are asked for.
 constexpr int64_t kOpenAhead = 128;
 
-template <DType kHalf, bool kOffTies>
+template <DType kHalf>
 PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const OpenValues& values) {
   const OpenValues open = values;
   auto* const param = static_cast<uint16_t*>(range.param);
@@ -452,25 +442,12 @@ PS_LOOP open_loop(const AdamRange& range, const AdamScalars& scalars, const Open
   for_range(0, open.count, [&](auto lane, int64_t k) {
     using V = decltype(lane);
     uint16_t made[V::kWidth];
-    const auto p = open_param<V, kHalf>(open, AdamConstants<V>(scalars), k);
-    store<V, kHalf>(made, 0, kOffTies ? off_tie<V>(p) : p);
+    store<V, kHalf>(made, 0, open_param<V, kHalf>(open, AdamConstants<V>(scalars), k));
     for (int64_t j = k; j < k + V::kWidth; ++j) {
       __builtin_prefetch(param + open.index[j + kOpenAhead < last ? j + kOpenAhead : last], 1);
       param[open.index[j]] = made[j - k];
     }
   });
-}
-
-template <bool kValue>
-struct Flag {
-  static constexpr bool value = kValue;
-};
-
-// body(whether masters of the range are kept off ties).
-template <class Body>
-inline void with_ties(const AdamRange& range, const Body& body) {
-  if (range.variance_type == StateType::kFloat32) return body(Flag<false>());
-  body(Flag<true>());
 }
 
 inline ParamStore choose_param_store(const AdamRange& r) {

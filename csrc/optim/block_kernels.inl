@@ -15,11 +15,8 @@ struct Tile {
   ParamStore param_store;
 };
 
-// `kTies`: [Note: masters off ties], of what Adam makes.
-template <bool kTies>
-struct WholeTileOf {
+struct WholeTile {
   static constexpr bool kDraws = false;
-  static constexpr bool kOffTies = kTies;
 
   template <class V>
   static PS_FLOAT load(const Tile& t, int64_t i, typename V::Float /*variance*/) {
@@ -43,12 +40,8 @@ struct WholeTileOf {
   }
 };
 
-using WholeTile = WholeTileOf<false>;
-using WholeTileOffTies = WholeTileOf<true>;
-
 // [Note: split masters]: with a float32 variance, whose sign is part of them,
 struct SignedTile {
-  static constexpr bool kOffTies = false;
   static constexpr bool kHasSign = true;
   static constexpr bool kDraws = false;
 
@@ -77,7 +70,6 @@ struct SignedTile {
 
 // or one of fewer bytes.
 struct UnsignedTile {
-  static constexpr bool kOffTies = true;
   static constexpr bool kHasSign = false;
   static constexpr bool kDraws = false;
 
@@ -106,7 +98,6 @@ struct UnsignedTile {
 
 // A bfloat16 parameter and no master.
 struct BareTile {
-  static constexpr bool kOffTies = false;
   static constexpr bool kDraws = true;  // random bits
 
   template <class V>
@@ -167,7 +158,6 @@ PS_STEP update_tile_from(const Tile& t, Moments& moments, const AdamConstants<V>
   const auto v = V::fma(V::mul(c.one_minus_beta2, g), g, old_v);
   const auto d = V::fma(V::sqrt(v), c.inv_sqrt_bias_correction2, c.eps);
   p = V::quiet(V::fma(c.minus_step_size, V::div(m, d), V::mul(p, c.decay)));
-  if constexpr (Master::kOffTies) p = off_tie<V>(p);
   moments.template put_momentum<V>(i, m);
   moments.template put_variance<V>(i, Master::template stored_variance<V>(v, p));
   Master::template put<V, kParam>(t, i, p);
@@ -219,11 +209,8 @@ inline UpdateTile<AdamScalars> choose_update_tile(const AdamRange& range) {
     if (range.master_type == StateType::kNone) {
       update = update_tile<AdamRule, grad.value, kHalf, BareTile>;
     } else if (range.master_type != StateType::kLowerHalf) {
-      with_dtype(range.param_dtype, [&](auto param) {
-        update = range.variance_type == StateType::kFloat32
-                     ? update_tile<AdamRule, grad.value, param.value, WholeTile>
-                     : update_tile<AdamRule, grad.value, param.value, WholeTileOffTies>;
-      });
+      with_dtype(range.param_dtype,
+                 [&](auto param) { update = update_tile<AdamRule, grad.value, param.value, WholeTile>; });
     } else if (range.variance_type == StateType::kFloat32) {
       update = update_tile<AdamRule, grad.value, kHalf, SignedTile>;
     } else {
@@ -378,12 +365,11 @@ inline UpdateCoded<typename Rule::Scalars> choose_update_coded(const AdamRange& 
   if (range.momentum_type != StateType::kSigned8 || range.grad_dtype != range.param_dtype) return nullptr;
   if (Rule::kHasVariance && range.variance_type != StateType::kUnsigned8) return nullptr;
   constexpr DType kHalf = DType::kBFloat16;
-  using Whole = WholeTileOf<Rule::kHasVariance>;
   if (range.grad_dtype == DType::kFloat16 && range.master_type == StateType::kFloat32) {
-    return update_coded<Rule, DType::kFloat16, DType::kFloat16, Whole>;
+    return update_coded<Rule, DType::kFloat16, DType::kFloat16, WholeTile>;
   }
   if (range.grad_dtype != kHalf) return nullptr;
-  if (range.master_type == StateType::kFloat32) return update_coded<Rule, kHalf, kHalf, Whole>;
+  if (range.master_type == StateType::kFloat32) return update_coded<Rule, kHalf, kHalf, WholeTile>;
   if (range.master_type == StateType::kLowerHalf) return update_coded<Rule, kHalf, kHalf, UnsignedTile>;
   return update_coded<Rule, kHalf, kHalf, BareTile>;
 }
@@ -500,9 +486,7 @@ void adam_param_between(const AdamRange& range, const AdamScalars& scalars, floa
   if (scalars.weight_decay != 0) return;
   with_ieee_arithmetic([&] {
     with_half(range.param_dtype, [&](auto half) {
-      with_ties(range, [&](auto off_ties) {
-        run_between<half.value, off_ties.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
-      });
+      run_between<half.value>(range, scalars, most_grad_scale, choose_param_store(range), open);
     });
   });
   Vector::end_stream();
@@ -510,9 +494,6 @@ void adam_param_between(const AdamRange& range, const AdamScalars& scalars, floa
 
 void adam_param_open(const AdamRange& range, const AdamScalars& scalars, const OpenValues& open) {
   if (open.count == OpenValues::kAll) return adam_param(range, scalars);
-  with_ieee_arithmetic([&] {
-    with_half(range.param_dtype, [&](auto half) {
-      with_ties(range, [&](auto off_ties) { open_loop<half.value, off_ties.value>(range, scalars, open); });
-    });
-  });
+  with_ieee_arithmetic(
+      [&] { with_half(range.param_dtype, [&](auto half) { open_loop<half.value>(range, scalars, open); }); });
 }

@@ -62,8 +62,6 @@ class HostCompute : public Compute {
   virtual void split_master(const float* master, uint16_t* param, uint16_t* lower, float* variance, int64_t numel) = 0;
   virtual void join_master(const uint16_t* param, const uint16_t* lower, const float* variance, float* master,
                            int64_t numel) = 0;
-  // [Note: masters off ties]; `out` may be `in`.
-  virtual void keep_off_ties(const float* in, float* out, int64_t numel) = 0;
 };
 
 // `pool` must outlive the result.

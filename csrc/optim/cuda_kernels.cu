@@ -50,12 +50,6 @@ __device__ inline void momentum_step(const MomentumScalars& s, float g, float& p
   p = quiet(__fmaf_rn(-s.step_size, update, __fmul_rn(p, s.decay)));
 }
 
-// [Note: masters off ties]
-__device__ inline float off_tie(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return __uint_as_float((bits & 0xffffu) == 0x8000u ? bits + 1 : bits);
-}
-
 // What a block's update consists of, by its scalars.
 __device__ inline void step(const AdamScalars& s, float g, float& p, float& m, float& v) { adam_step(s, g, p, m, v); }
 __device__ inline void step(const MomentumScalars& s, float g, float& p, float& m, float& /*v*/) {
@@ -474,10 +468,6 @@ __global__ void __launch_bounds__(kThreads) update_blocks(AdamRange r, Scalars s
     master.load(p, v);
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) step(s, to_float<kGrad>(grad[k]), p[k], m[k], v[k]);
-    if (kHasVariance && variance_type != StateType::kFloat32 && r.master_type != StateType::kNone) {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) p[k] = off_tie(p[k]);
-    }
     master.template store<kParam>(p, v, {r.key, Rounded::kParam});
     block.compress(m, momentum_type, apart ? r.new_momentum : r.momentum,
                    apart ? r.new_momentum_scales : r.momentum_scales, signed_codes, {r.key, Rounded::kMomentum});

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <variant>
 
@@ -148,16 +147,6 @@ class PoolCompute final : public HostCompute {
                    int64_t numel) override {
     split(numel, [&](int64_t i, int64_t size) {
       kernels_.join_master(param + i, lower + i, variance == nullptr ? nullptr : variance + i, master + i, size);
-    });
-  }
-  void keep_off_ties(const float* in, float* out, int64_t numel) override {
-    split(numel, [&](int64_t begin, int64_t size) {
-      for (int64_t i = begin; i < begin + size; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, in + i, sizeof(bits));
-        bits += (bits & 0xffffu) == 0x8000u ? 1 : 0;
-        std::memcpy(out + i, &bits, sizeof(bits));
-      }
     });
   }
   void cast_from_float(const float* in, void* out, DType dtype, int64_t numel) override {

@@ -31,14 +31,9 @@
 // So an update reads and writes the bits that it would with a whole master. What a NaN's payload was is lost when it is
 // split; arithmetic yields none but the canonical one.
 //
-// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16).
-//
-// [Note: masters off ties] So beside such a variance no master is left halfway between two bfloat16 values: where an
-// update of Adam's makes one, about once in 2^16 values, or one is written, the next float32 away from zero takes its
-// place. Then 16 bits hold every distance, the parameter is round(master), and whether masters are whole or split makes
-// no difference to any bit. Without a variance (optimizers of one moment) masters stay exact, and the parameter of a
-// split one is rounded to nearest with ties away from zero; it differs from round(master) where that is a tie whose
-// upper half is even.
+// A variance of fewer bytes has no sign to spare, and lends none (also as bfloat16). The parameter beside it is
+// therefore rounded to nearest with ties away from zero, so that 16 bits hold every distance: the master stays exact,
+// and the parameter differs from round(master) where that is a tie whose upper half is even, about once in 2^17 values.
 //
 // [Note: states of fewer bytes] They are expanded to float32, which is exact, and updated by the operations above. The
 // parameter is made of the new moments as they are then; after that these are stored in fewer bits. So nothing but what
@@ -95,7 +90,8 @@
 //
 // In float32 these are the bits of torch.optim.SGD on a processor with fma. It makes the first momentum of the whole
 // gradient, whatever the dampening: callers give 1 for one_minus_dampening in the first step. States are stored in
-// fewer bytes as Adam's are; a split master has no variance to lend it a sign ([Note: masters off ties]).
+// fewer bytes as Adam's are; a split master has no variance to lend it a sign, so its parameter is rounded as beside a
+// variance of fewer bytes.
 //
 // [Note: settled values] The scale of gradients holds the clipping coefficient, which is known when all gradients are.
 // A 16-bit parameter is nearly always the same for all scales near the last one: a step changes it by a small part of

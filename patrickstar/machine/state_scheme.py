@@ -71,7 +71,7 @@ def choose_layout(
     """The layout whose states are stored as the configuration says. Where updates begin in backward and the host would
     have no room for their new parameters beside the old ones, masters are split and gradients have memory of their own,
     as many bytes, so that new parameters can take the old ones' place (csrc/optim/kernels.h, [Note: values in place]);
-    no bit of any value depends on it. That is so for Adam beside exact masters, with one rank.
+    no bit of any value depends on it. That is so for Adam on float32 states, with one rank.
 
     Args:
         make: of a scheme.
@@ -92,7 +92,7 @@ def choose_layout(
 def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bool:
     """Whether the parameters of a layout like this one, updated so, can take the old ones' place."""
     is_adam = "exp_avg_sq" in rule_of(optimizer.type).states
-    is_exact = optimizer.master is Master.EXACT
+    is_exact = optimizer.states is States.FP32 and optimizer.master is Master.EXACT
     chunks = (layout.chunk(index) for index in range(layout.num_chunks))
     any_in_16_bits = any(chunk["trainable"] and chunk["dtype"] == _C.DType.BFLOAT16 for chunk in chunks)
     return is_adam and is_exact and any_in_16_bits and layout.num_ranks == 1

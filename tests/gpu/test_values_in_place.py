@@ -42,21 +42,3 @@ def test_states_on_the_host(host_memory, rank):
     run = train(WIDE, on_host("bf16", "always", host_memory=host_memory, **CHUNK, **clipping), steps=8)
     expect_in_place(run)
     assert_same(run, train(WIDE, plain(**clipping), steps=8))
-
-
-@pytest.mark.parametrize("states", ["bf16", "8bit"])
-@pytest.mark.parametrize("rank", [None, 1, 4])
-def test_moments_of_fewer_bytes(states, rank):
-    """In place, on both sides, against whole masters whose updates wait for the norm."""
-
-    def with_states(config: dict) -> dict:
-        return config | {"optimizer": config["optimizer"] | {"states": states}}
-
-    waiting = with_states(plain())
-    report = train(WIDE, waiting, steps=2).report
-    norms = sorted(train(WIDE, with_states(plain(gradient_clipping=1e9)), steps=8).grad_norms)
-    clipping = {} if rank is None else {"gradient_clipping": norms[rank]}
-    host_memory = report["host_peak_bytes"] + report["num_chunk_elements"] // 2
-    run = train(WIDE, with_states(on_host("bf16", "always", host_memory=host_memory, **CHUNK, **clipping)), steps=8)
-    expect_in_place(run)
-    assert_same(run, train(WIDE, with_states(plain(**clipping)), steps=8))
