@@ -45,7 +45,7 @@ from benchmark.compare_report import Comparison, format_table, plot
 from benchmark.systems import COMPILED, SYSTEMS, Job
 from benchmark.systems.launcher import run_system
 from patrickstar.command.flags import CommandParser, memory_size
-from patrickstar.config import Speculation, States
+from patrickstar.config import Master, Speculation, States
 from patrickstar.sizes import parse_size_with_unit
 
 _WHOLE_GPU = "all"
@@ -88,6 +88,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=States.FP32.value,
         help="PatrickStar's optimizer.states; peers keep float32",
     )
+    parser.add_argument(
+        "--master",
+        choices=[member.value for member in Master],
+        default=Master.EXACT.value,
+        help="PatrickStar's optimizer.master; 'stochastic' keeps none, as no peer does",
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(
         "--compile",
@@ -127,6 +133,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             steps=args.steps,
             compiled=args.compile,
             states=args.states,
+            master=args.master,
         )
         for ranks in sorted(set(args.ranks))
         for system in dict.fromkeys(args.system)

@@ -52,11 +52,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     job = Job(
         system="patrickstar", model=args.model, ranks=1, length=SHAPES[args.model].length, batch=args.batch_size,
-        clipping=args.clip, speculation=args.speculation, states=args.states, gpu_bytes=args.device_memory,
-        host_bytes=args.host_memory, warmup=0, steps=args.steps,
+        clipping=args.clip, speculation=args.speculation, states=args.states, master=args.master,
+        gpu_bytes=args.device_memory, host_bytes=args.host_memory, warmup=0, steps=args.steps,
     )  # fmt: skip
     config = training_options(job).engine_config() | args.further
-    config["optimizer"] |= {"master": args.master}
     device = training_device()
     begin = time.perf_counter()
     engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)

@@ -56,6 +56,8 @@ class Job:
     """One of :data:`COMPILED`."""
     states: str = "fp32"
     """PatrickStar's ``optimizer.states``."""
+    master: str = "exact"
+    """PatrickStar's ``optimizer.master``."""
     rows: int = 1
     """PatrickStar's ``tensor_parallel.rows``."""
     columns: int = 1

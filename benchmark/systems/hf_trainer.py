@@ -75,7 +75,7 @@ class InTrainer:
         self.version = patrickstar.__version__
         self.device = training_device()
         config = engine_config(job)
-        decided = {key: config["optimizer"][key] for key in ("speculation", "states")}
+        decided = {key: config["optimizer"][key] for key in ("speculation", "states", "master")}
         config = {key: value for key, value in config.items() if key not in _DECIDED}
         config["optimizer"] = decided
         options = {

@@ -22,7 +22,9 @@ def build_chunked(job: Job) -> Chunked:
 
 def training_options(job: Job) -> TrainingOptions:
     """What PatrickStar is given for ``job``."""
-    mesh = {"tensor_parallel": {"rows": job.rows, "columns": job.columns}} if job.ranks_per_batch > 1 else {}
+    further: dict[str, Any] = {"optimizer": {"master": job.master}}
+    if job.ranks_per_batch > 1:
+        further["tensor_parallel"] = {"rows": job.rows, "columns": job.columns}
     return TrainingOptions(
         **ADAMW,
         speculation=job.speculation,
@@ -31,7 +33,7 @@ def training_options(job: Job) -> TrainingOptions:
         chunk_numel=job.chunk_numel,
         gpu_memory=job.gpu_bytes,
         host_memory=job.host_bytes // job.ranks if job.host_bytes is not None else None,
-        further=mesh,
+        further=further,
     )
 
 

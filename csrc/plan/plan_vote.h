@@ -2,9 +2,10 @@
 //
 // [Note: one plan on all ranks] Ranks gather in the order of their plans, so all must make the same one, and nothing
 // that a rank alone has seen may enter it: neither how long its own step took, nor which of its updates found memory to
-// start early, nor what its allocator's fragments take, nor whether it can be traced now. Each puts that into a vote, votes
-// travel with the exchange that every step ends with (Collectives::agree_on), and plans are made from what agreed()
-// says: the slowest of all ranks, since a step of all is as long as the slowest one's. One rank agrees with itself.
+// start early, nor what its allocator's fragments take, nor whether it can be traced now. Each puts that into a vote,
+// votes travel with the exchange that every step ends with (Collectives::agree_on), and plans are made from what
+// agreed() says: the slowest of all ranks, since a step of all is as long as the slowest one's. One rank agrees with
+// itself.
 //
 //   std::string message = packed(vote);
 //   PlanVote all = agreed({unpacked_vote(messages[0], num_chunks), unpacked_vote(messages[1], num_chunks)});
