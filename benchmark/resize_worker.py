@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 from benchmark.common import SHAPES, token_batch  # noqa: E402
 from benchmark.rank_jobs import add_result, work  # noqa: E402
-from benchmark.step_counts import counts, in_words, levels, since
+from benchmark.step_counts import counts, in_words, levels, since  # noqa: E402
 from benchmark.systems.weights import build_meta_model  # noqa: E402
 from patrickstar.elastic import Membership, Phase  # noqa: E402
 from patrickstar.ranks.passing import prepare_to_pass  # noqa: E402

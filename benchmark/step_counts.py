@@ -6,8 +6,8 @@
 * pressed: chunks that left the device because something else needed memory; on demand: that came when they were needed;
   returned: how often PyTorch's allocator gave its cache back.
 * states: chunks whose optimizer states are on the device after the step; planned: what the next plan may use there,
-  fixed: of this, what stays throughout, tide: what activations take at most; peak, reserved: of PyTorch's allocator, the
-  most that was in use in the step, and that it had.
+  fixed: of this, what stays throughout, tide: what activations take at most; peak, reserved: of PyTorch's allocator,
+  the most that was in use in the step, and that it had.
 """
 
 from __future__ import annotations

@@ -42,9 +42,10 @@ std::string packed(const PlanVote& vote);
 PlanVote unpacked_vote(const std::string& message, size_t num_chunks);
 
 // can_measure, has_plan: all. updates: by chunk the latest on any rank; on the device if they are there on any, since
-// memory is set aside for that. fragment_bytes: the most, where all have seen theirs. times: where all ranks have some, the lowest rates, the longest waits and by moment
-// the longest compute and most activations. Gathers and scatters are as fast as the rank says for which they were
-// fastest: it came last, and the others' times count how long they waited for it.
+// memory is set aside for that. fragment_bytes: the most, where all have seen theirs. times: where all ranks have some,
+// the lowest rates, the longest waits and by moment the longest compute and most activations. Gathers and scatters are
+// as fast as the rank says for which they were fastest: it came last, and the others' times count how long they waited
+// for it.
 PlanVote agreed(const std::vector<PlanVote>& votes);
 
 }  // namespace patrickstar
