@@ -480,6 +480,7 @@ class Rates:
     device_adam_params_per_second: float
     synchronize_seconds: float
     launch_ahead_seconds: float
+    device_memory_gbps: float
     disk_read_gbps: float
     disk_write_gbps: float
     def __init__(self) -> None: ...
@@ -499,6 +500,7 @@ def simulate(
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
+    dequantized_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
@@ -520,6 +522,7 @@ def choose_plan(
     num_ranks: int = 1,
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
+    dequantized_bytes: Sequence[int] = [],
     idle_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward.

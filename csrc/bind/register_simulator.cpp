@@ -44,14 +44,15 @@ void register_choice(py::module_& module) {
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
          int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
-         std::vector<int64_t> disk_bytes, std::vector<int64_t> idle_bytes) {
+         std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes) {
         const Timeline timeline = parse_timeline(moments);
         const PlanProblem problem{
             &timeline,      parse_costs(costs, timeline), limit_bytes, least_tide_bytes, fixed_bytes,
             prefetch_bytes, std::move(idle_bytes)};
-        const PlanChoice choice = choose_plan(problem, rates,
-                                              {std::move(compute_seconds), std::move(updates), std::move(numels),
-                                               num_ranks, parse_copies(activations), std::move(disk_bytes)});
+        const PlanChoice choice =
+            choose_plan(problem, rates,
+                        {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
+                         parse_copies(activations), std::move(disk_bytes), std::move(dequantized_bytes)});
         py::dict result;
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
@@ -63,7 +64,7 @@ void register_choice(py::module_& module) {
       py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"), py::arg("least_tide_bytes") = 0,
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("idle_bytes") = std::vector<int64_t>{},
+      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("idle_bytes") = std::vector<int64_t>{},
       "The plan of the least predicted step, over how much room prefetches get and which updates begin in backward "
       "(plan/plan_choice.h).");
 }
@@ -91,6 +92,7 @@ void register_simulator(py::module_& module) {
       .def_readwrite("param_pass", &Rates::param_pass)
       .def_readwrite("states_pass", &Rates::states_pass)
       .def_readwrite("device_adam_params_per_second", &Rates::device_adam_params_per_second)
+      .def_readwrite("device_memory_gbps", &Rates::device_memory_gbps)
       .def_readwrite("disk_read_gbps", &Rates::disk_read_gbps)
       .def_readwrite("disk_write_gbps", &Rates::disk_write_gbps)
       .def_readwrite("synchronize_seconds", &Rates::synchronize_seconds)
@@ -100,7 +102,7 @@ void register_simulator(py::module_& module) {
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
          int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes) {
+         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -108,16 +110,18 @@ void register_simulator(py::module_& module) {
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
-        return describe_step(simulate(problem, parse_plan(plan), rates,
-                                      {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
-                                       parse_copies(activations), std::move(disk_bytes)}));
+        return describe_step(
+            simulate(problem, parse_plan(plan), rates,
+                     {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
+                      parse_copies(activations), std::move(disk_bytes), std::move(dequantized_bytes)}));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels "
-      "and disk_bytes: by chunk.");
+      py::arg("dequantized_bytes") = std::vector<int64_t>{},
+      "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
+      "disk_bytes and dequantized_bytes: by chunk.");
   register_choice(module);
 }
 

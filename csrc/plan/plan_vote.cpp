@@ -16,6 +16,7 @@ void keep_slower(Rates& all, const Rates& mine) {
   least(&Rates::host_adam_params_per_second);
   least(&Rates::device_adam_params_per_second);
   least(&Rates::launch_ahead_seconds);
+  least(&Rates::device_memory_gbps);
   least(&Rates::disk_read_gbps);
   least(&Rates::disk_write_gbps);
   most(&Rates::transfer_latency_seconds);

@@ -88,6 +88,8 @@ class Player {
   void bring_postponed(int last);
   void bring(int array);
   void upload(int array, When begin);
+  // 0 where its value is not made so.
+  double dequantize_seconds(int array) const;
   void gather(int array, When begin);
   double scatter(int array);
   // `ready`: when there is something to send, apart from what compute makes.
@@ -169,7 +171,7 @@ SimulatedStep Player::play_step() {
   activations_.clear();
   for (size_t t = 0; t < plan_.moments.size(); ++t) play_moment(t);
   finish_step();
-  step_.compute_seconds = std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
+  step_.compute_seconds += std::accumulate(shape_.compute_seconds.begin(), shape_.compute_seconds.end(), 0.0);
   return step_;
 }
 
@@ -395,6 +397,11 @@ void Player::bring(int array) {
   } else if (whole) {
     wait(later(launch_, memory));  // the compute queue casts this rank's shard into its place
     times(array).on_device_at = {compute_end_, kOnCollective};
+  } else if (const double seconds = dequantize_seconds(array); seconds > 0) {
+    wait(later(launch_, memory));  // codes that are on the device throughout
+    run(seconds);
+    step_.compute_seconds += seconds;
+    times(array).on_device_at = {compute_end_, kOnUpload};
   } else {
     times(array).on_device_at = memory;
   }
@@ -407,9 +414,18 @@ When Player::enqueue(When& end, When begin, double seconds, Shortage cause) cons
   return end;
 }
 
+double Player::dequantize_seconds(int array) const {
+  const ArrayId id = ArrayId::from_index(array);
+  if (id.kind != ArrayKind::kParam || shape_.dequantized_bytes.empty()) return 0;
+  const auto num_bytes = static_cast<double>(shape_.dequantized_bytes[static_cast<size_t>(id.chunk)]);
+  return num_bytes == 0 ? 0 : num_bytes / (rates_.device_memory_gbps * 1e9);
+}
+
+// Codes are dequantised on the queue on which they come.
 void Player::upload(int array, When begin) {
-  const double seconds =
+  const double transfer_seconds =
       rates_.transfer_latency_seconds + static_cast<double>(cost(array).fetch_bytes) / (rates_.upload_gbps * 1e9);
+  const double seconds = transfer_seconds + dequantize_seconds(array);
   times(array).on_device_at = enqueue(upload_end_, begin, seconds, kOnUpload);
   step_.upload_seconds += seconds;
   step_.uploaded_bytes += cost(array).fetch_bytes;
@@ -492,6 +508,13 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
            ArgumentError, "states are on the disk, which reads ", rates.disk_read_gbps, " GB/s and writes ",
            rates.disk_write_gbps, " GB/s, and their bytes are known of ", shape.disk_bytes.size(),
            " chunks; give positive rates and the bytes of each chunk");
+  const bool any_quantized = std::any_of(shape.dequantized_bytes.begin(), shape.dequantized_bytes.end(),
+                                         [](int64_t num_bytes) { return num_bytes > 0; });
+  PS_CHECK(shape.dequantized_bytes.empty() || shape.dequantized_bytes.size() == shape.updates.size(), ArgumentError,
+           "bytes that are dequantised are known of ", shape.dequantized_bytes.size(), " chunks of ",
+           shape.updates.size(), "; give those of each chunk, or none");
+  PS_CHECK(!any_quantized || rates.device_memory_gbps > 0, ArgumentError,
+           "chunks are dequantised by memory that moves ", rates.device_memory_gbps, " GB/s; give a positive rate");
   PS_CHECK(shape.num_ranks >= 1 && rates.gather_gbps >= 0 && rates.scatter_gbps >= 0, ArgumentError, "gathers at ",
            rates.gather_gbps, " GB/s and scatters at ", rates.scatter_gbps, " GB/s between ", shape.num_ranks,
            " ranks: give at least one rank and no negative rate");

@@ -41,6 +41,7 @@ struct Rates {
   double param_pass = 16.0 / 28;
   double states_pass = 26.0 / 28;
   double device_adam_params_per_second = 0;  // must be more than 0
+  double device_memory_gbps = 0;  // of values that are dequantised, reads and writes; more than 0 where any are
   double disk_read_gbps = 0;   // of optimizer states, while others are written; more than 0 where any are on the disk
   double disk_write_gbps = 0;  // likewise
   double synchronize_seconds = 0;   // from the end of backward until the launching thread goes on: the norm is known
@@ -66,6 +67,8 @@ struct StepShape {
   int num_ranks = 1;                            // that share each chunk
   std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
   std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
+  // By chunk: read and written on the device to dequantise it; empty: that takes no time, or moments' times hold it.
+  std::vector<int64_t> dequantized_bytes{};
 };
 
 // What the compute queue waited for (a measured step distinguishes more: StallCause, common/tracing.h).

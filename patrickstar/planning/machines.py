@@ -154,6 +154,7 @@ class Machine:
         rates.device_adam_params_per_second = updates.device_params_per_second
         rates.synchronize_seconds = self.synchronize_seconds
         rates.launch_ahead_seconds = self.launch_ahead_seconds
+        rates.device_memory_gbps = self.gpu.memory_gbps
         rates.disk_read_gbps = rates.disk_write_gbps = self.disk_gbps
         return rates
 

@@ -21,9 +21,12 @@ _RATES = (
     "device_adam_params_per_second",
     "synchronize_seconds",
     "launch_ahead_seconds",
+    "device_memory_gbps",
     "disk_read_gbps",
     "disk_write_gbps",
 )
+_EARLIER_RATES = {"device_memory_gbps": 0.0}
+"""Of what plans of earlier versions do not name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +134,9 @@ class StepTimes:
         Raises:
             KeyError: a rate or an update is not known.
         """
-        rates = _C.Rates()
+        rates, known = _C.Rates(), {**_EARLIER_RATES, **self.rates}
         for name in _RATES:
-            setattr(rates, name, float(self.rates[name]))
+            setattr(rates, name, float(known[name]))
         updates = [_C.UpdateAt.__members__[name] for name in self.updates]
         return {
             "rates": rates,

@@ -81,6 +81,7 @@ def _simulated(
         numels=[chunk.shard_numel for chunk in plan.chunks],
         num_ranks=plan.num_ranks,
         disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
+        dequantized_bytes=_dequantized_bytes(plan.chunks, rates),
         **{key: value for key, value in problem.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")},
     )
     return Prediction(**step)
@@ -612,6 +613,7 @@ def _choose_plan(
         numels=[chunk.shard_numel for chunk in chunks],
         num_ranks=layout.num_ranks,
         disk_bytes=[chunk.disk_bytes for chunk in chunks],
+        dequantized_bytes=_dequantized_bytes(chunks, rates),
         activations=[copies.as_core() for copies in timed.copies],
         **problem,
     )
@@ -712,6 +714,11 @@ def _accumulated(plan: Plan, accumulation: int) -> Prediction:
 def _with_guests(peak_bytes: int, stashed_bytes: int, limit_bytes: int) -> int:
     """The host's peak with activations, which updates ahead of the step make room for."""
     return min(peak_bytes + stashed_bytes, max(peak_bytes, limit_bytes))
+
+
+def _dequantized_bytes(chunks: Sequence[PlannedChunk], rates: _C.Rates) -> list[int]:
+    """By chunk; none where moments' times hold what it takes, as those that an engine has measured do."""
+    return [chunk.dequantized_bytes for chunk in chunks] if rates.device_memory_gbps > 0 else []
 
 
 def _is_quantized(chunk: Mapping) -> bool:

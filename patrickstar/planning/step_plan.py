@@ -17,6 +17,11 @@ VERSION = 5
 _FORMAT = "patrickstar.plan"
 
 
+# Of an element, its part of scales included ([Note: NF4] and [Note: int8], csrc/quant/kernels.h).
+_CODE_BYTES = {"NF4": 1 / 2 + 1 / 64 + 4 / (64 * 256), "INT8": 1 + 4 / 256}
+_VALUE_BYTES = {"FLOAT32": 4, "FLOAT16": 2, "BFLOAT16": 2}
+
+
 @dataclasses.dataclass(frozen=True)
 class PlannedChunk:
     """What a plan knows of a chunk: enough to tell whether a layout is the one it was made for."""
@@ -35,6 +40,13 @@ class PlannedChunk:
     """What its values are stored in, a name of ``_C.QuantType``."""
     disk_bytes: int = 0
     """What optimizer states take on the disk; 0: they are not there."""
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Of device memory, read and written to make its values from codes; 0 where it has none."""
+        if self.quantization not in _CODE_BYTES:
+            return 0
+        return int(self.numel * (_CODE_BYTES[self.quantization] + _VALUE_BYTES[self.dtype]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,16 +17,18 @@ from patrickstar.config import OptimizerType
 _TYPES = _C.StateType
 _BYTES = {_TYPES.FLOAT32: 4.0, _TYPES.LOWER_HALF: 2.0, _TYPES.BFLOAT16: 2.0, _TYPES.NONE: 0.0}
 _EIGHT_BIT_BYTES = 1 + 4 / _C.optim.STATE_BLOCK  # a code, and its part of the block's float32 scale
-# Of one core of two that update, 1e-9 seconds per parameter, by `benchmark schemes` (AVX-512,
-# benchmark/results/cpu-schemes.json): an update of float32 states, and what it takes more without a master, and for
-# each moment in 8 bits. Fewer bytes of other types take no other time there, to within 6 %.
+# Of one core of those that update, 1e-9 seconds per parameter, by `benchmark schemes` (AVX-512): an update of float32
+# states, and what it takes more without a master, on two cores of a Xeon (benchmark/results/cpu-schemes.json); and for
+# each moment in 8 bits, on the 15 hyper-threads beside an H200, of which it takes 2.2, 2.2 and 1.4 in all for Adam, for
+# Adam and Lion without masters (h200-fewer-bytes.txt). A Zen 5 codes four times as fast. Fewer bytes of other types
+# take no other time, to within 6 %.
 _CORE_NANOSECONDS = {
     OptimizerType.ADAM: 0.950,
     OptimizerType.ADAMW: 0.950,
     OptimizerType.LION: 0.705,
     OptimizerType.SGD: 0.687,
 }
-_NO_MASTER_NANOSECONDS, _EIGHT_BIT_NANOSECONDS = 0.140, 0.129
+_NO_MASTER_NANOSECONDS, _EIGHT_BIT_NANOSECONDS = 0.140, 0.55
 
 
 def state_bytes(kind: _C.StateType) -> float:

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from patrickstar.plan import main
+from patrickstar.planning import prediction
+from patrickstar.planning.machines import H200
 
 MODEL = ["--model", "gpt:512x8", "--batch-size", "2", "--seq-len", "64", "--host-memory", "4GiB", "--no-advice"]
 LINEAR = 8 * 12 * 512**2  # weights of the blocks' linear layers
@@ -27,6 +29,20 @@ def test_bytes(capsys):
     assert found["config"]["quantization"] == {"type": "nf4"}
     assert found["uploaded_bytes"] < whole["uploaded_bytes"]
     assert "quantization" not in whole["config"]
+
+
+def test_dequantisation_takes_time(capsys, monkeypatch):
+    """Codes and values of the GPU's memory, each time that values are made: at most in forward, its recomputation and
+    backward.
+    """
+    question = ["--device-memory", "192MiB", "--chunk-numel", "524288", "--lora-rank", "8", "--gpu", "h200"]
+    question += ["--quantization", "nf4"]
+    busy = [planned(capsys, *question)["roofline_seconds"]]
+    monkeypatch.setattr(prediction, "_dequantized_bytes", lambda chunks, rates: [])
+    busy.append(planned(capsys, *question)["roofline_seconds"])
+    more = sum(busy[0][queue] - busy[1][queue] for queue in ("compute", "upload"))
+    once = (2 + 0.5159) * LINEAR / H200.gpu.memory_gbps / 1e9
+    assert once * 0.3 < more < once * 3.1
 
 
 def test_adapters_are_assumed(capsys):

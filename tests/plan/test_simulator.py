@@ -227,6 +227,32 @@ def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
     assert step["stall_seconds"]["upload"] == pytest.approx(step["upload_seconds"])
 
 
+def test_codes_are_dequantised_where_they_come_from():
+    """On the compute queue where they are on the device, behind their upload where they are not; 2 GB/s each."""
+    moments, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
+    costs = {
+        (i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)
+    }  # fmt: skip
+    plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
+    given = {"updates": [NEVER] * 4, "numels": [GB] * 4, "compute_seconds": [1.0] * 4, **limits}
+    rates = rates_of(upload=1)
+    rates.device_memory_gbps = 5.0
+    free, timed = (
+        _C.simulate(moments, costs, plan, rates, dequantized_bytes=bytes_each, **given)
+        for bytes_each in ([], [GB, GB // 2, GB, GB])
+    )
+    fetched = timed["uploaded_bytes"] / (GB // 4)
+    assert timed["uploaded_bytes"] == free["uploaded_bytes"]
+    assert timed["upload_seconds"] == pytest.approx(free["upload_seconds"] + fetched * 0.2)
+    assert free["compute_seconds"] == pytest.approx(4)
+    assert 4 < timed["compute_seconds"] <= 4.3 + 1e-9
+    assert timed["seconds"] >= free["seconds"] + (timed["compute_seconds"] - 4) - 1e-9
+    with pytest.raises(ValueError, match="dequantised by memory that moves 0"):
+        _C.simulate(moments, costs, plan, rates_of(upload=1), dequantized_bytes=[GB] * 4, **given)
+    with pytest.raises(ValueError, match="known of 1 chunks of 4"):
+        _C.simulate(moments, costs, plan, rates, dequantized_bytes=[GB], **given)
+
+
 def test_chunks_that_take_nothing_need_no_costs():
     """As where a value and its gradient have places of their own beside states on the device."""
     moments, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}

@@ -145,6 +145,7 @@ def reference_times(trace):
         "states_pass": 26 / 28,
         "device_adam_params_per_second": 1e18,  # none was seen
         "synchronize_seconds": tail + trace["moments"][0]["begin_seconds"],
+        "device_memory_gbps": 0.0,  # moments' times hold what is dequantised
         "launch_ahead_seconds": max(max(m["begin_seconds"] - m["launched_seconds"], 0) for m in trace["moments"]),
     }
     return rates, compute

@@ -17,6 +17,10 @@ RECORD = Path(__file__).parents[2] / "benchmark" / "results" / "cpu-schemes.json
 RULES = {None: OptimizerType.ADAMW, _C.MomentumRule.LION: OptimizerType.LION, _C.MomentumRule.SGD: OptimizerType.SGD}
 
 
+# ns per parameter of 15 hyper-threads beside an H200 (benchmark/results/h200-fewer-bytes.txt).
+FIFTEEN_THREADS = {"adam, 8bit": 0.148, "adam, 8bit, no master": 0.145, "lion, 8bit, no master": 0.091}
+
+
 def cost_of(scheme):
     return update_cost(_C.StateFormat(scheme.master, scheme.momentum, scheme.variance), RULES[scheme.rule])
 
@@ -26,7 +30,10 @@ def test_costs_are_those_that_were_measured(scheme):
     rows = {row["name"]: row for row in json.loads(RECORD.read_text())["schemes"]}
     cost, row = cost_of(scheme), rows[scheme.name]
     assert cost.traffic_bytes == row["bytes_per_param"]
-    assert cost.core_seconds * 1e9 / 2 == pytest.approx(row["ns_per_param"], rel=0.06)
+    if scheme.name in FIFTEEN_THREADS:
+        assert cost.core_seconds * 1e9 / 15 == pytest.approx(FIFTEEN_THREADS[scheme.name], rel=0.08)
+    else:
+        assert cost.core_seconds * 1e9 / 2 == pytest.approx(row["ns_per_param"], rel=0.06)
 
 
 def test_memory_or_cores_hold_updates_up():
