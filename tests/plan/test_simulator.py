@@ -228,11 +228,9 @@ def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
 
 
 def test_codes_are_dequantised_where_they_come_from():
-    """On the compute queue where they are on the device, behind their upload where they are not; 2 GB/s each."""
+    """On the compute queue where they are on the device, behind their upload where they are not."""
     moments, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
-    costs = {
-        (i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)
-    }  # fmt: skip
+    costs = {(i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)}
     plan = _C.make_plan(moments, costs, **limits, prefetch_bytes=0)
     given = {"updates": [NEVER] * 4, "numels": [GB] * 4, "compute_seconds": [1.0] * 4, **limits}
     rates = rates_of(upload=1)
