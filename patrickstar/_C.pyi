@@ -349,8 +349,17 @@ class WorkQueue:
     """A queue of tasks with a thread of its own. For tests."""
 
     def __init__(self) -> None: ...
-    def submit(self, failure: str = "") -> HostEvent:
-        """A task that does nothing, or fails with SystemError."""
+    def submit(
+        self, failure: str = "", name: str = "", after: HostEvent | None = None, rank: int | None = None
+    ) -> HostEvent:
+        """A task that waits for `after` and then fails with SystemError, or notes its name.
+
+        With a `rank` it is one of those that run in the order of need, and is ready when `after` is over.
+        """
+
+    @property
+    def names(self) -> list[str]:
+        """Of tasks that are over, in the order in which they ran."""
 
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""

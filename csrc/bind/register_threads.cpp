@@ -1,6 +1,11 @@
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "common/check.h"
@@ -80,21 +85,44 @@ void register_host_threads(py::module_& module) {
           "Calls fn(begin, end) on disjoint ranges that cover [0, size).");
 }
 
-// For tests: a queue whose tasks do nothing, or fail.
+// For tests: a queue whose tasks fail, wait for an event, or do nothing, and note their name when they are over.
+class NotingQueue {
+ public:
+  std::shared_ptr<HostEvent> submit(const std::string& failure, const std::string& name,
+                                    const std::shared_ptr<HostEvent>& after, std::optional<int64_t> rank) {
+    std::optional<Need> need;
+    if (rank) need = Need{*rank, [after] { return after == nullptr || after->is_over(); }};
+    const auto task = [this, failure, name, after] {
+      if (after != nullptr) after->wait();
+      PS_CHECK(failure.empty(), SystemError, failure);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      names_.push_back(name);
+    };
+    return std::static_pointer_cast<HostEvent>(queue_.submit(task, std::move(need)));
+  }
+  std::vector<std::string> names() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return names_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> names_;
+  WorkQueue queue_;
+};
+
 void register_work_queue(py::module_& module) {
   py::class_<HostEvent, std::shared_ptr<HostEvent>>(module, "HostEvent", "The end of some work (common/event.h).")
+      .def(py::init<>())
+      .def("complete", &HostEvent::complete)
       .def("wait", &HostEvent::wait, ReleaseGil(), "Raises what the work has failed with.")
       .def("settle", &HostEvent::settle, ReleaseGil())
       .def_property_readonly("is_over", &HostEvent::is_over);
-  py::class_<WorkQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")
+  py::class_<NotingQueue>(module, "WorkQueue", "A queue of tasks with a thread of its own (common/work_queue.h).")
       .def(py::init<>())
-      .def(
-          "submit",
-          [](WorkQueue& self, const std::string& failure) {
-            const Event event = self.submit([failure] { PS_CHECK(failure.empty(), SystemError, failure); });
-            return std::static_pointer_cast<HostEvent>(event);
-          },
-          py::arg("failure") = "");
+      .def("submit", &NotingQueue::submit, py::arg("failure") = "", py::arg("name") = "", py::arg("after") = nullptr,
+           py::arg("rank") = py::none())
+      .def_property_readonly("names", &NotingQueue::names);
 }
 
 }  // namespace

@@ -16,14 +16,26 @@ WorkQueue::~WorkQueue() {
   worker_.join();
 }
 
-Event WorkQueue::submit(std::function<void()> task) {
+Event WorkQueue::submit(std::function<void()> task, std::optional<Need> need) {
   auto done = std::make_shared<HostEvent>();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back({std::move(task), done});
+    tasks_.push_back({std::move(task), done, std::move(need)});
   }
   changed_.notify_one();
   return done;
+}
+
+WorkQueue::Task WorkQueue::take_next() {
+  auto next = tasks_.begin();
+  for (auto task = tasks_.begin(); task != tasks_.end() && task->need; ++task) {
+    const bool is_wanted = !next->is_ready || task->need->rank < next->need->rank;
+    if (is_wanted && !task->is_ready) task->is_ready = task->need->is_ready();
+    if (is_wanted && task->is_ready) next = task;
+  }
+  Task result = std::move(*next);
+  tasks_.erase(next);
+  return result;
 }
 
 void WorkQueue::work() {
@@ -31,8 +43,7 @@ void WorkQueue::work() {
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
+    Task task = take_next();
     lock.unlock();
     std::exception_ptr failure;
     try {
@@ -40,6 +51,7 @@ void WorkQueue::work() {
     } catch (...) {
       failure = std::current_exception();
     }
+    task.need.reset();
     task.run = nullptr;  // what it refers to goes before its event says that it is over
     failure ? task.done->fail(std::move(failure)) : task.done->complete();
     lock.lock();

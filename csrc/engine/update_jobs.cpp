@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "common/check.h"
@@ -159,10 +160,21 @@ SpanLabel update_label(Track track, ChunkId first_chunk, const std::vector<optim
 Event HostUpdates::submit(HostUpdate update) {
   const SpanLabel label = update_label(track_of(update.pass, track_), update.chunk, update.jobs);
   const std::shared_ptr<HostSpan> span = tracer_.open_host_span(label, update.cancelled);
-  return queue_.submit([this, span, shared = std::make_shared<const HostUpdate>(std::move(update))] {
-    const HostSpanEnd end(span.get());
-    if (!shared->is_cancelled()) run(*shared, span.get());
-  });
+  const auto shared = std::make_shared<const HostUpdate>(std::move(update));
+  std::optional<Need> need;
+  if (shared->turn == Turn::kOfNeed) need = Need{shared->chunk, [this, shared] { return is_ready(*shared); }};
+  return queue_.submit(
+      [this, span, shared] {
+        const HostSpanEnd end(span.get());
+        if (!shared->is_cancelled()) run(*shared, span.get());
+      },
+      std::move(need));
+}
+
+bool HostUpdates::is_ready(const HostUpdate& update) const {
+  const auto is_over = [this](const Event& event) { return backend_.is_over(event); };
+  return update.is_cancelled() ||
+         (std::all_of(update.after.begin(), update.after.end(), is_over) && is_over(update.states));
 }
 
 void HostUpdates::run(const HostUpdate& update, HostSpan* span) {

@@ -4,7 +4,8 @@
 //                  and a step count, and copies for parameters that have no gradient. Keeps each parameter's group and
 //                  step count.
 //   HostUpdates    updates of chunks whose states are in host memory: on the host's threads, beside everything else, on
-//                  a queue of their own, one after the other, each on all threads of the pool
+//                  a queue of their own, one after the other, each on all threads of the pool; what makes new values
+//                  as the next forward needs them ([Note: the order of need], common/work_queue.h)
 //
 //   Event done = updates.submit({chunk, jobs, restores, carries, {gradient.host_ready}});
 //   record.host_ready = done;   // whoever reads the block waits for it
@@ -94,9 +95,16 @@ struct Carry {
   int64_t num_bytes;
 };
 
+// When the host makes an update, among those that wait for it.
+enum class Turn : uint8_t {
+  kInOrder,  // after those that were submitted before it, and before those after it
+  kOfNeed,   // as the next forward needs the chunks, among neighbours of this kind ([Note: the order of need])
+};
+
 struct HostUpdate {
   ChunkId chunk = -1;  // the first of those that it updates
   Pass pass = Pass::kWhole;
+  Turn turn = Turn::kInOrder;
   std::vector<optim::UpdateJob> jobs;  // in host memory
   std::vector<Restore> restores;
   std::vector<Carry> carries;
@@ -147,6 +155,7 @@ class HostUpdates {
   double waited_seconds() const { return static_cast<double>(waited_nanoseconds_.load()) * 1e-9; }
 
  private:
+  bool is_ready(const HostUpdate& update) const;
   void await_states(const HostUpdate& update);
   void run(const HostUpdate& update, HostSpan* span);
 

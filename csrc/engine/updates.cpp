@@ -176,6 +176,7 @@ void Updates::speculate(ChunkId chunk) {
   target.param = values.param.data;
   target.apart = values.has_states() ? &values : nullptr;
   HostUpdate update;
+  update.turn = Turn::kOfNeed;
   update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
   update.after.push_back(record.host_ready);
   for (ArrayKind kind : store_.chunk(chunk).state_kinds())
@@ -196,6 +197,7 @@ bool Updates::put_values(ChunkId chunk, const std::vector<GroupOptions>& groups,
   const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
   if (!speculation_.has_open_memory() || !param.on_host || !is_dead) return false;
   HostUpdate update;
+  update.turn = Turn::kOfNeed;
   update.pass = Pass::kPut;
   bring_value_to_host(chunk, update.after);
   if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
@@ -278,6 +280,7 @@ void Updates::take_over_params(ChunkId chunk, NewValues& values, const std::vect
     HostUpdate open;
     open.chunk = chunk;
     open.pass = Pass::kOpen;
+    open.turn = Turn::kOfNeed;
     open.jobs = rest.update.jobs;
     speculation_.keep_open(chunk, open.jobs);
     open.after = {values.done};
@@ -296,6 +299,7 @@ void Updates::take_over_in_place(ChunkId chunk, NewValues& values, const std::ve
   HostUpdate open;
   open.chunk = chunk;
   open.pass = Pass::kPutOpen;
+  open.turn = Turn::kOfNeed;
   open.after = {values.done};
   UpdateTarget target{};
   target.grad = memory_.array(grad_of(chunk)).block.data;
@@ -498,8 +502,11 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
                             float grad_scale) {
   std::optional<std::vector<HostBlock>> params = new_params(chunks);
   std::vector<UpdateTarget> targets;
+  const bool on_disk = disk_.is_home_of(chunks.front());
   HostUpdate update;
   update.chunk = chunks.front();
+  // Those of the disk pass through sets of memory in turn.
+  update.turn = on_disk ? Turn::kInOrder : Turn::kOfNeed;
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
     const ArrayId grad{chunk, gradients_.source(chunk)};
@@ -522,7 +529,6 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     rest.chunks = chunks;
     rest.update.jobs = update.jobs;
   }
-  const bool on_disk = disk_.is_home_of(chunks.front());
   const Event done = (on_disk ? disk_updates_ : host_updates_).submit(std::move(update));
   rest.update.after = {done};
   for (size_t i = 0; i < chunks.size(); ++i) {

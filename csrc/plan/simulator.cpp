@@ -74,12 +74,20 @@ class Player {
     bool has_left = false;  // a gradient that is to come back for its update
   };
 
+  struct EarlyUpdate {
+    ChunkId chunk = 0;
+    double ready = 0;  // its gradient is on the host
+    double share = 1;
+  };
+
   void play_moment(size_t t);
   void bring_activations(const ActivationCopies& copies);
   void send_activations(const ActivationCopies& copies);
   void finish_step();
   void update(ChunkId chunk);
   void update_on_host(ChunkId chunk, double begin, double share = 1);
+  // Of updates that begin in backward, in the order in which the host makes them.
+  void update_in_order_of_need();
   // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
   void update_through_disk(ChunkId chunk, double begin);
   void make_room(int64_t num_bytes);
@@ -114,7 +122,8 @@ class Player {
   const Rates& rates_;
   const StepShape& shape_;
   std::vector<ArrayTimes> arrays_;
-  std::vector<size_t> last_use_;  // by array: the last moment that reads or writes it
+  std::vector<size_t> last_use_;            // by array: the last moment that reads or writes it
+  std::vector<EarlyUpdate> early_updates_;  // of the running backward
   std::deque<int> postponed_;
   std::deque<std::pair<int64_t, When>> activations_;  // that come back: bytes, and when they are there
   Room room_;
@@ -274,8 +283,8 @@ void Player::retire(ArrayId id, size_t moment) {
   }
   const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
   const double ready = times(grad).on_host_at.at;
-  if (where == UpdateAt::kHostAtRetire) update_on_host(id.chunk, ready);
-  if (where == UpdateAt::kHostParamFirst) update_on_host(id.chunk, ready, rates_.param_pass);
+  if (where == UpdateAt::kHostAtRetire) early_updates_.push_back({id.chunk, ready, 1});
+  if (where == UpdateAt::kHostParamFirst) early_updates_.push_back({id.chunk, ready, rates_.param_pass});
   if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
 }
 
@@ -283,6 +292,7 @@ void Player::retire(ArrayId id, size_t moment) {
 void Player::finish_step() {
   wait({scatter_end_, kOnCollective});
   launch_ = {std::max(launch_.at, compute_end_) + rates_.synchronize_seconds, kOnLaunch};
+  update_in_order_of_need();
   const auto num_chunks = static_cast<ChunkId>(shape_.updates.size());
   for (ChunkId chunk = 0; chunk < num_chunks; ++chunk) update(chunk);
   // States behind parameters, in the order in which the next backward needs them.
@@ -347,6 +357,23 @@ void Player::run_host_adam(ChunkId chunk, double begin, double share) {
 void Player::update_on_host(ChunkId chunk, double begin, double share) {
   run_host_adam(chunk, begin, share);
   times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {host_adam_end_, kOnHostUpdate};
+}
+
+// [Note: the order of need]: of those whose gradients are there the one that the next forward needs first, where none
+// is the one that comes first.
+void Player::update_in_order_of_need() {
+  std::set<std::pair<ChunkId, size_t>> ready;  // and its place in early_updates_
+  size_t next = 0;
+  while (!ready.empty() || next < early_updates_.size()) {
+    const double now = ready.empty() ? std::max(host_adam_end_, early_updates_[next].ready) : host_adam_end_;
+    for (; next < early_updates_.size() && early_updates_[next].ready <= now; ++next) {
+      ready.emplace(early_updates_[next].chunk, next);
+    }
+    const EarlyUpdate& update = early_updates_[ready.begin()->second];
+    ready.erase(ready.begin());
+    update_on_host(update.chunk, update.ready, update.share);
+  }
+  early_updates_.clear();
 }
 
 void Player::update_through_disk(ChunkId chunk, double begin) {

@@ -1,8 +1,9 @@
-"""What fails on a worker is kept in the event of that task: it ends no process, and no other task."""
+"""A queue of tasks: what fails ends no process and no other task, and what is needed first may run first."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -37,3 +38,42 @@ def test_the_failure_reaches_any_thread():
     for thread in threads:
         thread.join(60)
     assert found == ["no memory"] * 4
+
+
+def run(tasks, gates=()):
+    """The order in which these run: (name, rank, after), all submitted while the worker is held up."""
+    queue = _C.WorkQueue()
+    begin = _C.HostEvent()
+    queue.submit(name="begin", after=begin)
+    events = [queue.submit(name=name, rank=rank, after=after) for name, rank, after in tasks]
+    begin.complete()
+    for name, gate in gates:
+        deadline = time.monotonic() + 60
+        while name not in queue.names and time.monotonic() < deadline:
+            time.sleep(0.001)
+        gate.complete()
+    for event in events:
+        event.wait()
+    return queue.names[1:]
+
+
+def test_what_is_needed_first_runs_first():
+    assert run([("c", 3, None), ("a", 1, None), ("b", 2, None), ("first of two", 2, None)]) == [
+        "a", "b", "first of two", "c",
+    ]  # fmt: skip
+
+
+def test_others_are_neither_overtaken_nor_do_they_overtake():
+    tasks = [("c", 3, None), ("b", 2, None), ("plain", None, None), ("a", 1, None), ("end", None, None)]
+    assert run(tasks) == ["b", "c", "plain", "a", "end"]
+
+
+def test_what_is_not_ready_waits_for_its_turn():
+    gate = _C.HostEvent()
+    assert run([("c", 3, None), ("a", 1, gate), ("b", 2, None)], [("c", gate)]) == ["b", "c", "a"]
+
+
+def test_where_none_is_ready_the_oldest_runs():
+    gates = [_C.HostEvent(), _C.HostEvent()]
+    tasks = [("c", 3, gates[0]), ("a", 1, gates[1]), ("b", 2, gates[1])]
+    assert run(tasks, [("begin", gates[0]), ("c", gates[1])]) == ["c", "a", "b"]
