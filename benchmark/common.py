@@ -147,6 +147,7 @@ SHAPES: dict[str, GptShape | LlamaShape] = {
     "42b": GptShape(8192, 51, 64, 50304, 1024, checkpointing=True),
     "60b": GptShape(9216, 58, 72, 50304, 1024, checkpointing=True),
     "68b": GptShape(9216, 66, 72, 50304, 1024, checkpointing=True),
+    "110b": GptShape(9216, 107, 72, 50304, 1024, checkpointing=True),
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),
 }
@@ -164,9 +165,9 @@ def command_line(module: str) -> str:
 
 
 def synchronize() -> None:
-    """Waits for the GPU, if there is one."""
+    """Waits for what the GPU computes, if there is one; not for copies beside it, which go on in the next step."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def provenance(command: str | None = None) -> dict[str, Any]:

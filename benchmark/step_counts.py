@@ -24,6 +24,7 @@ _COUNTERS = {
     "kept": "num_updates_taken_over",
     "settled": "num_settled_updates",
     "behind": "num_states_passes",
+    "visits": "num_visits",
     "in place": "num_values_in_place",
     "pressed": "num_pressure_evictions",
     "on demand": "num_on_demand_fetches",

@@ -206,6 +206,7 @@ class Track(_Enum):
     DISK_READ: ClassVar[Track]
     DISK_ADAM: ClassVar[Track]
     DISK_WRITE: ClassVar[Track]
+    VISIT: ClassVar[Track]
 
 @final
 class StallCause(_Enum):
@@ -339,6 +340,8 @@ class ThreadPool:
 class HostEvent:
     """The end of some work on a host thread."""
 
+    def __init__(self) -> None: ...
+    def complete(self) -> None: ...
     def wait(self) -> None:
         """Raises what the work has failed with."""
     def settle(self) -> None: ...
@@ -419,7 +422,22 @@ class DeviceBudget:
     backwards: Backwards
     gradient_tide_bytes: int
     host_limit_bytes: int
+    gradient_room_bytes: int
     def __init__(self) -> None: ...
+
+def gradient_room_bytes(layout: Layout, homes: Sequence[Tier], host_limit_bytes: int) -> int:
+    """What chunks with these homes leave of the host to gradients that have memory there only until their update;
+    UNLIMITED where all have a place.
+    """
+
+def visit_costs(layout: Layout) -> list[tuple[int, int]]:
+    """By chunk, the bytes that go up and down where its states visit the device for an update."""
+
+def visitor_bytes(layout: Layout) -> int:
+    """Of the device, what chunks take that visit it."""
+
+def chunks_that_move_in(layout: Layout, count: int, states_on_device: Sequence[bool]) -> list[int]:
+    """Of the first ``count`` chunks, those whose states move to the device beside those that are there."""
 
 def reserved_gradient_bytes(layout: Layout) -> int:
     """Of host memory, what updates ahead of the step leave to gradients that come down."""
@@ -510,6 +528,9 @@ def simulate(
     activations: Sequence[Sequence[int]] = [],
     disk_bytes: Sequence[int] = [],
     dequantized_bytes: Sequence[int] = [],
+    gradient_room_bytes: int = 9223372036854775807,
+    visit_costs: Sequence[tuple[int, int]] = [],
+    visits: Sequence[bool] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
     bytes. ``activations``: by moment, the bytes of them that leave the device, that come back, and of these that the
@@ -533,11 +554,15 @@ def choose_plan(
     disk_bytes: Sequence[int] = [],
     dequantized_bytes: Sequence[int] = [],
     idle_bytes: Sequence[int] = [],
+    gradient_room_bytes: int = 9223372036854775807,
+    visit_costs: Sequence[tuple[int, int]] = [],
+    visitor_bytes: int = 0,
 ) -> dict[str, Any]:
-    """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward.
+    """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward, or
+    are made on the device.
 
     ``plan`` as ``make_plan`` gives it, the ``prefetch_bytes`` that it was made for, ``predicted`` as ``simulate`` gives
-    it, and ``updates`` by chunk: those given, of which some wait for the norm.
+    it, and ``updates`` by chunk: those given, of which some wait for the norm; ``visits`` by chunk, or none.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:
@@ -965,6 +990,11 @@ class Runtime(UseListener):
 
     def read_gradient(self, param: int, values: int, /) -> None: ...
     def write_gradient(self, param: int, values: int, where: Tier, /) -> None: ...
+    def set_visits(self, chunks: Sequence[bool], piece_numel: int = 16777216) -> None:
+        """For tests: whose updates the device makes for the host until the next plan by time, by chunk, in pieces of
+        so many elements.
+        """
+
     def adopt_timeline(self, moments: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
         """Plans the first step as an earlier run's: its ``timeline`` and its ``step_times``."""
 

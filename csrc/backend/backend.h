@@ -6,6 +6,8 @@
 //   kDownload  device to host copies, in order
 //   kGather    collectives of values, in order (engine/collectives.h)
 //   kScatter   collectives of gradients, in order
+//   kVisitUp, kVisitUpdate, kVisitDown
+//              states of chunks that are at home on the host go up, are updated and come down (engine/visits.h)
 //
 // Work of one queue runs in order; work of different queues is ordered by events only. [Note: queues]
 // On the CPU, all but kCompute are worker threads and the "device" is ordinary memory with a
@@ -27,8 +29,8 @@
 
 namespace patrickstar {
 
-enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter };
-constexpr int kNumQueues = 5;
+enum class Queue { kCompute, kUpload, kDownload, kGather, kScatter, kVisitUp, kVisitUpdate, kVisitDown };
+constexpr int kNumQueues = 8;
 
 // What to do when the tide and the payloads in use exceed the limit.
 enum class LimitPolicy {

@@ -54,13 +54,18 @@ struct CudaMark final : MarkState {
 
 // PyTorch's allocator remembers the stream that memory was allocated for, and synchronises with it
 // when it unmaps an expandable segment, long after the engine is closed. So copy streams are made once per device and,
-// like PyTorch's own, never destroyed.
+// like PyTorch's own, never destroyed. Short updates of what visits the device go before the rest of a long kernel.
 cudaStream_t lasting_stream(int device, Queue queue) {
   static std::mutex mutex;
   static std::map<std::pair<int, Queue>, cudaStream_t> streams;
   const std::lock_guard<std::mutex> lock(mutex);
   cudaStream_t& stream = streams[{device, queue}];
-  if (stream == nullptr) PS_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (stream != nullptr) return stream;
+  int least = 0;
+  int greatest = 0;
+  PS_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  const int priority = queue == Queue::kVisitUpdate ? greatest : least;
+  PS_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
   return stream;
 }
 
@@ -110,9 +115,6 @@ class CudaBackend final : public Backend {
     total_bytes_ = static_cast<int64_t>(total_bytes);
     limit_bytes_ = std::min(limit_bytes, total_bytes_);
     allowed_bytes_ = limit_bytes_ - rounding_bytes;
-    for (int queue = 1; queue < kNumQueues; ++queue) {
-      streams_[static_cast<size_t>(queue)] = lasting_stream(device, static_cast<Queue>(queue));
-    }
     allocator_limit_.emplace(device_, allowed_bytes_, total_bytes_);
     // What PyTorch has cached from before counts towards the limit and can be had back.
     if (taken_bytes(device) > 0) {
@@ -123,7 +125,9 @@ class CudaBackend final : public Backend {
     reset_peak();
   }
   ~CudaBackend() override {
-    for (size_t queue = 1; queue < streams_.size(); ++queue) cudaStreamSynchronize(streams_[queue]);
+    for (const std::atomic<cudaStream_t>& stream : streams_) {
+      if (stream != nullptr) cudaStreamSynchronize(stream);
+    }
   }
 
   const char* name() const override { return "cuda"; }
@@ -327,8 +331,13 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  // Made when they are needed: CUDA has few queues in hardware (CUDA_DEVICE_MAX_CONNECTIONS), and of two streams that
+  // share one each waits for the other.
   cudaStream_t stream(Queue queue) const {
-    return queue == Queue::kCompute ? compute_ : streams_[static_cast<size_t>(queue)];
+    if (queue == Queue::kCompute) return compute_;
+    std::atomic<cudaStream_t>& stream = streams_[static_cast<size_t>(queue)];
+    if (stream == nullptr) stream = lasting_stream(device_, queue);
+    return stream;
   }
   // PyTorch has one peak of each kind for all who ask.
   void note_peaks() {
@@ -350,8 +359,8 @@ class CudaBackend final : public Backend {
   // What PyTorch's allocator compares a request with. It then maps whole pages, which may end at the limit: what fits
   // below that and not below this fails, and costs all that was cached.
   int64_t allowed_bytes_ = 0;
-  std::array<cudaStream_t, kNumQueues> streams_{};  // by queue, of all but kCompute
-  cudaStream_t compute_;                            // [Note: one compute queue]
+  mutable std::array<std::atomic<cudaStream_t>, kNumQueues> streams_{};  // by queue, of all but kCompute
+  cudaStream_t compute_;                                                 // [Note: one compute queue]
   int64_t slot_bytes_ = 0;
   int64_t cached_slot_bytes_ = 0;  // freed slots that PyTorch keeps for this stream, as far as is known
   int64_t least_slot_bytes_ = 0;   // since the last note_peaks

@@ -19,7 +19,9 @@ class DelayingBackend final : public Backend {
   // What is late.
 
   void copy(Queue queue, void* to, const void* from, int64_t num_bytes) override {
-    if (queue == Queue::kUpload || queue == Queue::kDownload) inner_->delay(queue, transfer_seconds(num_bytes));
+    const bool crosses_link =
+        queue == Queue::kUpload || queue == Queue::kDownload || queue == Queue::kVisitUp || queue == Queue::kVisitDown;
+    if (crosses_link) inner_->delay(queue, transfer_seconds(num_bytes));
     inner_->copy(queue, to, from, num_bytes);
   }
   void follow_compute() override {

@@ -54,7 +54,30 @@ void register_placement(py::module_& module) {
       .def_readwrite("keeps_gradients", &DeviceBudget::keeps_gradients)
       .def_readwrite("backwards", &DeviceBudget::backwards)
       .def_readwrite("gradient_tide_bytes", &DeviceBudget::gradient_tide_bytes)
-      .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes);
+      .def_readwrite("host_limit_bytes", &DeviceBudget::host_limit_bytes)
+      .def_readwrite("gradient_room_bytes", &DeviceBudget::gradient_room_bytes);
+  module.def("gradient_room_bytes", &gradient_room_bytes, py::arg("layout"), py::arg("homes"),
+             py::arg("host_limit_bytes"),
+             "What chunks with these homes leave of the host to gradients that have memory there only until their "
+             "update; UNLIMITED where all have a place (plan/placement.h).");
+  module.def(
+      "visit_costs",
+      [](const Layout& layout) {
+        std::vector<std::pair<int64_t, int64_t>> costs;
+        for (const VisitCost& cost : visit_costs(layout)) costs.emplace_back(cost.up_bytes, cost.down_bytes);
+        return costs;
+      },
+      py::arg("layout"), "By chunk, the bytes that go up and down where its states visit the device for an update.");
+  module.def(
+      "visitor_bytes", [](const Layout& layout) { return kNumVisitors * visitor_bytes(layout); }, py::arg("layout"),
+      "Of the device, what chunks take that visit it (plan/placement.h).");
+  module.def(
+      "chunks_that_move_in",
+      [](const Layout& layout, int count, const std::vector<bool>& states_on_device) {
+        return chunks_that_move_in(layout, count, {states_on_device.begin(), states_on_device.end()});
+      },
+      py::arg("layout"), py::arg("count"), py::arg("states_on_device"),
+      "Of the first count chunks, those whose states move to the device beside those that are there.");
   module.def("reserved_gradient_bytes", &reserved_gradient_bytes, py::arg("layout"),
              "Of host memory, what updates ahead of the step leave to gradients that come down.");
   module.def(

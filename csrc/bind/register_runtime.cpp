@@ -173,6 +173,7 @@ py::dict describe_report(const RuntimeReport& report) {
   result["num_values_in_place"] = report.num_values_in_place;
   result["stashed_bytes"] = counters.stashed_bytes;
   result["num_states_passes"] = counters.num_states_passes;
+  result["num_visits"] = counters.num_visits;
   result["num_steps"] = counters.num_steps;
   result["num_skipped_steps"] = counters.num_skipped_steps;
   result["gathered_bytes"] = counters.gathered_bytes;
@@ -393,6 +394,9 @@ void register_runtime(py::module_& module) {
             self.write_gradient(param, {reinterpret_cast<const float*>(values), where});
           },
           ReleaseGil())
+      .def("set_visits", &Runtime::set_visits, py::arg("chunks"), py::arg("piece_numel") = kVisitingPiece,
+           "For tests: whose updates the device makes for the host until the next plan by time, by chunk, in pieces of "
+           "so many elements.")
       .def("adopt_timeline", &adopt_timeline, py::arg("moments"), py::arg("times") = py::none())
       .def("make_states", &Runtime::make_states, ReleaseGil())
       .def("discard_states", &Runtime::discard_states, ReleaseGil())

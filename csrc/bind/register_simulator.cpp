@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "plan/plan_choice.h"
@@ -23,6 +25,7 @@ py::dict describe_step(const SimulatedStep& step) {
   result["gather_seconds"] = step.gather_seconds;
   result["scatter_seconds"] = step.scatter_seconds;
   result["host_adam_seconds"] = step.host_adam_seconds;
+  result["visit_seconds"] = step.visit_seconds;
   result["disk_read_seconds"] = step.disk_read_seconds;
   result["disk_write_seconds"] = step.disk_write_seconds;
   result["stall_seconds"] = stalls;
@@ -38,26 +41,35 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
+using VisitCosts = std::vector<std::pair<int64_t, int64_t>>;  // by chunk: bytes up and down
+
+std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
+  std::vector<VisitCost> result;
+  for (const auto& [up_bytes, down_bytes] : costs) result.push_back({up_bytes, down_bytes});
+  return result;
+}
+
 void register_choice(py::module_& module) {
   module.def(
       "choose_plan",
       [](const py::list& moments, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
          std::vector<UpdateAt> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_tide_bytes,
          int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByMoment& activations,
-         std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes) {
+         std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes,
+         int64_t gradient_room_bytes, const VisitCosts& visit_costs, int64_t visitor_bytes) {
         const Timeline timeline = parse_timeline(moments);
         const PlanProblem problem{
-            &timeline,      parse_costs(costs, timeline), limit_bytes, least_tide_bytes, fixed_bytes,
-            prefetch_bytes, std::move(idle_bytes)};
-        const PlanChoice choice =
-            choose_plan(problem, rates,
-                        {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
-                         parse_copies(activations), std::move(disk_bytes), std::move(dequantized_bytes)});
+            &timeline,      parse_costs(costs, timeline), limit_bytes,         least_tide_bytes,         fixed_bytes,
+            prefetch_bytes, std::move(idle_bytes),        gradient_room_bytes, parse_visits(visit_costs)};
+        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           {}, num_ranks,
+                        parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
+        const PlanChoice choice = choose_plan(problem, rates, shape, visitor_bytes);
         py::dict result;
         result["plan"] = describe_plan(choice.plan);
         result["prefetch_bytes"] = choice.prefetch_bytes;
         result["predicted"] = describe_step(choice.predicted);
         result["updates"] = choice.updates;
+        result["visits"] = std::vector<bool>(choice.visits.begin(), choice.visits.end());
         return result;
       },
       py::arg("moments"), py::arg("costs"), py::arg("rates"), py::kw_only(), py::arg("compute_seconds"),
@@ -65,8 +77,9 @@ void register_choice(py::module_& module) {
       py::arg("fixed_bytes") = 0, py::arg("prefetch_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("idle_bytes") = std::vector<int64_t>{},
+      py::arg("gradient_room_bytes") = INT64_MAX, py::arg("visit_costs") = VisitCosts{}, py::arg("visitor_bytes") = 0,
       "The plan of the least predicted step, over how much room prefetches get and which updates begin in backward "
-      "(plan/plan_choice.h).");
+      "or are made on the device (plan/plan_choice.h).");
 }
 
 }  // namespace
@@ -102,7 +115,8 @@ void register_simulator(py::module_& module) {
       [](const py::list& moments, const CostMap& costs, const py::dict& plan, const Rates& rates,
          std::vector<double> compute_seconds, std::vector<UpdateAt> updates, std::vector<int64_t> numels,
          int64_t limit_bytes, int64_t least_tide_bytes, int64_t fixed_bytes, int num_ranks,
-         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes) {
+         const CopiesByMoment& activations, std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes,
+         int64_t gradient_room_bytes, const VisitCosts& visit_costs, const std::vector<bool>& visits) {
         const Timeline timeline = parse_timeline(moments);
         PlanProblem problem;
         problem.timeline = &timeline;
@@ -110,18 +124,26 @@ void register_simulator(py::module_& module) {
         problem.limit_bytes = limit_bytes;
         problem.least_tide_bytes = least_tide_bytes;
         problem.fixed_bytes = fixed_bytes;
-        return describe_step(
-            simulate(problem, parse_plan(plan), rates,
-                     {std::move(compute_seconds), std::move(updates), std::move(numels), num_ranks,
-                      parse_copies(activations), std::move(disk_bytes), std::move(dequantized_bytes)}));
+        problem.gradient_room_bytes = gradient_room_bytes;
+        problem.visits = parse_visits(visit_costs);
+        StepShape shape{std::move(compute_seconds),
+                        std::move(updates),
+                        std::move(numels),
+                        {visits.begin(), visits.end()},
+                        num_ranks,
+                        parse_copies(activations),
+                        std::move(disk_bytes),
+                        std::move(dequantized_bytes)};
+        return describe_step(simulate(problem, parse_plan(plan), rates, shape));
       },
       py::arg("moments"), py::arg("costs"), py::arg("plan"), py::arg("rates"), py::kw_only(),
       py::arg("compute_seconds"), py::arg("updates"), py::arg("numels"), py::arg("limit_bytes"),
       py::arg("least_tide_bytes") = 0, py::arg("fixed_bytes") = 0, py::arg("num_ranks") = 1,
       py::arg("activations") = CopiesByMoment{}, py::arg("disk_bytes") = std::vector<int64_t>{},
-      py::arg("dequantized_bytes") = std::vector<int64_t>{},
+      py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
+      py::arg("visit_costs") = VisitCosts{}, py::arg("visits") = std::vector<bool>{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
-      "disk_bytes and dequantized_bytes: by chunk.");
+      "disk_bytes, dequantized_bytes, visit_costs (bytes up and down) and visits: by chunk.");
   register_choice(module);
 }
 

@@ -101,7 +101,8 @@ void register_trace(py::module_& module) {
       .value("DEVICE_ADAM", Track::kDeviceAdam)
       .value("DISK_READ", Track::kDiskRead)
       .value("DISK_ADAM", Track::kDiskAdam)
-      .value("DISK_WRITE", Track::kDiskWrite);
+      .value("DISK_WRITE", Track::kDiskWrite)
+      .value("VISIT", Track::kVisit);
   py::enum_<StallCause>(module, "StallCause", "What the compute queue waited for (common/tracing.h).")
       .value("NONE", StallCause::kNone)
       .value("UPLOAD", StallCause::kUpload)

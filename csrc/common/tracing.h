@@ -48,9 +48,10 @@ enum class Track : uint8_t {
   kDiskRead,    // the worker that reads states from the disk
   kDiskAdam,    // the worker of the updates of chunks whose states are on the disk
   kDiskWrite,   // the worker that writes states to the disk
+  kVisit,       // the queue on which the device makes updates for the host
 };
 
-constexpr int kNumTracks = 12;
+constexpr int kNumTracks = 13;
 
 // What the compute queue waited for.
 enum class StallCause : uint8_t {

@@ -26,6 +26,17 @@ Event WorkQueue::submit(std::function<void()> task, std::optional<Need> need) {
   return done;
 }
 
+int64_t WorkQueue::num_over() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_over_;
+}
+
+bool WorkQueue::await_more_over(int64_t num_seen) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  task_over_.wait(lock, [&] { return num_over_ > num_seen || (tasks_.empty() && !running_); });
+  return num_over_ > num_seen;
+}
+
 WorkQueue::Task WorkQueue::take_next() {
   auto next = tasks_.begin();
   for (auto task = tasks_.begin(); task != tasks_.end() && task->need; ++task) {
@@ -44,6 +55,7 @@ void WorkQueue::work() {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
     Task task = take_next();
+    running_ = true;
     lock.unlock();
     std::exception_ptr failure;
     try {
@@ -55,6 +67,9 @@ void WorkQueue::work() {
     task.run = nullptr;  // what it refers to goes before its event says that it is over
     failure ? task.done->fail(std::move(failure)) : task.done->complete();
     lock.lock();
+    running_ = false;
+    ++num_over_;
+    task_over_.notify_all();
   }
 }
 

@@ -45,6 +45,10 @@ class WorkQueue {
   Event record() {
     return submit([] {});
   }
+  // Of all tasks so far.
+  int64_t num_over();
+  // Returns when more than `num_seen` tasks are over; false where none is left that could be.
+  bool await_more_over(int64_t num_seen);
 
  private:
   struct Task {
@@ -59,8 +63,11 @@ class WorkQueue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable task_over_;
   std::deque<Task> tasks_;
   bool stopping_ = false;
+  bool running_ = false;
+  int64_t num_over_ = 0;
   std::thread worker_;
 };
 

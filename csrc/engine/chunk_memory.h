@@ -46,6 +46,7 @@ struct Counters {
   int64_t num_committed_updates = 0;   // of chunks, made on the host before the step, for good
   int64_t num_updates_taken_over = 0;  // of those, as the step turned out to be
   int64_t num_settled_updates = 0;     // of those, computed for all factors near the last one
+  int64_t num_visits = 0;              // updates that the device made for the host
   int64_t num_states_passes = 0;       // updates of states after those of their parameters
   int64_t stashed_bytes = 0;           // of activations, that left the device
   int64_t disk_read_bytes = 0;         // of optimizer states

@@ -115,7 +115,8 @@ void GradientFlow::drop_dead_value(ArrayId param) {
 
 void GradientFlow::send_home(ChunkId chunk) {
   if (!store_.has_states_on_device(chunk)) {
-    if (!pager_.push_out(home_of(chunk))) return;
+    const bool stays = !accumulates_ && updates_.visits_early(chunk);
+    if (!stays && !pager_.push_out(home_of(chunk))) return;
     if (!store_.layout().is_sharded()) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
   }
   if (accumulates_) return;

@@ -108,6 +108,7 @@ void OpenEngine::shut_down() {
       .then([this] { updates.forget_committed(); })
       .then([this] { stash.drop_all(); })
       .then([this] { speculation.release_memory(); })
+      .then([this] { updates.release_device_memory(); })
       .then([this] { disk.close(); });
   for (int index = 0; index < memory.store().num_arrays(); ++index) {
     const ArrayId id = ArrayId::from_index(index);

@@ -549,6 +549,13 @@ Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
   return slot;
 }
 
+Slot Pager::try_take_slot(int64_t num_bytes) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom});
+  Slot slot = acquire(num_bytes);
+  while (!slot && evict_one(Vacate::kValues, HostRoom::kFree)) slot = memory_.slots().acquire(num_bytes);
+  return slot;
+}
+
 bool Pager::is_evictable(ArrayId id) const {
   const ArrayRecord& array = memory_.array(id);
   return array.slot && array.on_device && array.holds == 0;

@@ -87,6 +87,8 @@ class Pager final : public Tenant {
   void put_into_tide(ArrayId grad);
   // A slot for something that is no array, making room for it. `what` is for the error message.
   Slot take_slot(int64_t num_bytes, ArrayId what);
+  // The same where compute values that can leave are enough, or an empty one.
+  Slot try_take_slot(int64_t num_bytes);
   // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
   HostBlock try_allocate_guest(int64_t num_bytes);
   // The same for something that is at home on the host from now on; updates ahead keep theirs.

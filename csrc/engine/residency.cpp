@@ -161,20 +161,15 @@ void Residency::bring_home_from_disk() {
 
 std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const {
   const int count = num_device_state_chunks(layout(), step, budget_for_states());
-  int64_t room = 0;
+  return patrickstar::chunks_that_move_in(layout(), count, states_on_device());
+}
+
+std::vector<uint8_t> Residency::states_on_device() const {
+  std::vector<uint8_t> result;
   for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    const int64_t bytes = placed_bytes(layout().chunk(chunk));
-    room += chunk < count ? bytes : 0;
-    room -= store().has_states_on_device(chunk) ? bytes : 0;
+    result.push_back(store().has_states_on_device(chunk));
   }
-  std::vector<ChunkId> chunks;
-  for (ChunkId chunk = 0; chunk < count; ++chunk) {
-    const int64_t bytes = placed_bytes(layout().chunk(chunk));
-    if (bytes == 0 || bytes > room || store().has_states_on_device(chunk)) continue;
-    chunks.push_back(chunk);
-    room -= bytes;
-  }
-  return chunks;
+  return result;
 }
 
 bool Residency::is_settling() {
@@ -287,7 +282,11 @@ DeviceBudget Residency::device_budget() const {
   budget.backwards = options_.backwards;
   budget.gradient_tide_bytes = memory_.tide_memory().room_bytes();
   const HostArena& arena = memory_.arena();
-  if (options_.updates_take_memory) budget.host_limit_bytes = arena.free_bytes() + arena.used_bytes();
+  const int64_t host_limit = arena.free_bytes() + arena.used_bytes();
+  if (options_.updates_take_memory) budget.host_limit_bytes = host_limit;
+  std::vector<Tier> homes;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
+  budget.gradient_room_bytes = gradient_room_bytes(layout(), homes, host_limit);
   return budget;
 }
 
@@ -299,11 +298,7 @@ DeviceBudget Residency::budget_for_states() const {
 }
 
 int64_t Residency::leaving_gradient_bytes(const Timeline& last) const {
-  std::vector<uint8_t> on_device;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) {
-    on_device.push_back(store().has_states_on_device(chunk));
-  }
-  return patrickstar::leaving_gradient_bytes(layout(), last, on_device, device_budget());
+  return patrickstar::leaving_gradient_bytes(layout(), last, states_on_device(), device_budget());
 }
 
 int64_t Residency::predicted_host_peak_bytes() const {

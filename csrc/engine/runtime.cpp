@@ -521,7 +521,15 @@ void Runtime::undo_forward() {
 
 void Runtime::vacate_device(Vacate what) {
   const Entry open = compute();
+  open->updates.release_device_memory();
   open->pager.vacate(what);
+}
+
+void Runtime::set_visits(const std::vector<bool>& chunks, int64_t piece_numel) {
+  const Entry open(*this);
+  PS_CHECK(chunks.empty() || static_cast<int>(chunks.size()) == open->layout().num_chunks(), ArgumentError,
+           chunks.size(), " chunks visit the device or do not, of ", open->layout().num_chunks(), "; give all or none");
+  open->updates.visit({chunks.begin(), chunks.end()}, piece_numel);
 }
 
 void Runtime::abort_forward() {

@@ -155,6 +155,7 @@ class Runtime final : public UseListener {
   void drop_activation(Stash::Ticket ticket);
   void undo_forward();
   // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
+  void set_visits(const std::vector<bool>& chunks, int64_t piece_numel);
   void vacate_device(Vacate what);
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
   void abort_forward();

@@ -179,11 +179,16 @@ void Speculation::free_after(HostBlock block, Event after) {
   if (block) leaving_.emplace_back(std::move(after), std::move(block));
 }
 
+// Updates end in another order than that in which their blocks were left here.
 bool Speculation::await_free() {
-  if (leaving_.empty()) return false;
-  backend_.settle(leaving_.front().first);
-  leaving_.erase(leaving_.begin());
-  return true;
+  const size_t num_blocks = leaving_.size();
+  while (!leaving_.empty() && leaving_.size() == num_blocks) {
+    const int64_t num_seen = updates_.num_over();
+    free_completed();
+    if (leaving_.size() < num_blocks || updates_.await_more_over(num_seen)) continue;
+    backend_.settle(leaving_.front().first);  // not an update's
+  }
+  return leaving_.size() < num_blocks;
 }
 
 void Speculation::free_completed() {

@@ -156,6 +156,7 @@ PlanProblem StepPlanner::untimed_problem() const {
 PlanProblem StepPlanner::problem() const {
   PlanProblem problem = untimed_problem();
   if (predicted_) problem.prefetch_bytes = prefetch_bytes_;
+  problem.fixed_bytes += visitor_bytes_;
   return problem;
 }
 
@@ -180,6 +181,8 @@ void StepPlanner::make_next_plan() {
   predicted_.reset();
   Plan plan;
   ChunkId first_late = store_.num_chunks();
+  std::vector<uint8_t> visits;
+  visitor_bytes_ = 0;
   if (times_) {
     StepShape& shape = times_->shape;
     if (num_steps_ > 0) shape.updates = agreed_updates_;
@@ -191,16 +194,21 @@ void StepPlanner::make_next_plan() {
       shape.numels.push_back(chunk.shard_numel);
       shape.disk_bytes.push_back(disk_bytes(chunk));
     }
-    PlanChoice choice = choose_plan(untimed, times_->rates, shape);
+    const bool may_visit = updates_.may_visit() && !gradients_.accumulates();
+    const int64_t visitors = !may_visit ? 0 : kNumVisitors * visitor_bytes(store_.layout());
+    PlanChoice choice = choose_plan(untimed, times_->rates, shape, visitors);
     plan = std::move(choice.plan);
     shape.updates = std::move(choice.updates);
     first_late = choice.first_late;
+    visits = std::move(choice.visits);
+    visitor_bytes_ = visits.empty() ? 0 : visitors;
     prefetch_bytes_ = choice.prefetch_bytes;
     predicted_ = choice.predicted;
   } else {
     plan = make_plan(untimed);
   }
   updates_.delay_from(first_late);
+  if (times_) updates_.visit(std::move(visits));
   collectives_.check_same_plan(fingerprint(plan));
   pager_.set_plan(std::move(plan), NextUse(last, store_.num_arrays()));
 }

@@ -94,6 +94,7 @@ class StepPlanner {
   std::optional<StepTimes> times_;          // of all ranks
   std::optional<SimulatedStep> predicted_;  // of the present plan
   int64_t prefetch_bytes_ = 0;              // of the present plan, if it was chosen
+  int64_t visitor_bytes_ = 0;               // of the device, for chunks that visit it by the present plan
 };
 
 }  // namespace patrickstar

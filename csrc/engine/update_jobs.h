@@ -151,6 +151,9 @@ class HostUpdates {
   Event submit(HostUpdate update);
   // What other passes than updates need on the queue, in its order.
   Event submit_task(std::function<void()> task) { return queue_.submit(std::move(task)); }
+  // As the queue's.
+  int64_t num_over() { return queue_.num_over(); }
+  bool await_more_over(int64_t num_seen) { return queue_.await_more_over(num_seen); }
   // What updates have waited for their states so far, after all else that they wait for.
   double waited_seconds() const { return static_cast<double>(waited_nanoseconds_.load()) * 1e-9; }
 

@@ -24,6 +24,7 @@ Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_upd
       host_updates_(host_updates),
       disk_updates_(disk_updates),
       speculation_(speculation),
+      visits_(pager),
       jobs_(store_, gradients),
       committed_(static_cast<size_t>(store_.num_chunks()), 0) {}
 
@@ -110,6 +111,8 @@ void Updates::commit(ChunkId chunk) {
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
   if (has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
+  } else if (grad.on_device && can_visit(chunk)) {
+    apply_by_visit(chunk, speculation_.expected_groups(), scale);
   } else if (has_states(chunk, Tier::kHost) && grad.on_host) {
     apply_on_host({chunk}, speculation_.expected_groups(), scale);
   } else {
@@ -481,6 +484,65 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).set_on_device();
   holds.clear();
   close_target(chunk, target);
+}
+
+bool Updates::visits_early(ChunkId chunk) {
+  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
+  return speculation_.commits() && is_dead && can_visit(chunk);
+}
+
+// Not where a parameter without a gradient has its new value made of its master.
+bool Updates::can_visit(ChunkId chunk) {
+  if (!visits_.is_chosen(chunk) || disk_.is_home_of(chunk)) return false;
+  const ArrayId grad = grad_of(chunk);
+  if (gradients_.source(chunk) != grad.kind || !has_states(chunk, Tier::kHost)) return false;
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const auto has_gradient = [this](ParamId param) { return gradients_.has(param); };
+  const bool is_whole = spec.keeps_param() || std::all_of(spec.params.begin(), spec.params.end(), has_gradient);
+  return is_whole && visits_.take_room();
+}
+
+void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  const ChunkSpec& spec = store_.chunk(chunk);
+  const ArrayId param_id = param_of(chunk);
+  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  ArrayRecord& param = memory_.array(param_id);
+  const ScopedHold hold(grad);
+  Visit visit;
+  visit.chunk = chunk;
+  visit.grad = grad.slot.data;
+  const bool is_computed = !store_.layout().is_sharded();  // else it was scattered
+  visit.grad_ready = is_computed ? memory_.backend().record(Queue::kCompute) : grad.device_ready;
+  for (ArrayKind kind : spec.state_kinds()) {
+    const ArrayRecord& state = memory_.array({chunk, kind});
+    visit.after.push_back(state.host_ready);
+    visit.after.push_back(state.block_busy_until);
+  }
+  if (spec.keeps_param()) {
+    bring_value_to_host(chunk, visit.after);
+  } else {
+    memory_.discard(param_id);
+    pager_.ensure_block(param_id);
+  }
+  if (param_id.kind != ArrayKind::kParam) memory_.discard({chunk, ArrayKind::kParam});
+  visit.param = param.block.data;
+  UpdateTarget target{};
+  target.grad = visit.grad;
+  target.grad_dtype = spec.dtype;
+  target.param = visit.param;
+  jobs_.add(chunk, target, groups, grad_scale, visit.jobs);
+  const VisitEvents events = visits_.update(visit);
+  for (ArrayKind kind : spec.state_kinds()) {
+    ArrayRecord& state = memory_.array({chunk, kind});
+    state.host_ready = events.down;
+    state.block_busy_until = nullptr;
+  }
+  grad.slot.busy.copied = events.used;
+  memory_.discard(grad_of(chunk));
+  param.host_ready = events.down;
+  param.set_on_host();
+  jobs_.count_step(chunk);
+  note_new_values(chunk);
 }
 
 std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {

@@ -21,6 +21,7 @@
 #include "engine/scale_forecast.h"
 #include "engine/speculation.h"
 #include "engine/update_jobs.h"
+#include "engine/visits.h"
 #include "plan/simulator.h"
 
 namespace patrickstar {
@@ -53,6 +54,14 @@ class Updates {
   // [Note: updates that wait] (plan/plan_choice.h): updates on the host that could start in backward, but wait for the
   // norm, from this chunk on.
   void delay_from(ChunkId first_late) { speculation_.delay_from(first_late); }
+  // [Note: visits] (engine/visits.h): whose updates the device makes for the host, by chunk; empty: nobody's.
+  void visit(std::vector<uint8_t> chunks, int64_t piece_numel = kVisitingPiece) {
+    visits_.choose(std::move(chunks), piece_numel);
+  }
+  // Whether any may: where updates are committed in backward.
+  bool may_visit() const { return speculation_.is_committing(); }
+  // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there.
+  bool visits_early(ChunkId chunk);
   // When the chunk's updates on the host can start, from step to step: as early as there is memory for it.
   UpdateAt host_update_at(ChunkId chunk) const;
   // Where they start when the norm is known.
@@ -82,6 +91,7 @@ class Updates {
   void restore_values(ChunkId chunk);
   void restore_values();
   void release_host_memory() { speculation_.release_memory(); }
+  void release_device_memory() { visits_.leave_room(); }
 
  private:
   // Chunks whose updates wait for the norm, by where their states are.
@@ -104,6 +114,8 @@ class Updates {
   bool is_put_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
+  bool can_visit(ChunkId chunk);
+  void apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // Several chunks that are at home on the host, or one whose states are on the disk.
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
   // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them, or
@@ -150,6 +162,7 @@ class Updates {
   HostUpdates& host_updates_;
   HostUpdates& disk_updates_;
   Speculation& speculation_;
+  Visits visits_;
   UpdateJobs jobs_;
   ScaleForecast forecast_;
   std::vector<StatesPass> states_passes_;  // of the step that is being applied

@@ -27,6 +27,9 @@ struct UpdateJob {
   OpenStore* store = nullptr;  // which they are kept in
 };
 
+// The elements of a range from `begin` to `end`; the former a multiple of kStateBlock where states are of 8 bits.
+AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end);
+
 class Compute {
  public:
   virtual ~Compute() = default;

@@ -27,26 +27,6 @@ const void* at(const void* state, StateType type, int64_t index) {
 
 float* scales_at(float* scales, int64_t index) { return scales == nullptr ? nullptr : scales + index / kStateBlock; }
 
-// `begin` is a multiple of kStateBlock where states are of 8 bits.
-AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
-  AdamRange part = range;
-  part.master = at(range.master, range.master_type, begin);
-  part.momentum = at(range.momentum, range.momentum_type, begin);
-  part.variance = at(range.variance, range.variance_type, begin);
-  part.grad = at(range.grad, range.grad_dtype, begin);
-  part.param = range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin);
-  part.numel = end - begin;
-  part.new_master = range.new_master == nullptr ? nullptr : range.new_master + begin;
-  part.new_momentum = at(range.new_momentum, range.momentum_type, begin);
-  part.new_variance = at(range.new_variance, range.variance_type, begin);
-  part.momentum_scales = scales_at(range.momentum_scales, begin);
-  part.variance_scales = scales_at(range.variance_scales, begin);
-  part.new_momentum_scales = scales_at(range.new_momentum_scales, begin);
-  part.new_variance_scales = scales_at(range.new_variance_scales, begin);
-  part.key.first += begin;
-  return part;
-}
-
 // Of one thread, for one piece at a time.
 class OpenScratch {
  public:
@@ -249,6 +229,25 @@ class PoolCompute final : public HostCompute {
 };
 
 }  // namespace
+
+AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end) {
+  AdamRange part = range;
+  part.master = at(range.master, range.master_type, begin);
+  part.momentum = at(range.momentum, range.momentum_type, begin);
+  part.variance = at(range.variance, range.variance_type, begin);
+  part.grad = at(range.grad, range.grad_dtype, begin);
+  part.param = range.param == nullptr ? nullptr : at(range.param, range.param_dtype, begin);
+  part.numel = end - begin;
+  part.new_master = range.new_master == nullptr ? nullptr : range.new_master + begin;
+  part.new_momentum = at(range.new_momentum, range.momentum_type, begin);
+  part.new_variance = at(range.new_variance, range.variance_type, begin);
+  part.momentum_scales = scales_at(range.momentum_scales, begin);
+  part.variance_scales = scales_at(range.variance_scales, begin);
+  part.new_momentum_scales = scales_at(range.new_momentum_scales, begin);
+  part.new_variance_scales = scales_at(range.new_variance_scales, begin);
+  part.key.first += begin;
+  return part;
+}
 
 std::unique_ptr<HostCompute> make_host_compute(ThreadPool& pool) { return std::make_unique<PoolCompute>(pool); }
 

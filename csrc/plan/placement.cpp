@@ -270,6 +270,45 @@ ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, Chunk
   return least;
 }
 
+void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, InitialPlacement& placement) {
+  placement.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+  placement.host_bytes -= held_bytes(layout, chunk, backwards);
+}
+
+// Gradients that have no memory of their own until their update: chunks of such that are updated on the host.
+bool updates_bound_backward(const Layout& layout) {
+  const std::vector<ChunkSpec>& chunks = layout.chunks();
+  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
+    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
+  });
+}
+
+// [Note: homes in turn] Where a gradient on the host has memory only until its update, backward goes no faster than the
+// host updates, which should therefore have something to do throughout: chunks at home on the device and on the host
+// take turns, by bytes. Elsewhere the first ones go to the device, so that the others' updates have time beside the
+// beginning of the next forward. Returns the room that is left.
+int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64_t room, Backwards backwards,
+                           InitialPlacement& placement) {
+  int64_t on_host = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool moves = placement.homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    on_host += moves ? held_bytes(layout, chunk, backwards) : 0;
+  }
+  const int64_t excess = placement.host_bytes - host_limit_bytes;
+  const double ratio = on_host == 0 ? 0 : static_cast<double>(excess) / static_cast<double>(on_host);
+  double due = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks() && placement.host_bytes > host_limit_bytes; ++chunk) {
+    if (placement.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
+    due += ratio * static_cast<double>(bytes);
+    if (due <= 0 || bytes > room) continue;
+    due -= static_cast<double>(bytes);
+    room -= bytes;
+    move_to_device(layout, chunk, backwards, placement);
+  }
+  return room;
+}
+
 }  // namespace
 
 int64_t highest_tide(const Timeline& timeline) {
@@ -323,6 +362,24 @@ int num_device_state_chunks(const Layout& layout, const Timeline& step, const De
   return budget.follows_tide ? count : std::max(count, num_boundary_chunks(layout, step, budget.limit_bytes));
 }
 
+std::vector<ChunkId> chunks_that_move_in(const Layout& layout, int count,
+                                         const std::vector<uint8_t>& states_on_device) {
+  int64_t room = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const int64_t bytes = placed_bytes(layout.chunk(chunk));
+    room += chunk < count ? bytes : 0;
+    room -= states_on_device[static_cast<size_t>(chunk)] != 0 ? bytes : 0;
+  }
+  std::vector<ChunkId> chunks;
+  for (ChunkId chunk = 0; chunk < count; ++chunk) {
+    const int64_t bytes = placed_bytes(layout.chunk(chunk));
+    if (bytes == 0 || bytes > room || states_on_device[static_cast<size_t>(chunk)] != 0) continue;
+    chunks.push_back(chunk);
+    room -= bytes;
+  }
+  return chunks;
+}
+
 PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,
                          const DeviceBudget& budget) {
   PlanProblem problem;
@@ -358,6 +415,8 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
     }
   }
   put_gradients_into_tide(layout, last, states_on_device, budget, problem);
+  problem.gradient_room_bytes = budget.gradient_room_bytes;
+  problem.visits = visit_costs(layout);
   problem.fixed_bytes += scatter_bytes(layout);
   if (stages) problem.fixed_bytes += kStagings * largest_quantized_bytes(layout);
   if (budget.limit_bytes == INT64_MAX) return problem;
@@ -469,12 +528,12 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   result.homes.assign(layout.chunks().size(), Tier::kHost);
   if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
   int64_t room = device_room_bytes;
+  if (updates_bound_backward(layout)) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
   for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
     const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
     const int64_t bytes = held_bytes(layout, chunk, backwards);
     if (bytes > room || result.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
-    result.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
-    result.host_bytes -= bytes;
+    move_to_device(layout, chunk, backwards, result);
     room -= bytes;
   }
   // Frozen values are written on the host first.
@@ -485,6 +544,40 @@ InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_byte
   }
   if (!needs_spare) result.host_bytes = 0;
   return result;
+}
+
+int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
+  if (!updates_bound_backward(layout)) return INT64_MAX;
+  int64_t room = host_limit_bytes - disk_sets(layout, homes).num_bytes();
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const Tier home = homes[static_cast<size_t>(chunk)];
+    if (home == Tier::kHost) room -= home_bytes(layout.chunk(chunk));
+    if (home == Tier::kDisk) room -= bytes_beside_disk(layout, chunk, Backwards::kOne);
+  }
+  return std::max<int64_t>(room, 0);
+}
+
+int64_t visitor_bytes(const Layout& layout) {
+  constexpr int64_t kArrays = 7;  // data and scales of three states, and a value: each begins anew
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    if (!chunk.trainable) continue;
+    const int64_t numel = std::min(chunk.shard_numel, kVisitingPiece);
+    int64_t bytes = numel * element_size(chunk.dtype) + kArrays * kVisitorAlignment;
+    for (ArrayKind kind : chunk.state_kinds()) bytes += state_bytes(chunk.states.of(kind), numel);
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+std::vector<VisitCost> visit_costs(const Layout& layout) {
+  std::vector<VisitCost> costs;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const int64_t states = optimizer_bytes(chunk);
+    const int64_t value = chunk.num_bytes(ArrayKind::kParamShard);
+    costs.push_back({states + (chunk.keeps_param() ? value : 0), states + value});
+  }
+  return costs;
 }
 
 int64_t reserved_gradient_bytes(const Layout& layout) {

@@ -73,7 +73,8 @@ struct InitialPlacement {
 
 // On the host, but for what it takes to keep that within `host_limit_bytes`. First the states of the last ones go to
 // the disk, whose room is no guess, but for large ones where all sets would be as large. Then as many of the first ones
-// go to the device as it takes; the last of them is the least that is enough. One that `device_room_bytes` has no room
+// go to the device as it takes, or of all in turn ([Note: homes in turn]); the last of them is the least that is
+// enough. One that `device_room_bytes` has no room
 // for is passed over. More bytes on the host than its limit: all together are too small.
 InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
                                    Backwards backwards, int64_t disk_limit_bytes = 0);
@@ -85,6 +86,15 @@ std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier
 // What an update on the host takes at least to begin ahead of the step: its new compute values, or what is left open of
 // them where they take the old ones' place.
 int64_t least_new_bytes(const Layout& layout, ChunkId chunk);
+
+// [Note: visits] (engine/visits.h): chunks go through the device in pieces of so many elements, so many at once.
+constexpr int64_t kVisitingPiece = int64_t{1} << 24;
+constexpr int kNumVisitors = 4;
+constexpr int64_t kVisitorAlignment = 256;  // of each array in it
+// Of the device, what each of these takes, with its value; 0: no chunk has states.
+int64_t visitor_bytes(const Layout& layout);
+
+std::vector<VisitCost> visit_costs(const Layout& layout);
 
 // How much of a device there is to plan with.
 struct DeviceBudget {
@@ -99,7 +109,12 @@ struct DeviceBudget {
   // For chunks on the host and the new compute values of those that are updated ahead of the step; unlimited where none
   // is.
   int64_t host_limit_bytes = INT64_MAX;
+  // What homes leave of the host to gradients that have memory there only until their update.
+  int64_t gradient_room_bytes = INT64_MAX;
 };
+
+// Of these: what chunks with these homes leave of so much host memory; unlimited where all gradients have a place.
+int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes);
 
 // Of host memory, what updates ahead of the step leave to gradients that come down: a few chunks' of the largest ones.
 constexpr int kNumReservedGradients = 4;
@@ -124,6 +139,10 @@ int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBu
 // After the tide is known: how many chunks, from the first on, have their states on the device; those of the margin,
 // and where memory does not follow the tide a few at the boundary of two steps in any case.
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget);
+
+// Of the first `count` chunks, those whose states move to the device beside the states that are there, which may be
+// others': no more bytes than all of these have.
+std::vector<ChunkId> chunks_that_move_in(const Layout& layout, int count, const std::vector<uint8_t>& states_on_device);
 
 // The planner's problem for a step like `last`. `states_on_device` by chunk. It refers to `last`.
 PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::vector<uint8_t>& states_on_device,

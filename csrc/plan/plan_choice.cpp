@@ -1,6 +1,7 @@
 #include "plan/plan_choice.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -157,6 +158,52 @@ ChunkId choose_first_late(PlanProblem problem, const RoomPlan& with, const Rates
   return best->first_late;
 }
 
+// Of the updates that the device could make, these parts of kParts are tried.
+constexpr int kMostVisiting = 12;
+// What a step must gain, of its length, for the device to make updates of the host's.
+constexpr double kWorthVisiting = 0.02;
+
+// Of the host's updates that begin whole in backward, every so many that `part` of kParts of their parameters visit the
+// device.
+std::vector<uint8_t> spread_visits(const StepShape& shape, int part) {
+  std::vector<uint8_t> visits(shape.updates.size(), 0);
+  double due = 0;
+  for (size_t chunk = 0; chunk < visits.size(); ++chunk) {
+    if (shape.updates[chunk] != UpdateAt::kHostAtRetire) continue;
+    const auto numel = static_cast<double>(shape.numels[chunk]);
+    due += numel * part / kParts;
+    if (due < numel / 2) continue;
+    due -= numel;
+    visits[chunk] = 1;
+  }
+  return visits;
+}
+
+// Nothing where it is not worth it, or the device has no room for visitors. `without`: the step in which none visits.
+std::optional<PlanChoice> choose_visits(PlanProblem problem, const Predicted& without, const Rates& rates,
+                                        StepShape shape, int64_t visitor_bytes) {
+  const double worth = without.step.seconds * (1 - kWorthVisiting);
+  problem.fixed_bytes += visitor_bytes;
+  problem.prefetch_bytes = without.with->prefetch_bytes;
+  double least = worth;
+  std::vector<uint8_t> best;
+  for (int part = 1; part <= kMostVisiting; ++part) {
+    shape.visits = spread_visits(shape, part);
+    const double seconds = simulate(problem, without.with->plan, rates, shape).seconds;
+    if (seconds >= least) continue;
+    least = seconds * (1 - kPredictionTolerance);
+    best = shape.visits;
+  }
+  if (best.empty()) return std::nullopt;
+  shape.visits = std::move(best);
+  std::vector<RoomPlan> plans = plans_by_room(problem);
+  const Predicted predicted = choose_room(problem, plans, rates, shape);
+  RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
+  if (with.plan.least_limit_bytes > problem.limit_bytes || predicted.step.seconds > worth) return std::nullopt;
+  return PlanChoice{std::move(with.plan),     with.prefetch_bytes,    predicted.step, 0,
+                    std::move(shape.updates), std::move(shape.visits)};
+}
+
 }  // namespace
 
 std::vector<UpdateAt> delayed_updates(std::vector<UpdateAt> updates, ChunkId first_late) {
@@ -178,7 +225,7 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem) {
   return {rooms.begin(), rooms.end()};
 }
 
-PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape) {
+PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes) {
   std::vector<RoomPlan> plans = plans_by_room(problem);
   StepShape chosen = shape;
   auto first_late = static_cast<ChunkId>(shape.updates.size());
@@ -190,8 +237,15 @@ PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape&
     chosen.updates = delayed_updates(shape.updates, first_late);
     predicted = choose_room(problem, plans, rates, chosen);
   }
+  if (visitor_bytes > 0) {
+    std::optional<PlanChoice> with_visits = choose_visits(problem, predicted, rates, chosen, visitor_bytes);
+    if (with_visits) {
+      with_visits->first_late = first_late;
+      return *std::move(with_visits);
+    }
+  }
   RoomPlan& with = plans[static_cast<size_t>(predicted.with - plans.data())];
-  return {std::move(with.plan), with.prefetch_bytes, predicted.step, first_late, std::move(chosen.updates)};
+  return {std::move(with.plan), with.prefetch_bytes, predicted.step, first_late, std::move(chosen.updates), {}};
 }
 
 }  // namespace patrickstar

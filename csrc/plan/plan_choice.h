@@ -12,6 +12,10 @@
 // which the next forward needs last, wait for the norm and are made in one pass beside that forward. How many is
 // decided by playing steps in which all, 15 of 16, 14 of 16, ... and none of these updates begin in backward.
 //
+// [Note: visits] (engine/visits.h) Where the host's updates bound the step, the device makes some of them: of 0 to 12
+// of 16 parts, spread over the chunks, the least that the shortest step takes. What is on the device for that is taken
+// from the room of payloads.
+//
 //   PlanChoice choice = choose_plan(problem, rates, shape);   // measured rates and times of moments
 //   choice.plan, choice.predicted.seconds
 //   choice.first_late                                         // that chunk's updates, and those after it, wait
@@ -36,6 +40,7 @@ struct PlanChoice {
   SimulatedStep predicted;
   ChunkId first_late = 0;         // the number of chunks where none waits that need not
   std::vector<UpdateAt> updates;  // by chunk, with these late
+  std::vector<uint8_t> visits;    // by chunk, or none: the device makes the host's update
 };
 
 // `updates`, of which those on the host begin when the norm is known from `first_late` on.
@@ -49,6 +54,7 @@ std::vector<int64_t> prefetch_candidates(const PlanProblem& problem);
 // `shape.updates` are as early as there is memory for them. Rooms are compared with caution (transfers and updates that
 // take half as long again), numbers of updates without, and what is predicted is without. Throws ArgumentError as
 // simulate() does.
-PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape);
+// `visitor_bytes`: what chunks take that visit the device; 0: none may.
+PlanChoice choose_plan(PlanProblem problem, const Rates& rates, const StepShape& shape, int64_t visitor_bytes = 0);
 
 }  // namespace patrickstar

@@ -33,6 +33,13 @@ struct ArrayCost {
   bool survives_step = false;  // a copy on the device is still valid in the next step
 };
 
+// What an update moves that is made on the device though its chunk is at home on the host ([Note: visits],
+// engine/visits.h): its states, and its compute value where that is a part of them.
+struct VisitCost {
+  int64_t up_bytes = 0;
+  int64_t down_bytes = 0;  // with the new compute value
+};
+
 struct PlanProblem {
   const Timeline* timeline = nullptr;
   std::vector<ArrayCost> arrays;    // by ArrayId::index()
@@ -43,6 +50,9 @@ struct PlanProblem {
   // By moment, or empty: of the room, what slots take that wait for another moment ([Note: rare sizes],
   // memory/slot_pool.h).
   std::vector<int64_t> idle_bytes;
+  // What the host has for gradients that have memory there only until their update.
+  int64_t gradient_room_bytes = INT64_MAX;
+  std::vector<VisitCost> visits;  // by chunk; empty: none can
 };
 
 struct MomentPlan {

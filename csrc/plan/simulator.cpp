@@ -69,15 +69,17 @@ class Player {
  private:
   struct ArrayTimes {
     bool on_device = false;
-    When on_device_at;      // its upload is over
-    When on_host_at;        // what makes the host's copy is over
-    bool has_left = false;  // a gradient that is to come back for its update
+    When on_device_at;        // its upload is over
+    When on_host_at;          // what makes the host's copy is over
+    bool is_visitor = false;  // the device made it, so that uploads wait for it and not the launching thread
+    bool has_left = false;    // a gradient that is to come back for its update
   };
 
   struct EarlyUpdate {
     ChunkId chunk = 0;
     double ready = 0;  // its gradient is on the host
     double share = 1;
+    int64_t gradient_bytes = 0;
   };
 
   void play_moment(size_t t);
@@ -88,6 +90,12 @@ class Player {
   void update_on_host(ChunkId chunk, double begin, double share = 1);
   // Of updates that begin in backward, in the order in which the host makes them.
   void update_in_order_of_need();
+  void update_most_needed();
+  // The launching thread waits until updates have left so much to a gradient.
+  void await_gradient_room(int64_t num_bytes);
+  bool visits(ChunkId chunk) const { return !shape_.visits.empty() && shape_.visits[static_cast<size_t>(chunk)] != 0; }
+  // [Note: visits] Returns when the gradient is used.
+  double visit(ChunkId chunk, double begin);
   // [Note: states on the disk] Reads begin when a set is free, from the beginning of backward on.
   void update_through_disk(ChunkId chunk, double begin);
   void make_room(int64_t num_bytes);
@@ -123,7 +131,8 @@ class Player {
   const StepShape& shape_;
   std::vector<ArrayTimes> arrays_;
   std::vector<size_t> last_use_;            // by array: the last moment that reads or writes it
-  std::vector<EarlyUpdate> early_updates_;  // of the running backward
+  std::vector<EarlyUpdate> early_updates_;  // of the running backward, by when they are ready
+  int64_t waiting_gradient_bytes_ = 0;      // of these
   std::deque<int> postponed_;
   std::deque<std::pair<int64_t, When>> activations_;  // that come back: bytes, and when they are there
   Room room_;
@@ -137,7 +146,10 @@ class Player {
   double disk_read_end_ = 0;
   double disk_adam_end_ = 0;
   double disk_write_end_ = 0;
-  std::array<double, kNumDiskSets> sets_free_{};  // when each is, the next one first
+  double visit_up_end_ = 0;
+  double visit_down_end_ = 0;
+  std::array<double, kNumVisitors> visitors_end_{};  // the next one first
+  std::array<double, kNumDiskSets> sets_free_{};     // when each is, the next one first
   When upload_end_{0, kOnUpload};
   When gather_end_{0, kOnCollective};
   SimulatedStep step_;
@@ -145,6 +157,12 @@ class Player {
 
 double collective_seconds(const Rates& rates, int64_t num_bytes, double gbps) {
   return rates.collective_latency_seconds + (gbps > 0 ? static_cast<double>(num_bytes) / (gbps * 1e9) : 0);
+}
+
+// What takes so long on a link that others use until `others_end`: two at once get half of it each.
+double shared_seconds(double begin, double seconds, double others_end) {
+  const double together = std::clamp(others_end - begin, 0.0, 2 * seconds);
+  return seconds + together / 2;
 }
 
 int64_t tide(const PlanProblem& problem, size_t t) {
@@ -185,9 +203,11 @@ SimulatedStep Player::play_step() {
 }
 
 std::vector<double> Player::under_way() const {
-  std::vector<double> result{compute_end_, upload_end_.at, download_end_,  host_adam_end_, gather_end_.at,
-                             scatter_end_, disk_read_end_, disk_adam_end_, disk_write_end_};
+  std::vector<double> result{compute_end_,    upload_end_.at, download_end_,  host_adam_end_,
+                             gather_end_.at,  scatter_end_,   disk_read_end_, disk_adam_end_,
+                             disk_write_end_, visit_up_end_,  visit_down_end_};
   result.insert(result.end(), sets_free_.begin(), sets_free_.end());
+  result.insert(result.end(), visitors_end_.begin(), visitors_end_.end());
   for (const ArrayTimes& record : arrays_) {
     result.push_back(record.on_host_at.at);
     if (record.on_device) result.push_back(record.on_device_at.at);
@@ -274,16 +294,25 @@ void Player::retire(ArrayId id, size_t moment) {
   const int param = ArrayId{id.chunk, ArrayKind::kParam}.index();
   if (times(param).on_device && last_use_[static_cast<size_t>(param)] <= moment) release(param, compute_end_);
   if (!times(grad).on_device) return;
+  const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
+  const int64_t num_bytes = cost(grad).retire_bytes;
+  if (where == UpdateAt::kHostAtRetire && visits(id.chunk)) {
+    release(grad, visit(id.chunk, is_sharded() ? scatter(grad) : compute_end_));
+    return;
+  }
+  if (where == UpdateAt::kHostAtRetire) await_gradient_room(num_bytes);
   if (is_sharded()) {
     const double mean_at = scatter(grad);
     release(grad, mean_at);
-    if (cost(grad).retire_bytes > 0) download(grad, cost(grad).retire_bytes, mean_at);
+    if (num_bytes > 0) download(grad, num_bytes, std::max(mean_at, launch_.at));
   } else {
-    release(grad, cost(grad).retire_bytes > 0 ? download(grad, cost(grad).retire_bytes) : compute_end_);
+    release(grad, num_bytes > 0 ? download(grad, num_bytes, launch_.at) : compute_end_);
   }
-  const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
   const double ready = times(grad).on_host_at.at;
-  if (where == UpdateAt::kHostAtRetire) early_updates_.push_back({id.chunk, ready, 1});
+  if (where == UpdateAt::kHostAtRetire) {
+    early_updates_.push_back({id.chunk, ready, 1, num_bytes});
+    waiting_gradient_bytes_ += num_bytes;
+  }
   if (where == UpdateAt::kHostParamFirst) early_updates_.push_back({id.chunk, ready, rates_.param_pass});
   if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
 }
@@ -356,24 +385,53 @@ void Player::run_host_adam(ChunkId chunk, double begin, double share) {
 
 void Player::update_on_host(ChunkId chunk, double begin, double share) {
   run_host_adam(chunk, begin, share);
-  times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {host_adam_end_, kOnHostUpdate};
+  ArrayTimes& param = times(ArrayId{chunk, ArrayKind::kParam}.index());
+  param.on_host_at = {host_adam_end_, kOnHostUpdate};
+  param.is_visitor = false;
+}
+
+double Player::visit(ChunkId chunk, double begin) {
+  const auto [up_bytes, down_bytes] = problem_.visits[static_cast<size_t>(chunk)];
+  const double up = static_cast<double>(up_bytes) / (rates_.upload_gbps * 1e9);
+  const double down = static_cast<double>(down_bytes) / (rates_.download_gbps * 1e9);
+  begin = std::max({begin, visit_up_end_, visitors_end_.front()});
+  visit_up_end_ = begin + shared_seconds(begin, up, upload_end_.at);
+  visit_up_end_ += static_cast<double>(numel(chunk)) / rates_.device_adam_params_per_second;
+  begin = std::max(visit_down_end_, visit_up_end_);
+  visit_down_end_ = begin + shared_seconds(begin, down, download_end_);
+  std::rotate(visitors_end_.begin(), visitors_end_.begin() + 1, visitors_end_.end());
+  visitors_end_.back() = visit_down_end_;
+  step_.visit_seconds += std::max(up, down);
+  step_.uploaded_bytes += up_bytes;
+  step_.downloaded_bytes += down_bytes;
+  ArrayTimes& param = times(ArrayId{chunk, ArrayKind::kParam}.index());
+  param.on_host_at = {visit_down_end_, kOnHostUpdate};
+  param.is_visitor = true;
+  return visit_down_end_;
 }
 
 // [Note: the order of need]: of those whose gradients are there the one that the next forward needs first, where none
 // is the one that comes first.
+void Player::update_most_needed() {
+  const double now = std::max(host_adam_end_, early_updates_.front().ready);
+  const auto end = std::find_if(early_updates_.begin(), early_updates_.end(),
+                                [now](const EarlyUpdate& update) { return update.ready > now; });
+  const auto most_needed = std::min_element(
+      early_updates_.begin(), end, [](const EarlyUpdate& a, const EarlyUpdate& b) { return a.chunk < b.chunk; });
+  update_on_host(most_needed->chunk, most_needed->ready, most_needed->share);
+  waiting_gradient_bytes_ -= most_needed->gradient_bytes;
+  early_updates_.erase(most_needed);
+}
+
 void Player::update_in_order_of_need() {
-  std::set<std::pair<ChunkId, size_t>> ready;  // and its place in early_updates_
-  size_t next = 0;
-  while (!ready.empty() || next < early_updates_.size()) {
-    const double now = ready.empty() ? std::max(host_adam_end_, early_updates_[next].ready) : host_adam_end_;
-    for (; next < early_updates_.size() && early_updates_[next].ready <= now; ++next) {
-      ready.emplace(early_updates_[next].chunk, next);
-    }
-    const EarlyUpdate& update = early_updates_[ready.begin()->second];
-    ready.erase(ready.begin());
-    update_on_host(update.chunk, update.ready, update.share);
+  while (!early_updates_.empty()) update_most_needed();
+}
+
+void Player::await_gradient_room(int64_t num_bytes) {
+  while (waiting_gradient_bytes_ > problem_.gradient_room_bytes - num_bytes && !early_updates_.empty()) {
+    update_most_needed();
+    launch_ = later(launch_, {host_adam_end_, kOnHostUpdate});
   }
-  early_updates_.clear();
 }
 
 void Player::update_through_disk(ChunkId chunk, double begin) {
@@ -397,7 +455,10 @@ void Player::update_through_disk(ChunkId chunk, double begin) {
 // As Pager::replay: one whose value is still being made holds back those after it until the next moment.
 void Player::prefetch(const std::vector<ArrayId>& arrays) {
   for (ArrayId id : arrays) postponed_.push_back(id.index());
-  while (!postponed_.empty() && times(postponed_.front()).on_host_at.at <= launch_.at) {
+  const auto is_made = [this](const ArrayTimes& array) {
+    return array.is_visitor || array.on_host_at.at <= launch_.at;
+  };
+  while (!postponed_.empty() && is_made(times(postponed_.front()))) {
     bring(postponed_.front());
     postponed_.pop_front();
   }
@@ -414,13 +475,13 @@ void Player::bring_postponed(int last) {
 void Player::bring(int array) {
   if (times(array).on_device) return;
   // The launching thread itself waits for updates on the host.
-  launch_ = later(launch_, times(array).on_host_at);
+  if (!times(array).is_visitor) launch_ = later(launch_, times(array).on_host_at);
   const When memory = room_.take(cost(array).num_bytes);
   used_bytes_ += cost(array).num_bytes;
   times(array).on_device = true;
   const bool whole = is_sharded() && ArrayId::from_index(array).kind == ArrayKind::kParam;
   if (cost(array).fetch_bytes > 0) {
-    upload(array, later(launch_, memory));
+    upload(array, later(later(launch_, memory), times(array).on_host_at));
   } else if (whole) {
     wait(later(launch_, memory));  // the compute queue casts this rank's shard into its place
     times(array).on_device_at = {compute_end_, kOnCollective};
@@ -452,7 +513,8 @@ double Player::dequantize_seconds(int array) const {
 void Player::upload(int array, When begin) {
   const double transfer_seconds =
       rates_.transfer_latency_seconds + static_cast<double>(cost(array).fetch_bytes) / (rates_.upload_gbps * 1e9);
-  const double seconds = transfer_seconds + dequantize_seconds(array);
+  const double begins = std::max(upload_end_.at, begin.at);
+  const double seconds = shared_seconds(begins, transfer_seconds, visit_up_end_) + dequantize_seconds(array);
   times(array).on_device_at = enqueue(upload_end_, begin, seconds, kOnUpload);
   step_.upload_seconds += seconds;
   step_.uploaded_bytes += cost(array).fetch_bytes;
@@ -477,7 +539,8 @@ double Player::scatter(int array) {
 double Player::download(int array, int64_t num_bytes, double ready) {
   const double seconds =
       rates_.transfer_latency_seconds + static_cast<double>(num_bytes) / (rates_.download_gbps * 1e9);
-  download_end_ = std::max({download_end_, compute_end_, ready}) + seconds;
+  const double begin = std::max({download_end_, compute_end_, ready});
+  download_end_ = begin + shared_seconds(begin, seconds, visit_down_end_);
   times(array).on_host_at = {download_end_, kOnMemory};
   step_.download_seconds += seconds;
   step_.downloaded_bytes += num_bytes;
@@ -520,6 +583,10 @@ void check(const PlanProblem& problem, const Plan& plan, const Rates& rates, con
       shape.updates.size() == shape.numels.size() && shape.updates.size() * kNumArrayKinds == problem.arrays.size(),
       ArgumentError, shape.updates.size(), " updates and ", shape.numels.size(), " sizes for ",
       problem.arrays.size() / kNumArrayKinds, " chunks; give one of each per chunk");
+  PS_CHECK(shape.visits.empty() ||
+               (shape.visits.size() == shape.updates.size() && problem.visits.size() == shape.updates.size()),
+           ArgumentError, shape.visits.size(), " chunks visit the device or do not, and what that moves is known of ",
+           problem.visits.size(), " of ", shape.updates.size(), "; give one of each per chunk");
   PS_CHECK(rates.upload_gbps > 0 && rates.download_gbps > 0 && rates.host_adam_params_per_second > 0 &&
                rates.device_adam_params_per_second > 0,
            ArgumentError, "a rate is not positive: upload ", rates.upload_gbps, " GB/s, download ", rates.download_gbps,

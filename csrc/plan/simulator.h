@@ -56,7 +56,7 @@ enum class UpdateAt : uint8_t {
   kHostAfterNorm,   // on the host when the norm is known
   kDiskAtRetire,    // the same two of a chunk whose states come from the disk and go back there
   kDiskAfterNorm,
-  kDeviceAfterNorm  // on the device
+  kDeviceAfterNorm,  // on the device
 };
 constexpr UpdateAt kLastUpdateAt = UpdateAt::kDeviceAfterNorm;
 
@@ -64,6 +64,7 @@ struct StepShape {
   std::vector<double> compute_seconds;          // by moment: device work until the next one begins, without waiting
   std::vector<UpdateAt> updates;                // by chunk
   std::vector<int64_t> numels;                  // by chunk: what this rank updates
+  std::vector<uint8_t> visits{};                // by chunk: the device makes the host's update; empty: it makes none
   int num_ranks = 1;                            // that share each chunk
   std::vector<ActivationCopies> activations{};  // by moment; empty: none leave
   std::vector<int64_t> disk_bytes{};            // by chunk: what its states take on the disk, where they are there
@@ -91,6 +92,7 @@ struct SimulatedStep {
   double gather_seconds = 0;
   double scatter_seconds = 0;
   double host_adam_seconds = 0;
+  double visit_seconds = 0;  // transfers of states that visit the device, the slower way of the two
   double disk_read_seconds = 0;
   double disk_write_seconds = 0;
   std::array<double, kNumShortages> stall_seconds{};  // of the compute queue

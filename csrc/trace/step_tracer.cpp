@@ -1,6 +1,7 @@
 #include "trace/step_tracer.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 namespace patrickstar {
@@ -20,6 +21,8 @@ Queue queue_of(Track track) {
       return Queue::kGather;
     case Track::kScatter:
       return Queue::kScatter;
+    case Track::kVisit:
+      return Queue::kVisitUpdate;
     default:
       return Queue::kCompute;
   }
@@ -197,6 +200,7 @@ void StepTracer::resolve_spans(StepTrace& trace) {
 }
 
 void StepTracer::resolve_host_spans(StepTrace& trace) {
+  const auto first = static_cast<std::ptrdiff_t>(trace.spans.size());
   for (const OpenHostSpan& open : host_spans_) {
     open.span->done.settle();
     if (!open.span->ran) continue;
@@ -208,6 +212,9 @@ void StepTracer::resolve_host_spans(StepTrace& trace) {
     span.dropped = open.dropped != nullptr && *open.dropped;
     if (span.end_seconds > 0) trace.spans.push_back(span);
   }
+  // Tasks do not run in the order in which they were submitted ([Note: the order of need], common/work_queue.h).
+  std::stable_sort(trace.spans.begin() + first, trace.spans.end(),
+                   [](const TracedSpan& a, const TracedSpan& b) { return a.begin_seconds < b.begin_seconds; });
 }
 
 }  // namespace patrickstar

@@ -69,6 +69,8 @@ class Prediction:
     """From the disk, per rank and step."""
     disk_written_bytes: int = 0
     """To the disk, per rank and step."""
+    visit_seconds: float = 0.0
+    """The link is busy with optimizer states that the GPU updates for the host."""
     host_memory_seconds: float = 0.0
     """What transfers and updates take of the host's memory bandwidth, where ranks share it; 0: not counted."""
 

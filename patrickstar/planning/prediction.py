@@ -270,6 +270,7 @@ class Predictor:
         homes = self._later_homes(setting, first, on_device)
         on_disk = [home == _C.Tier.DISK for home in homes]
         host_bytes = self._bytes_on_host(setting, homes) + _C.disk_set_bytes(layout, first)
+        budget.gradient_room_bytes = _C.gradient_room_bytes(layout, homes, setting.host_bytes)
         room = setting.host_bytes - host_bytes - _C.reserved_gradient_bytes(layout)
         later = self._later_device(setting, room)
         timed = self._timeline(self._first_device(setting), on_device, later)
@@ -554,9 +555,8 @@ class Predictor:
             )
         count = self._num_states(setting, budget) if setting.hybrid_adam else 0
         on_device = [home == _C.Tier.DEVICE for home in first]
-        return first, [
-            at or (i < count and (chunks[i]["trainable"] or _is_quantized(chunks[i]))) for i, at in enumerate(on_device)
-        ]
+        moved_in = _C.chunks_that_move_in(self._layout, count, on_device)
+        return first, [at or index in moved_in for index, at in enumerate(on_device)]
 
 
 def _slowed(timed: TimedTimeline, slowdown: float) -> TimedTimeline:
@@ -605,6 +605,8 @@ def _choose_plan(
     """The plan that an engine chooses once it has measured these times (csrc/plan/plan_choice.h)."""
     problem = _C.pose_problem(layout, timed.moments, on_device, budget)
     chunks = planned_chunks(layout, on_device, on_disk)
+    commits = not budget.keeps_gradients and budget.backwards == _C.Backwards.ONE
+    visits = _C.visit_costs(layout) if commits else []
     choice = _C.choose_plan(
         timed.moments,
         rates=rates,
@@ -615,6 +617,9 @@ def _choose_plan(
         disk_bytes=[chunk.disk_bytes for chunk in chunks],
         dequantized_bytes=_dequantized_bytes(chunks, rates),
         activations=[copies.as_core() for copies in timed.copies],
+        gradient_room_bytes=budget.gradient_room_bytes,
+        visit_costs=visits,
+        visitor_bytes=_C.visitor_bytes(layout) if visits else 0,
         **problem,
     )
     return plan_of(

@@ -14,9 +14,19 @@ from patrickstar.profiling.layers import ChunkLayers, short_names
 from patrickstar.profiling.summary import CAUSES
 
 _PID = 1
-_COMPUTE, _UPLOAD, _DOWNLOAD, _GATHER, _SCATTER, _HOST_ADAM, _DEVICE_ADAM, _DISK_READ, _DISK_ADAM, _DISK_WRITE = range(
-    1, 11
-)
+(
+    _COMPUTE,
+    _UPLOAD,
+    _DOWNLOAD,
+    _GATHER,
+    _SCATTER,
+    _HOST_ADAM,
+    _DEVICE_ADAM,
+    _DISK_READ,
+    _DISK_ADAM,
+    _DISK_WRITE,
+    _VISIT,
+) = range(1, 12)
 _ROWS = {
     _COMPUTE: "compute",
     _UPLOAD: "upload stream",
@@ -28,8 +38,9 @@ _ROWS = {
     _DISK_READ: "disk reads",
     _DISK_ADAM: "Adam of states on disk",
     _DISK_WRITE: "disk writes",
+    _VISIT: "visits of states",
 }
-_WHERE_USED = (_GATHER, _SCATTER, _DISK_READ, _DISK_ADAM, _DISK_WRITE)  # several ranks, a disk
+_WHERE_USED = (_GATHER, _SCATTER, _DISK_READ, _DISK_ADAM, _DISK_WRITE, _VISIT)  # several ranks, a disk, a bound host
 _ROW_OF = {
     _C.Track.STALL: _COMPUTE,  # inside the moments, which are longer
     _C.Track.UPLOAD: _UPLOAD,
@@ -43,6 +54,7 @@ _ROW_OF = {
     _C.Track.DISK_READ: _DISK_READ,
     _C.Track.DISK_ADAM: _DISK_ADAM,
     _C.Track.DISK_WRITE: _DISK_WRITE,
+    _C.Track.VISIT: _VISIT,
 }
 _TRANSFERS = (
     *(_C.Track.UPLOAD, _C.Track.DOWNLOAD, _C.Track.GATHER, _C.Track.SCATTER),

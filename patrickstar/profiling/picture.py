@@ -51,6 +51,7 @@ _QUEUES = {
     "disk reads": ((_C.Track.DISK_READ,), "#7aa6c2"),
     "Adam of states on disk": ((_C.Track.DISK_ADAM,), "#4e5d94"),
     "disk writes": ((_C.Track.DISK_WRITE,), "#e0a458"),
+    "visits of states": ((_C.Track.VISIT,), "#7aa6c2"),
 }
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _LABELS_PER_INCH = 4.5

@@ -62,6 +62,8 @@ class Summary:
     """Updates on the host that this step started, also those whose result was not used."""
     device_adam: Work
     """Updates on the device; part of ``compute_seconds``."""
+    visits: Work
+    """Updates that the device made for the host."""
     late_seconds: float
     """How much of ``host_adam`` came after the step's end."""
     dropped_seconds: float
@@ -112,6 +114,7 @@ class Summary:
             *self._states_lines(),
             f"  device Adam  {self.device_adam.amount / 1e9:.3f} Gparam in {show_seconds(self.device_adam.seconds)}, "
             f"{self.device_adam.rate:.2f} Gparam/s",
+            *self._visit_lines(),
             f"  roofline     bound by {self.bound}, the step takes {ratio:.2f} x as long: {busy}",
         ]
         return "\n".join(lines) + "\n"
@@ -121,6 +124,12 @@ class Summary:
             return []
         states = f"{self.host_states.amount / 1e9:.3f} Gparam in {show_seconds(self.host_states.seconds)}"
         return [f"  host states  {states}, behind their parameters"]
+
+    def _visit_lines(self) -> list[str]:
+        if self.visits.amount == 0:
+            return []
+        visits = f"{self.visits.amount / 1e9:.3f} Gparam in {show_seconds(self.visits.seconds)}"
+        return [f"  visits       {visits}, updates of the host's on the device"]
 
     def _collective_lines(self) -> list[str]:
         if self.gather.amount == self.scatter.amount == 0:
@@ -151,6 +160,7 @@ def summarize(trace: dict[str, Any]) -> Summary:
         host_adam=_work(host_adam, "numel"),
         host_states=_work(on_track[_C.Track.HOST_STATES], "numel"),
         device_adam=_work(on_track[_C.Track.DEVICE_ADAM], "numel"),
+        visits=_work(on_track[_C.Track.VISIT], "numel"),
         late_seconds=sum(max(seconds, 0.0) for seconds in late),
         dropped_seconds=sum(span["seconds"] for span in host_adam if span["dropped"]),
     )

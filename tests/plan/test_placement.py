@@ -264,3 +264,42 @@ def test_plans_leave_idle_slots_their_room(headed):
     without = _C.make_plan(moments, **{**problem, "idle_bytes": []})
     assert highest(plan, moments, problem) <= room < highest(without, moments, problem)
     assert plan["least_limit_bytes"] == without["least_limit_bytes"]
+
+
+def committed_layout(master=_C.StateType.LOWER_HALF):
+    """Gradients have no memory of their own until their update, but with whole masters."""
+    one_each = [NUMEL] * NUM_CHUNKS, [_C.DType.BFLOAT16] * NUM_CHUNKS, [True] * NUM_CHUNKS
+    return _C.Layout.pack(*one_each, NUMEL, states=[_C.StateFormat(master)] * NUM_CHUNKS)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.7])
+def test_where_updates_bound_backward_homes_take_turns(share):
+    """Of any so many neighbours as many are on the device as of all, to within one."""
+    layout = committed_layout()
+    _, everything, _ = _C.initial_placement(layout, _C.UNLIMITED, 0)
+    found, on_host, _ = homes(layout, int(everything * (1 - share)), 0, 2**40)
+    assert on_host <= everything * (1 - share)
+    for begin in range(0, NUM_CHUNKS - 20):
+        assert abs(found[begin : begin + 20].count("E") - 20 * share) <= 1.5
+    whole = committed_layout(_C.StateType.FLOAT32)
+    _, everything, _ = _C.initial_placement(whole, _C.UNLIMITED, 0)
+    found, *_ = homes(whole, int(everything * (1 - share)), 0, 2**40)
+    assert found.rstrip("O").count("O") == 0
+
+
+def test_states_that_move_in_beside_those_that_are_there(layout):
+    """No more bytes than the first ones have, the first of which are missing."""
+    in_turn = [chunk % 2 == 0 for chunk in range(NUM_CHUNKS)]
+    half = NUM_CHUNKS // 2
+    assert _C.chunks_that_move_in(layout, half, in_turn) == []
+    assert _C.chunks_that_move_in(layout, half + 3, in_turn) == [1, 3, 5]
+    assert _C.chunks_that_move_in(layout, 4, [False] * NUM_CHUNKS) == [0, 1, 2, 3]
+
+
+def test_what_homes_leave_to_gradients_on_the_host():
+    layout = committed_layout()
+    home = layout.chunk(0)["home_bytes"]
+    tiers = [_C.Tier.HOST] * 5 + [_C.Tier.DEVICE] * (NUM_CHUNKS - 5)
+    assert _C.gradient_room_bytes(layout, tiers, 5 * home + 1234) == 1234
+    assert _C.gradient_room_bytes(layout, tiers, home) == 0
+    assert _C.gradient_room_bytes(committed_layout(_C.StateType.FLOAT32), tiers, 5 * home) == _C.UNLIMITED

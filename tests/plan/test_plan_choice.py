@@ -96,7 +96,8 @@ def test_against_brute_force(problem, data, update):
     )
     choice = choose(**problem, rates=rates, update=update)
     updates = [update] * len(choice["updates"])
-    assert choice == {"plan": plan, "prefetch_bytes": room * GB, "predicted": step, "updates": updates}
+    expected = {"plan": plan, "prefetch_bytes": room * GB, "predicted": step, "updates": updates, "visits": []}
+    assert choice == expected
 
 
 def delayed(count, first_late):
@@ -229,3 +230,33 @@ def test_a_large_step():
 def test_a_rate_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="not positive: upload 0"):
         choose(burst(1), rates_of(upload=0, download=FAST), seconds=[1.0] * 2, limit=2)
+
+
+def with_visits(rates, visitor_bytes=GB, limit=8):
+    """Eight chunks whose updates begin in backward, and may be made on the device."""
+    moments = [*forward(8), *(moment(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(7, -1, -1))]
+    costs, limits, shape = arguments_of(moments, [0.1] * 16, limit, AT_RETIRE)
+    costs_each = [(3 * GB, 3 * GB)] * 8  # moments of 8 bits, beside gradients of 16
+    return _C.choose_plan(
+        moments, costs, rates, **shape, **limits, prefetch_bytes=0, visit_costs=costs_each, visitor_bytes=visitor_bytes
+    )
+
+
+def test_the_device_makes_updates_where_the_host_bounds_the_step():
+    bound = rates_of(upload=50, download=50, adam=1)
+    at_home, visiting = with_visits(bound, visitor_bytes=0), with_visits(bound)
+    assert at_home["visits"] == [] and 0 < sum(visiting["visits"]) < 8
+    assert visiting["predicted"]["seconds"] < 0.98 * at_home["predicted"]["seconds"]
+    assert visiting["predicted"]["host_adam_seconds"] == 8 - sum(visiting["visits"])
+
+
+@pytest.mark.parametrize(
+    ("rates", "limit"),
+    [
+        pytest.param({"upload": 50, "download": 50, "adam": 100}, 8, id="a host that keeps up"),
+        pytest.param({"upload": 0.1, "download": 0.1, "adam": 1}, 8, id="a slow link"),
+        pytest.param({"upload": 50, "download": 50, "adam": 1}, 1, id="no room for visitors"),
+    ],
+)
+def test_nobody_visits_where_that_gains_nothing(rates, limit):
+    assert with_visits(rates_of(**rates), limit=limit)["visits"] == []

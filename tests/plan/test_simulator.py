@@ -460,3 +460,45 @@ def test_activations_share_the_queues():
     assert step["downloaded_bytes"] - without["downloaded_bytes"] == 2 * GB
     with pytest.raises(ValueError, match="3 moments and activations are copied in 2"):
         step_with(copies[:2])
+
+
+THERE_AND_BACK = [
+    *forward(3),
+    *(moment(BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in (2, 1, 0)),
+]
+
+
+def there_and_back(rates, **options):
+    """Three chunks: a second of forward each, a backward that takes no time, updates that begin there."""
+    costs, limits = costs_of(3), {"limit_bytes": _C.UNLIMITED, "fixed_bytes": 0}
+    plan = _C.make_plan(THERE_AND_BACK, costs, **limits, prefetch_bytes=0)
+    given = {"compute_seconds": [1.0] * 3 + [0.0] * 3, "updates": [AT_RETIRE] * 3, "numels": [GB] * 3}
+    return _C.simulate(THERE_AND_BACK, costs, plan, rates, **given, **limits, **options)
+
+
+def test_updates_in_the_order_of_need():
+    """The last chunk's gradient comes first. When its update is over the others are there, and the first one is next,
+    which the forward needs first.
+    """
+    step = there_and_back(rates_of(adam=1))
+    assert step["seconds"] == pytest.approx(2 + 3)
+    assert step["stall_seconds"]["host_update"] == pytest.approx(2)
+
+
+def test_a_gradient_waits_for_host_memory_that_an_update_leaves():
+    """With room for one the updates are made one by one as gradients come, and the last one is needed first."""
+    for chunks, seconds in ((1, 3 + 3), (3, 2 + 3)):
+        step = there_and_back(rates_of(adam=1), gradient_room_bytes=chunks * GB)
+        assert step["seconds"] == pytest.approx(seconds)
+
+
+def test_updates_that_the_device_makes_for_the_host():
+    """Up and down at 2 GB/s, the way up of one beside the way down of another."""
+    visits = {"visit_costs": [(2 * GB, 2 * GB)] * 3, "visits": [True] * 3}
+    step = there_and_back(rates_of(adam=0.1, upload=2, download=2), gradient_room_bytes=GB, **visits)
+    assert step["host_adam_seconds"] == 0
+    assert step["visit_seconds"] == pytest.approx(3)
+    assert step["uploaded_bytes"] == step["downloaded_bytes"] + 3 * GB == 9 * GB
+    assert step["seconds"] < 10
+    with pytest.raises(ValueError, match="visit"):
+        there_and_back(rates_of(), visits=[True])

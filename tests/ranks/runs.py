@@ -35,6 +35,8 @@ class Task:
     """Of its section ``optimizer``."""
     on_host: bool = False
     """All optimizer states on the host."""
+    visits: bool = False
+    """From the second step on the device makes the host's updates, in small pieces ([Note: visits])."""
 
     @property
     def case(self) -> Case:
@@ -71,7 +73,9 @@ def train(task: Task) -> dict[str, Any]:
         engine.train()
         generator = torch.Generator().manual_seed(1)
         losses, norms = [], []
-        for _ in range(task.steps):
+        for step in range(task.steps):
+            if task.visits and step == 1:
+                engine._session.runtime.set_visits([True] * engine._session.layout.num_chunks, 1024)
             optimizer.zero_grad()
             for _ in range(task.accumulate):
                 loss = case.loss(engine(**rows(case.batch(generator))))

@@ -82,3 +82,20 @@ def bytes_per_parameter(optimizer):
 def test_bytes_per_parameter(name, expects):
     """Of two ranks together."""
     assert run_ranks(2, bytes_per_parameter, SCHEMES[name]) == [expects] * 2
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if "speculation" in scheme])
+def test_updates_that_the_device_makes_for_the_host(name):
+    """Of each rank's share, with random delays on every queue."""
+    delays = {"max_random_us": 300, "seed": 2}
+    tasks = [
+        Task(
+            "gpt2", "bf16", optimizer=copy.deepcopy(SCHEMES[name]), on_host=True, visits=visits,
+            options=SMALL | {"delays": delays},
+        )
+        for visits in (False, True)
+    ]  # fmt: skip
+    at_home, visiting = run(2, tasks)
+    for rank in range(2):
+        assert_same(visiting[rank], at_home[rank])
+    assert at_home[0]["report"]["num_visits"] == 0 < visiting[0]["report"]["num_visits"]

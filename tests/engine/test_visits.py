@@ -1,0 +1,91 @@
+"""Updates that the device makes for the host ([Note: visits], csrc/engine/visits.h) change no bit."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.engine.test_equality import WIDE
+from tests.training import assert_same, least_device_memory, make_config, train
+
+STEPS = 4
+PIECE = 1024  # elements, of chunks of 4096
+
+
+def config_of(precision="bf16", states="fp32", *, master="exact", speculation="commit", optimizer="AdamW", **more):
+    config = make_config(precision, optimizer, default_chunk_size=4096, **more)
+    config["optimizer"] |= {"states": states, "master": master, "speculation": speculation}
+    config["optimizer"]["params"]["use_hybrid_adam"] = False
+    return config
+
+
+@functools.cache
+def expected(**kwargs):
+    return train(WIDE, config_of(**kwargs), steps=STEPS)
+
+
+def visiting(which, piece_numel=PIECE):
+    """From the second step on, chunks visit for which ``which(step, chunk)`` is true."""
+
+    def choose(engine, step):
+        count = engine._session.layout.num_chunks
+        engine._session.runtime.set_visits([step > 0 and which(step, chunk) for chunk in range(count)], piece_numel)
+
+    return choose
+
+
+ALL = visiting(lambda step, chunk: True)
+IN_TURN = visiting(lambda step, chunk: (step + chunk) % 2 == 0)  # each chunk is updated by both sides
+
+WAYS = {
+    "float32": {"precision": "fp32"},
+    "split masters": {},
+    "8 bits": {"states": "8bit"},
+    "bfloat16": {"states": "bf16"},
+    "8 bits without masters": {"states": "8bit", "master": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_number_changes(way):
+    settled = expected(**WAYS[way])
+    for choose in (ALL, IN_TURN):
+        run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=choose)
+        assert_same(run, settled)
+        assert run.report["num_visits"] > STEPS
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "SGD"])
+def test_rules_with_one_moment(optimizer):
+    def config():
+        result = config_of(optimizer=optimizer)
+        params = {"Lion": {"lr": 1e-3, "betas": (0.9, 0.99)}, "SGD": {"lr": 1e-2, "momentum": 0.9}}[optimizer]
+        result["optimizer"]["params"] = {**params, "use_hybrid_adam": False}
+        return result
+
+    run = train(WIDE, config(), steps=STEPS, before_step=ALL)
+    assert_same(run, train(WIDE, config(), steps=STEPS))
+    assert run.report["num_visits"] > STEPS
+
+
+@pytest.mark.parametrize("way", ["float32", "8 bits"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_delays_show_no_wait_that_is_missing(way, seed):
+    delays = {"max_random_us": 500, "seed": seed}
+    run = train(WIDE, config_of(**WAYS[way], delays=delays), steps=STEPS, before_step=IN_TURN)
+    assert_same(run, expected(**WAYS[way]))
+
+
+def test_updates_behind_the_norm_are_made_at_home():
+    clipped = {"speculation": "never", "gradient_clipping": 0.05}
+    run = train(WIDE, config_of(**clipped), steps=STEPS, before_step=ALL)
+    assert_same(run, expected(**clipped))
+    assert run.report["num_visits"] == 0
+
+
+def test_where_the_device_has_no_room_the_host_updates():
+    config = config_of(states="8bit")
+    least = least_device_memory(WIDE, config)
+    run = train(WIDE, {**config, "device_memory": least}, steps=STEPS, before_step=ALL)
+    assert_same(run, expected(states="8bit"))
