@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmark.common import provenance, token_batch
+from benchmark.common import provenance, synchronize, token_batch
 from benchmark.systems import SYSTEMS, Job, System
 from benchmark.systems.device import training_device
 from benchmark.systems.events import EventWriter, Outcome, others_resident_bytes, peak_resident_bytes
@@ -49,8 +49,7 @@ class StepTimer:
         self._barrier.wait()
         begin = time.perf_counter()
         loss = system.step({key: value.to(system.device) for key, value in tokens.items()}).item()
-        if system.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # copies beside it go on in the next step
+        synchronize()
         return time.perf_counter() - begin, loss
 
 

@@ -68,9 +68,8 @@ void register_placement(py::module_& module) {
         return costs;
       },
       py::arg("layout"), "By chunk, the bytes that go up and down where its states visit the device for an update.");
-  module.def(
-      "visitor_bytes", [](const Layout& layout) { return kNumVisitors * visitor_bytes(layout); }, py::arg("layout"),
-      "Of the device, what chunks take that visit it (plan/placement.h).");
+  module.def("visitor_bytes", &visitor_bytes, py::arg("layout"),
+             "Of the device, what chunks take that visit it (plan/placement.h).");
   module.def(
       "chunks_that_move_in",
       [](const Layout& layout, int count, const std::vector<bool>& states_on_device) {

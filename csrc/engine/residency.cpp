@@ -147,9 +147,7 @@ void Residency::fill_margin(const Timeline& step) {
 
 // Where states that have moved to the device were.
 void Residency::bring_home_from_disk() {
-  std::vector<Tier> homes;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
-  for (ChunkId chunk : home_from_disk(layout(), homes, pager_.guest_room_bytes())) {
+  for (ChunkId chunk : home_from_disk(layout(), homes(), pager_.guest_room_bytes())) {
     std::vector<HostBlock> blocks;
     for (ArrayKind kind : layout().chunk(chunk).state_kinds()) {
       blocks.push_back(pager_.try_allocate_home(layout().num_bytes({chunk, kind})));
@@ -162,6 +160,12 @@ void Residency::bring_home_from_disk() {
 std::vector<ChunkId> Residency::chunks_that_move_in(const Timeline& step) const {
   const int count = num_device_state_chunks(layout(), step, budget_for_states());
   return patrickstar::chunks_that_move_in(layout(), count, states_on_device());
+}
+
+std::vector<Tier> Residency::homes() const {
+  std::vector<Tier> result;
+  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) result.push_back(store().home(chunk));
+  return result;
 }
 
 std::vector<uint8_t> Residency::states_on_device() const {
@@ -284,9 +288,7 @@ DeviceBudget Residency::device_budget() const {
   const HostArena& arena = memory_.arena();
   const int64_t host_limit = arena.free_bytes() + arena.used_bytes();
   if (options_.updates_take_memory) budget.host_limit_bytes = host_limit;
-  std::vector<Tier> homes;
-  for (ChunkId chunk = 0; chunk < layout().num_chunks(); ++chunk) homes.push_back(store().home(chunk));
-  budget.gradient_room_bytes = gradient_room_bytes(layout(), homes, host_limit);
+  budget.gradient_room_bytes = gradient_room_bytes(layout(), homes(), host_limit);
   return budget;
 }
 

@@ -96,7 +96,9 @@ class Residency {
   // For states that stay: other engines' values are to find room beside them.
   DeviceBudget budget_for_states() const;
   std::vector<ChunkId> chunks_that_move_in(const Timeline& step) const;
-  std::vector<uint8_t> states_on_device() const;  // by chunk
+  // By chunk.
+  std::vector<Tier> homes() const;
+  std::vector<uint8_t> states_on_device() const;
   // Whose states left the device under pressure.
   bool any_away() const;
   void leave_frozen_to_device(const Plan& plan);

@@ -195,7 +195,7 @@ void StepPlanner::make_next_plan() {
       shape.disk_bytes.push_back(disk_bytes(chunk));
     }
     const bool may_visit = updates_.may_visit() && !gradients_.accumulates();
-    const int64_t visitors = !may_visit ? 0 : kNumVisitors * visitor_bytes(store_.layout());
+    const int64_t visitors = !may_visit ? 0 : visitor_bytes(store_.layout());
     PlanChoice choice = choose_plan(untimed, times_->rates, shape, visitors);
     plan = std::move(choice.plan);
     shape.updates = std::move(choice.updates);

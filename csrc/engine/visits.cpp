@@ -53,7 +53,7 @@ std::vector<optim::UpdateJob> jobs_of(const Visit& visit, const std::vector<Visi
 
 bool Visits::take_room() {
   if (slots_.back()) return true;
-  const int64_t num_bytes = visitor_bytes(memory_.layout());
+  const int64_t num_bytes = visiting_piece_bytes(memory_.layout());
   for (Slot& slot : slots_) {
     slot = pager_.try_take_slot(num_bytes);
     if (!slot) {

@@ -557,7 +557,7 @@ int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes
   return std::max<int64_t>(room, 0);
 }
 
-int64_t visitor_bytes(const Layout& layout) {
+int64_t visiting_piece_bytes(const Layout& layout) {
   constexpr int64_t kArrays = 7;  // data and scales of three states, and a value: each begins anew
   int64_t largest = 0;
   for (const ChunkSpec& chunk : layout.chunks()) {
@@ -569,6 +569,8 @@ int64_t visitor_bytes(const Layout& layout) {
   }
   return largest;
 }
+
+int64_t visitor_bytes(const Layout& layout) { return kNumVisitors * visiting_piece_bytes(layout); }
 
 std::vector<VisitCost> visit_costs(const Layout& layout) {
   std::vector<VisitCost> costs;

@@ -91,7 +91,8 @@ int64_t least_new_bytes(const Layout& layout, ChunkId chunk);
 constexpr int64_t kVisitingPiece = int64_t{1} << 24;
 constexpr int kNumVisitors = 4;
 constexpr int64_t kVisitorAlignment = 256;  // of each array in it
-// Of the device, what each of these takes, with its value; 0: no chunk has states.
+// Of the device, what one of these takes, with its value, and what all of them do; 0: no chunk has states.
+int64_t visiting_piece_bytes(const Layout& layout);
 int64_t visitor_bytes(const Layout& layout);
 
 std::vector<VisitCost> visit_costs(const Layout& layout);

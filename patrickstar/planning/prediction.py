@@ -555,7 +555,7 @@ class Predictor:
             )
         count = self._num_states(setting, budget) if setting.hybrid_adam else 0
         on_device = [home == _C.Tier.DEVICE for home in first]
-        moved_in = _C.chunks_that_move_in(self._layout, count, on_device)
+        moved_in = set(_C.chunks_that_move_in(self._layout, count, on_device))
         return first, [at or index in moved_in for index, at in enumerate(on_device)]
 
 
