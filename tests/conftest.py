@@ -18,6 +18,8 @@ if not {"gpu", "gpu and alone", "gpu and not alone"} & set(sys.argv) and "PYTEST
 import pytest
 import torch
 
+from patrickstar.engine.open_session import drop_unreachable_sessions
+
 torch.set_num_threads(1)  # models are so small that a second one only waits, and other tests run beside
 
 
@@ -35,6 +37,6 @@ def _set_libraries_aside():
 def _collect_engines():
     """A test that ends by an exception drops its engine; its memory must not count in the next one."""
     yield
-    gc.collect()
+    drop_unreachable_sessions()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

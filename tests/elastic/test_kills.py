@@ -81,6 +81,7 @@ def test_one_is_killed(plan, victim, phase, tmp_path):
     check(plan, victim, phase, tmp_path)
 
 
+@pytest.mark.slow
 def test_one_is_killed_that_others_fetch_from(tmp_path):
     """Before it has told them where."""
     for number in range(3):

@@ -55,7 +55,7 @@ def alternating(lengths) -> Case:
     return Case(TokenWise, batch, lambda out: out["loss"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_alternating_sequence_lengths(precision, caplog):
     """The tide of the first step is that of the shortest sequence; the longest still fits into the least budget that it
     fits into alone.

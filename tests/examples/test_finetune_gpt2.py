@@ -24,6 +24,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
     return folder, result.stdout
 
 
+@pytest.mark.slow
 def test_learns_the_python_reference(trained):
     folder, output = trained
     check_report(output, "unigram baseline")

@@ -14,6 +14,7 @@ def example():
         yield module
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(example, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     flags = [*map(str, TINY), "--text", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "output")]

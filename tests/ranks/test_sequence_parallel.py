@@ -68,6 +68,7 @@ def test_models_are_those_of_one_process(size, alone):
         assert_close(found[0], expected)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_two_of_two(alone):
     """A sequence on four ranks; two sequences of two ranks each are what two ranks train on their data."""
     llama = Run(LLAMA, "left", mode="ring")

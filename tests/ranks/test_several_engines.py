@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ def run_all():
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks():
     by_rank = run_ranks(2, run_all, timeout_seconds=200)
     for name in RECIPES:

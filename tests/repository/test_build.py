@@ -107,6 +107,7 @@ def test_source_distribution_is_whole_and_clean(source):
     assert not list(source.rglob("*.so")) and not (source / "build").exists()
 
 
+@pytest.mark.slow
 def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_path):
     python = make_environment(tmp_path / "environment", with_torch=True)
     started = time.monotonic()

@@ -28,6 +28,7 @@ def test_it_is_short():
     assert len(README.text.splitlines()) <= 100
 
 
+@pytest.mark.slow
 def test_code_blocks_run_and_train(tmp_path):
     done = run_page(README, tmp_path)
     assert done.returncode == 0, done.stderr
