@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from patrickstar.planning.leaving import (
     leave,
 )
 from patrickstar.planning.machines import Gpu
+from patrickstar.planning.meta_operations import MetaOperations
 from patrickstar.sequence.tiling import equal_tiles_once
 
 _ALLOCATION_ROUNDING = 512  # bytes, of PyTorch's CUDA allocator
@@ -75,6 +76,14 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention: _FusedKernel(0, 6, 5, 2),
     _aten._scaled_dot_product_efficient_attention_backward: _FusedKernel(1, 11, 9, 5),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cost:
+    """Of one operation."""
+
+    seconds: float
+    flops: float = 0.0
 
 
 class Call(enum.Enum):
@@ -136,7 +145,7 @@ class StepUses:
         saved = (0.0,) * count if later is None else later.saved_seconds
         copies = (Copies(),) * count if later is None else later.copies
         uses = [
-            dataclasses.replace(use, seconds=use.seconds - less, spans=[Span(None, peak)], copies=copied)
+            Use(use.call, use.params, use.until, use.begin, use.end, use.seconds - less, [Span(None, peak)], copied)
             for use, peak, less, copied in zip(self.uses, peaks, saved, copies, strict=True)
         ]
         return dataclasses.replace(self, uses=uses)
@@ -191,9 +200,11 @@ class UseRecorder(_C.UseListener):
 class _CostMode(TorchDispatchMode):
     """Adds what operations cost, and the memory that is alive, to the recorder's last use."""
 
-    def __init__(self, recorder: UseRecorder, gpu: Gpu):
+    def __init__(self, recorder: UseRecorder, gpu: Gpu, operations: MetaOperations):
         super().__init__()
         self._recorder = recorder
+        self._operations = operations
+        self._costs: dict[Hashable, _Cost] = {}
         self._gpu = gpu
         self._alive: dict[int, weakref.ref] = {}
         self._bytes = 0
@@ -232,9 +243,13 @@ class _CostMode(TorchDispatchMode):
         self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # which an operation has behind it
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is _aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
-        out = func(*args, **(kwargs or {}))
+        out, key = self._operations.run(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if outputs and all(tensor.device.type == "cpu" for tensor in outputs):  # states of random numbers
             return out
@@ -246,7 +261,12 @@ class _CostMode(TorchDispatchMode):
             span = use.spans[-1]
             span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
-                seconds = self._count * self._seconds(func.overloadpacket, args, kwargs or {}, out, outputs)
+                cost = self._costs.get(key)
+                if key is None or cost is None:
+                    cost = self._costs[key] = self._cost(func.overloadpacket, args, kwargs, out, outputs)
+                seconds = self._count * cost.seconds
+                self.num_operations += self._count
+                self.flops += self._count * cost.flops
                 self._spend(seconds)
                 if func.overloadpacket in _ATTENTION and self._kept is not None:
                     self._note_attention(self._kept, _ATTENTION[func.overloadpacket], args, outputs, seconds)
@@ -264,28 +284,26 @@ class _CostMode(TorchDispatchMode):
         else:
             kept.end_attention()
 
-    def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> float:
-        self.num_operations += self._count
+    def _cost(self, packet: Any, args: Any, kwargs: Any, out: Any, outputs: list[torch.Tensor]) -> _Cost:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
         seconds = max(num_bytes / self._gpu.memory_bytes_per_second, self._gpu.launch_seconds)
         if packet in _ATTENTION:
-            return max(seconds, self._attention_seconds(_ATTENTION[packet], args, kwargs))
+            attention = self._attention_cost(_ATTENTION[packet], args, kwargs)
+            return _Cost(max(seconds, attention.seconds), attention.flops)
         count = flop_registry.get(packet)
         if count is None or not inputs:
-            return seconds
+            return _Cost(seconds)
         args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of products that are not summed in their own
         flops = float(count(*args, **kwargs, out_val=out))
-        self.flops += self._count * flops
         narrowest = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)  # sums may be wider
-        return max(seconds, flops / self._gpu.matmul_flops(narrowest))
+        return _Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
 
-    def _attention_seconds(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> float:
+    def _attention_cost(self, kernel: _FusedKernel, args: Any, kwargs: Any) -> _Cost:
         query, key = args[kernel.query], args[kernel.query + 1]
         causal = args[kernel.causal] if len(args) > kernel.causal else kwargs.get("is_causal", False)
         flops = 2.0 * kernel.products * query.numel() * key.shape[-2]
-        self.flops += self._count * flops
-        return flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal)
+        return _Cost(flops / self._gpu.attention_flops(query.dtype, key.shape[-2], causal=causal), flops)
 
     def charge(self, seconds: float, flops: float) -> None:
         """Adds what no operation shows."""
@@ -377,8 +395,9 @@ def trace_uses(
             got_gradient.add(index)
     hooks = ModuleHooks(module, observer)
     inputs = tree_map_only(torch.Tensor, functools.partial(_to_meta, dtype=compute_dtype), dict(inputs))
+    operations = MetaOperations()
     for _ in range(2):
-        costs = _CostMode(recorder, gpu)
+        costs = _CostMode(recorder, gpu, operations)
         for spec in params.chunked:
             costs.ignore(spec.param)
         recorder.clear()

@@ -7,6 +7,7 @@ import torch
 
 from patrickstar.module.preprocess import make_layout, plan_params
 from patrickstar.planning.machines import H200
+from patrickstar.planning.meta_operations import MetaOperations
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
@@ -36,15 +37,19 @@ def real_moments(case, checkpointing, states_on_device):
         return engine.plan().timeline
 
 
-def meta_moments(case, checkpointing, states_on_device):
+def meta_uses(case, checkpointing):
     with torch.device("meta"):
         module = case.build()
     if checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
-    layout = make_layout(params, CHUNK_NUMEL)
     batch = case.batch(torch.Generator().manual_seed(1))
-    uses = trace_uses(module, params, torch.float32, batch, H200.gpu, case.loss)
+    return params, trace_uses(module, params, torch.float32, batch, H200.gpu, case.loss)
+
+
+def meta_moments(case, checkpointing, states_on_device):
+    params, uses = meta_uses(case, checkpointing)
+    layout = make_layout(params, CHUNK_NUMEL)
     timed = make_timeline(uses, layout, [states_on_device] * layout.num_chunks)
     assert len(timed.seconds) == len(timed.moments)
     assert min(timed.seconds) >= 0 < sum(timed.seconds)
@@ -92,3 +97,11 @@ def test_same_moments_with_recomputation(name):
     real, meta = (moments(MODELS[name], True, False) for moments in (real_moments, meta_moments))
     assert structure(meta) == structure(real)
     assert peak(meta) == pytest.approx(peak(real), rel=0.10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "lora", "lstm", "conv_net", "mixture_of_experts"])
+def test_operations_that_are_remembered_cost_what_they_did(name, monkeypatch):
+    _, remembered = meta_uses(MODELS[name], False)
+    monkeypatch.setattr(MetaOperations, "run", lambda self, func, args, kwargs: (func(*args, **kwargs), None))
+    _, worked_out = meta_uses(MODELS[name], False)
+    assert remembered == worked_out

@@ -175,6 +175,11 @@ class ClusterClient:
             raise ClusterError(
                 f"the scheduler does not answer ({error}); see Ray's dashboard, or start another"
             ) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterError(
+                f"the scheduler has not answered {method!r} for {_ANSWER_SECONDS:.0f} s: it makes a long decision, or "
+                "its machine is overloaded; ask again, or see Ray's dashboard"
+            ) from error
 
     @staticmethod
     def _raise(problem: str) -> None:
