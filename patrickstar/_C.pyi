@@ -638,11 +638,18 @@ class DiskOptions:
     io: DiskIo
     def __init__(self) -> None: ...
 
+@final
+class SlotFit(_Enum):
+    """Whether a device slot may be larger than what is asked for."""
+
+    LOOSE: ClassVar[SlotFit]
+    EXACT: ClassVar[SlotFit]
+
 class SlotPool:
     """Device slots within a limit (memory/slot_pool.h), for tests: of memory that nobody uses."""
 
     def __init__(self, limit_bytes: int, max_waste_ratio: float) -> None: ...
-    def acquire(self, num_bytes: int) -> int:
+    def acquire(self, num_bytes: int, fit: SlotFit = SlotFit.LOOSE) -> int:
         """The slot's address, 0: there is no room."""
     def release(self, address: int) -> None: ...
     def trim(self, num_bytes: int) -> int: ...
@@ -778,6 +785,9 @@ class DeviceOptions:
     limit_rounding_bytes: int
     left_by_tide_bytes: int
     """What activations are taken to leave on the simulated device for gradients; for tests."""
+    follows_tide: bool
+    """Whether chunks there get what activations leave at every moment; False: what they leave at their highest, as on
+    CUDA, and slots may be larger than what they hold; for tests."""
     host_threads: HostThreadOptions
     delays: DelayOptions
     def __init__(self) -> None: ...

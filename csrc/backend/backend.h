@@ -129,8 +129,9 @@ class Backend : public DeviceAllocator {
 
 // `limit_bytes` may be kUnlimited. Throws SystemError when the device cannot be used. On the simulated device
 // activations are taken to have left `left_by_tide_bytes` beside the limit ([Note: gradients in the tide],
-// memory/tide_memory.h).
-std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes = 0);
+// memory/tide_memory.h); where it does not follow the tide it is like CUDA.
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes = 0,
+                                          bool follows_tide = true);
 #ifdef PATRICKSTAR_WITH_CUDA
 // PyTorch's allocator may take `rounding_bytes` more than it is told to.
 std::unique_ptr<Backend> make_cuda_backend(int device, int64_t limit_bytes, int64_t rounding_bytes);

@@ -53,8 +53,9 @@ class SimulatedQueue {
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(int64_t limit_bytes, int64_t left_by_tide_bytes)
+  CpuBackend(int64_t limit_bytes, int64_t left_by_tide_bytes, bool follows_tide)
       : left_by_tide_bytes_(left_by_tide_bytes),
+        follows_tide_(follows_tide),
         meter_(std::make_shared<DeviceMeter>(limit_bytes)),
         allocator_(std::make_unique<MeteredAllocator>(meter_)) {}
 
@@ -146,7 +147,7 @@ class CpuBackend final : public Backend {
   int64_t take_wanted_tide() override { return 0; }
 
   bool measures_tide_freely() const override { return true; }
-  bool follows_tide() const override { return true; }
+  bool follows_tide() const override { return follows_tide_; }
   int64_t tide_bytes() override { return meter_->tide_; }
   int64_t take_tide_peak() override { return meter_->tide_peak_.exchange(meter_->tide_); }
   int64_t take_live_tide_peak() override { return meter_->live_peak_.exchange(meter_->tide_); }
@@ -184,6 +185,7 @@ class CpuBackend final : public Backend {
   }
 
   int64_t left_by_tide_bytes_;
+  bool follows_tide_;
   int64_t lent_tide_bytes_ = 0;
   std::shared_ptr<DeviceMeter> meter_;
   std::unique_ptr<MeteredAllocator> allocator_;
@@ -192,8 +194,8 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes) {
-  return std::make_unique<CpuBackend>(limit_bytes, left_by_tide_bytes);
+std::unique_ptr<Backend> make_cpu_backend(int64_t limit_bytes, int64_t left_by_tide_bytes, bool follows_tide) {
+  return std::make_unique<CpuBackend>(limit_bytes, left_by_tide_bytes, follows_tide);
 }
 
 std::shared_ptr<void> take_cpu_memory(int64_t num_bytes) {

@@ -117,8 +117,8 @@ class AddressedSlots {
 
   SlotPool& slots() { return slots_; }
   int64_t num_allocations() const { return allocator_.num_allocations(); }
-  uintptr_t acquire(int64_t num_bytes) {
-    Slot slot = slots_.acquire(num_bytes);
+  uintptr_t acquire(int64_t num_bytes, SlotFit fit) {
+    Slot slot = slots_.acquire(num_bytes, fit);
     const auto address = reinterpret_cast<uintptr_t>(slot.data);
     if (slot) used_.emplace(address, std::move(slot));
     return address;
@@ -203,10 +203,14 @@ Raises:
       .def_property_readonly("used_bytes", of_arena(&HostArena::used_bytes))
       .def_property_readonly("mapped_bytes", of_arena(&HostArena::mapped_bytes))
       .def_property_readonly("peak_mapped_bytes", of_arena(&HostArena::peak_mapped_bytes));
+  py::enum_<SlotFit>(module, "SlotFit", "Whether a slot may be larger than what is asked for (memory/slot_pool.h).")
+      .value("LOOSE", SlotFit::kLoose)
+      .value("EXACT", SlotFit::kExact);
   py::class_<AddressedSlots>(module, "SlotPool",
                              "Device slots within a limit (memory/slot_pool.h), for tests: of memory that nobody uses.")
       .def(py::init<int64_t, double>(), py::arg("limit_bytes"), py::arg("max_waste_ratio"))
-      .def("acquire", &AddressedSlots::acquire, py::arg("num_bytes"), "The slot's address, 0: there is no room.")
+      .def("acquire", &AddressedSlots::acquire, py::arg("num_bytes"), py::arg("fit") = SlotFit::kLoose,
+           "The slot's address, 0: there is no room.")
       .def("release", &AddressedSlots::release, py::arg("address"))
       .def(
           "trim", [](AddressedSlots& self, int64_t num_bytes) { return self.slots().trim(num_bytes); },

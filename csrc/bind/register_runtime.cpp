@@ -99,6 +99,7 @@ void register_options(py::module_& module) {
       .def_readwrite("host_limit_bytes", &DeviceOptions::host_limit_bytes)
       .def_readwrite("limit_rounding_bytes", &DeviceOptions::limit_rounding_bytes)
       .def_readwrite("left_by_tide_bytes", &DeviceOptions::left_by_tide_bytes)
+      .def_readwrite("follows_tide", &DeviceOptions::follows_tide)
       .def_readwrite("host_threads", &DeviceOptions::host_threads)
       .def_readwrite("delays", &DeviceOptions::delays);
   py::class_<ResidencyOptions>(module, "ResidencyOptions", "Which states are on the device (engine/residency.h).")

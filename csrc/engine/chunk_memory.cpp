@@ -10,8 +10,9 @@ namespace patrickstar {
 
 namespace {
 
-// On CUDA PyTorch's allocator rounds, and a slot that is a little larger serves as well.
-constexpr double kCudaSlotWaste = 0.125;
+// Where memory is an allocator's that keeps what is freed (on CUDA PyTorch's, which also rounds), a slot that is a
+// little larger serves as well.
+constexpr double kSlotWaste = 0.125;
 constexpr int64_t kZeroGrain = int64_t{2} << 20;  // bytes
 
 // What makes an array's value in host memory: gradients come down, all else is updated there.
@@ -25,7 +26,7 @@ StallCause maker_on_host(ArrayId id) {
 
 ChunkMemory::ChunkMemory(SharedDevice& device, Layout layout, std::vector<std::string> param_names)
     : device_(device),
-      slots_(device.backend(), device.is_cuda() ? kCudaSlotWaste : 0.0),
+      slots_(device.backend(), device.backend().follows_tide() ? 0.0 : kSlotWaste),
       tide_memory_(device.backend()),
       arena_(device.make_arena()),
       store_(std::move(layout), std::move(param_names)),

@@ -42,8 +42,8 @@ void GradientStatistics::cover_trainable() {
 
 void GradientStatistics::prepare_device() {
   if (!memory_.device().is_cuda() || device_partials_) return;
-  device_partials_ =
-      memory_.slots().acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), OverLimit::kAllow);
+  device_partials_ = memory_.slots().acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), SlotFit::kExact,
+                                             OverLimit::kAllow);
 }
 
 double* GradientStatistics::device_partials() {

@@ -140,15 +140,17 @@ bool Pager::prefetch(ArrayId id) {
   const bool gathers = memory_.is_whole(id) && !array.on_host;
   const ArrayRecord& source = gathers ? memory_.array({id.chunk, ArrayKind::kParamShard}) : array;
   if (source.on_host && memory_.backend().waits_on_host(source.host_ready)) return false;
+  if (!array.slot) {
+    const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, id});
+    array.slot = acquire(store().num_bytes(id));
+  }
+  memory_.tracer().sample_memory();
+  // The tide is above the trace, or slots are larger than what they hold: a moment later there may be room, and the use
+  // itself makes it.
+  if (!array.slot) return !gathers;
   if (gathers) {
     gather(id.chunk);
   } else {
-    {
-      const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, id});
-      array.slot = acquire(store().num_bytes(id));
-    }
-    memory_.tracer().sample_memory();
-    if (!array.slot) return true;  // the tide is above the trace: the use itself will make room
     Slot staging = needs_staging(id) ? acquire(store().num_bytes({id.chunk, ArrayKind::kQuantized})) : Slot();
     if (needs_staging(id) && !staging) {
       memory_.leave_device(id);
@@ -315,7 +317,8 @@ void* Pager::open_for_write(ArrayId id) {
 void Pager::ensure_slot(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   if (array.slot) return;
-  array.slot = take_slot(store().num_bytes(id), id);
+  // [Note: what stays fits] (memory/slot_pool.h)
+  array.slot = take_slot(store().num_bytes(id), id, is_placed_on_device(id) ? SlotFit::kExact : SlotFit::kLoose);
   memory_.tracer().sample_memory();
 }
 
@@ -515,34 +518,35 @@ int64_t Pager::promised_host_bytes() const {
 
 // Room on the device.
 
-Slot Pager::acquire(int64_t num_bytes) {
-  Slot slot = memory_.slots().acquire(num_bytes);
+Slot Pager::acquire(int64_t num_bytes, SlotFit fit) {
+  Slot slot = memory_.slots().acquire(num_bytes, fit);
   if (slot || memory_.device().take_from_others(*this, num_bytes, Vacate::kValues) == 0) return slot;
-  return memory_.slots().acquire(num_bytes);
+  return memory_.slots().acquire(num_bytes, fit);
 }
 
-Slot Pager::take_slot(int64_t num_bytes, ArrayId what) {
+Slot Pager::take_slot(int64_t num_bytes, ArrayId what, SlotFit fit) {
   SlotPool& slots = memory_.slots();
   Backend& backend = memory_.backend();
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kRoom, what});
   // More than the limit is no shortage yet: updates ahead of the step keep their memory.
-  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ && evict_one(Vacate::kEverything, HostRoom::kFree)) {
+  while (slots.used_bytes() + num_bytes > payload_limit_bytes_ &&
+         evict_one(Vacate::kEverything, HostRoom::kFree, RoomFor::kLimit)) {
   }
-  Slot slot = acquire(num_bytes);
-  while (!slot && evict_one(Vacate::kEverything, HostRoom::kFree)) slot = slots.acquire(num_bytes);
+  Slot slot = acquire(num_bytes, fit);
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kFree)) slot = slots.acquire(num_bytes, fit);
   if (!slot && backend.reclaimable_bytes() >= num_bytes) {
     backend.reclaim();
-    slot = slots.acquire(num_bytes);
+    slot = slots.acquire(num_bytes, fit);
   }
-  while (!slot && evict_one(Vacate::kEverything, HostRoom::kOfUpdatesAhead)) slot = slots.acquire(num_bytes);
+  while (!slot && evict_one(Vacate::kEverything, HostRoom::kOfUpdatesAhead)) slot = slots.acquire(num_bytes, fit);
   if (!slot) {
     memory_.device().take_from_others(*this, num_bytes, Vacate::kEverything);
     backend.reclaim();
-    slot = slots.acquire(num_bytes);
+    slot = slots.acquire(num_bytes, fit);
   }
   // What is held does not fit together with the tide. The backend's policy decides: a warm-up measures how much
   // would be needed, later it is an error that says it.
-  if (!slot) slot = slots.acquire(num_bytes, OverLimit::kAllow);
+  if (!slot) slot = slots.acquire(num_bytes, fit, OverLimit::kAllow);
   PS_CHECK(slot, MemoryBudgetError, store().describe(what), " needs ", num_bytes, " bytes on the device; ",
            slots.used_bytes(), " bytes of chunks are in use and ", backend.tide_bytes(), " bytes of activations, of ",
            backend.limit_bytes(), "; raise device_memory or lower the batch size");
@@ -572,7 +576,8 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
     const bool is_state = is_placed_on_device(id);
     if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
-    if (room_for == RoomFor::kSlot && array.slot.belongs_to(memory_.tide_memory())) continue;
+    if (room_for == RoomFor::kLimit && memory_.is_whole(id) && replays()) continue;
+    if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
@@ -590,7 +595,12 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 
 // [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
 // once more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the
-// whole values to its host and fetches them from there; they end when the plan would have them leave the device.
+// whole values to its host and fetches them from there; they end when the plan would have them leave the device. It
+// does so for want of memory alone, not where payloads are over their limit (RoomFor::kLimit): slots are larger than
+// what they hold ([Note: rare sizes], memory/slot_pool.h), so with a plan that fills the limit nearly every new slot
+// exceeds it by a little, and nearly every value would go down just before the plan drops it. In the host's memory they
+// took the room of gradients, which then filled the device. A gather ahead that finds no room waits for a later moment,
+// in turn ([Note: the same order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   if (can_be_had_again(id)) {

@@ -45,6 +45,7 @@ enum class HostRoom : uint8_t {
 // What needs room on the device.
 enum class RoomFor : uint8_t {
   kSlot,
+  kLimit,        // a slot for which there is memory, though payloads exceed their limit
   kActivations,  // which what lies in the tide leaves it to as well ([Note: gradients in the tide])
 };
 
@@ -86,7 +87,7 @@ class Pager final : public Tenant {
   // [Note: gradients in the tide] The gradient, which waits on the device, gets memory there if there is some.
   void put_into_tide(ArrayId grad);
   // A slot for something that is no array, making room for it. `what` is for the error message.
-  Slot take_slot(int64_t num_bytes, ArrayId what);
+  Slot take_slot(int64_t num_bytes, ArrayId what, SlotFit fit = SlotFit::kLoose);
   // The same where compute values that can leave are enough, or an empty one.
   Slot try_take_slot(int64_t num_bytes);
   // Host memory for something that is no array, prepared, also that of updates ahead; empty where homes need it.
@@ -130,7 +131,7 @@ class Pager final : public Tenant {
   int64_t next_use(ArrayId id) const { return next_use_.after(id, recorder_.position()); }
 
   // Fetches it ahead of its use where there is room. False when it is too early: what makes the host's copy is still
-  // running.
+  // running, or there is no room for what all ranks gather.
   bool prefetch(ArrayId id);
 
   // Pushes out what can leave.
@@ -164,7 +165,7 @@ class Pager final : public Tenant {
   void gather_in_turn(ArrayId id);
   Event place_shard(ChunkId chunk, void* place, Slot& slot);
   // Also where another engine must make room.
-  Slot acquire(int64_t num_bytes);
+  Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose);
   // A block for `id`, or for the compute value that only the host could make once `id` is there; false: there is no
   // room.
   bool reserve_block(ArrayId id, HostRoom room = HostRoom::kOfUpdatesAhead);

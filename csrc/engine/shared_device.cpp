@@ -24,7 +24,7 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   PS_CHECK(options.cuda_device < 0, ArgumentError,
            "this build of PatrickStar has no CUDA part; build it with a CUDA "
            "PyTorch and nvcc (python -m patrickstar.env says what is missing)");
-  return make_cpu_backend(options.device_limit_bytes, options.left_by_tide_bytes);
+  return make_cpu_backend(options.device_limit_bytes, options.left_by_tide_bytes, options.follows_tide);
 }
 
 std::unique_ptr<optim::Compute> make_device_compute(const DeviceOptions& options) {

@@ -37,6 +37,7 @@ struct DeviceOptions {
   int64_t host_limit_bytes = kUnlimited;
   int64_t limit_rounding_bytes = 0;  // what PyTorch's CUDA allocator may take beyond a limit that it is given
   int64_t left_by_tide_bytes = 0;    // on the simulated device (make_cpu_backend), for tests
+  bool follows_tide = true;          // likewise; false: as on CUDA (Backend::follows_tide)
   HostThreadOptions host_threads;
   DelayOptions delays;
 };

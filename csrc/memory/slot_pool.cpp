@@ -4,15 +4,16 @@
 
 namespace patrickstar {
 
-Slot SlotPool::acquire(int64_t num_bytes, OverLimit over_limit) {
+Slot SlotPool::acquire(int64_t num_bytes, SlotFit fit, OverLimit over_limit) {
+  const double most_waste = fit == SlotFit::kLoose ? max_waste_ratio_ : 0.0;
   const bool ample = used_bytes_ + idle_bytes_ + num_bytes <= ample_bytes_;
-  const auto found = find_idle(num_bytes, max_waste_ratio_);
+  const auto found = find_idle(num_bytes, most_waste);
   const bool fits = found != idle_.end();
   if (fits && ample && !allocator_.is_idle(found->second.busy)) {
     if (void* data = allocator_.allocate(num_bytes)) return hand_out(data, num_bytes, {});
   }
   if (fits) return hand_out_idle(found);
-  if (!ample && max_waste_ratio_ > 0) {
+  if (!ample && most_waste > 0) {
     const auto larger = find_idle(num_bytes, kMostSlotWaste);
     if (larger != idle_.end()) return hand_out_idle(larger);
   }

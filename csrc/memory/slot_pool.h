@@ -68,6 +68,11 @@ class Slot {
 
 enum class OverLimit { kRefuse, kAllow };
 
+// [Note: what stays fits] Whether a slot may be larger than what is asked for. What comes and goes takes whatever is
+// idle, so that memory need not change hands; but what stays for good (optimizer states, which are of other sizes than
+// values) would keep what it does not need for good: up to a third of all memory of states of 8 bits.
+enum class SlotFit : uint8_t { kLoose, kExact };
+
 // What a slot may be larger than what is asked for, as a share of that, where there is no room for a slot of its own.
 constexpr double kMostSlotWaste = 0.5;
 
@@ -87,7 +92,7 @@ class SlotPool final : public SlotOwner {
   void set_ample_bytes(int64_t num_bytes) { ample_bytes_ = num_bytes; }
 
   // An empty slot when there is no room.
-  Slot acquire(int64_t num_bytes, OverLimit over_limit = OverLimit::kRefuse);
+  Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose, OverLimit over_limit = OverLimit::kRefuse);
   // Gives idle slots back to the allocator until at least `num_bytes` are freed or none is idle; rare sizes last.
   int64_t trim(int64_t num_bytes);
 

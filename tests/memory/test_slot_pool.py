@@ -73,3 +73,14 @@ def test_books(requests, waste_ratio):
             slots.release(used.popitem()[0])
         assert sum(used.values()) <= slots.used_bytes <= 1000 - slots.idle_bytes
         assert sum(used.values()) * (1.5 if waste_ratio else 1) >= slots.used_bytes
+
+
+def test_what_stays_gets_the_size_it_asks_for():
+    """However scarce memory is: idle slots of other sizes leave instead."""
+    slots = _C.SlotPool(300, 0.125)
+    idle_slots(slots, [110, 110])
+    assert slots.acquire(100, _C.SlotFit.EXACT)
+    assert slots.used_bytes == 100
+    slots.acquire(100, _C.SlotFit.EXACT)
+    assert slots.used_bytes == 200
+    assert slots.idle_bytes == 0

@@ -54,8 +54,8 @@ EDITS = {
     "another base": ("class RankMismatch(StateError):", "class RankMismatch(RuntimeError):"),
     "a method in place of a property": ("    @property\n    def num_urgent(self)", "    def num_urgent(self)"),
     "an attribute that cannot be set": (
-        "    follows_tide: bool\n",
-        "    @property\n    def follows_tide(self) -> bool: ...\n",
+        "    prefetches_far: bool\n",
+        "    @property\n    def prefetches_far(self) -> bool: ...\n",
     ),
     "an attribute that can be set": (
         "    @property\n    def quota_cpus(self) -> float:",
