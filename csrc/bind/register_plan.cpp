@@ -4,6 +4,7 @@
 
 #include "bind/bind.h"
 #include "chunk/layout.h"
+#include "plan/homes.h"
 #include "plan/host_demand.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
@@ -42,7 +43,7 @@ py::dict describe_costs(const std::vector<ArrayCost>& arrays) {
 
 void register_placement(py::module_& module) {
   module.attr("CUDA_SLACK_RATIO") = kCudaSlackRatio;
-  py::enum_<Backwards>(module, "Backwards", "How many backwards a step is known to have (plan/placement.h).")
+  py::enum_<Backwards>(module, "Backwards", "How many backwards a step is known to have (plan/chunk_bytes.h).")
       .value("ONE", Backwards::kOne)
       .value("SEVERAL", Backwards::kSeveral);
   py::class_<DeviceBudget>(module, "DeviceBudget", "How much of a device there is to plan with (plan/placement.h).")
@@ -59,7 +60,7 @@ void register_placement(py::module_& module) {
   module.def("gradient_room_bytes", &gradient_room_bytes, py::arg("layout"), py::arg("homes"),
              py::arg("host_limit_bytes"),
              "What chunks with these homes leave of the host to gradients that have memory there only until their "
-             "update; UNLIMITED where all have a place (plan/placement.h).");
+             "update; UNLIMITED where all have a place (plan/homes.h).");
   module.def(
       "visit_costs",
       [](const Layout& layout) {
@@ -69,7 +70,7 @@ void register_placement(py::module_& module) {
       },
       py::arg("layout"), "By chunk, the bytes that go up and down where its states visit the device for an update.");
   module.def("visitor_bytes", &visitor_bytes, py::arg("layout"),
-             "Of the device, what chunks take that visit it (plan/placement.h).");
+             "Of the device, what chunks take that visit it (plan/chunk_bytes.h).");
   module.def(
       "chunks_that_move_in",
       [](const Layout& layout, int count, const std::vector<bool>& states_on_device) {
@@ -90,14 +91,14 @@ void register_placement(py::module_& module) {
       py::arg("layout"), py::arg("host_limit_bytes"), py::arg("device_room_bytes"),
       py::arg("backwards") = Backwards::kOne, py::arg("disk_limit_bytes") = 0,
       "By chunk, where its states are before the tide is known, and the bytes that this takes on the host, more than "
-      "its limit where all together are too small, and on the disk (plan/placement.h).");
+      "its limit where all together are too small, and on the disk (plan/homes.h).");
   module.def("home_from_disk", &home_from_disk, py::arg("layout"), py::arg("homes"), py::arg("room_bytes"),
-             "The chunks whose states come from the disk to the host when it has so much room (plan/placement.h).");
+             "The chunks whose states come from the disk to the host when it has so much room (plan/homes.h).");
   module.def(
       "disk_set_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes) { return disk_sets(layout, homes).num_bytes(); },
       py::arg("layout"), py::arg("homes"),
-      "Of host memory, what states on their way from the disk and back pass through (plan/placement.h).");
+      "Of host memory, what states on their way from the disk and back pass through (plan/chunk_bytes.h).");
   module.def(
       "host_peak_bytes",
       [](const Layout& layout, const std::vector<Tier>& homes, const std::vector<bool>& states_on_device,

@@ -7,6 +7,7 @@
 #include "bind/bind.h"
 #include "engine/runtime.h"
 #include "engine/speculation.h"
+#include "plan/chunk_bytes.h"
 #include "plan/placement.h"
 
 namespace py = pybind11;

@@ -2,7 +2,7 @@
 //
 // [Note: states on the disk] A step uses each chunk's states once, in an order that is the same from step to step. Of a
 // sequence that repeats itself Belady's rule keeps a fixed part and lets the rest pass through, so that is what
-// placement decides (plan/placement.h): some chunks are at home on the device, some on the host, the others here. They
+// placement decides (plan/homes.h): some chunks are at home on the device, some on the host, the others here. They
 // are the last ones of the next forward: their gradients come first in backward, and their values are needed last, so
 // they have the most time for the way from the disk and back.
 //
@@ -33,7 +33,7 @@
 #include "common/work_queue.h"
 #include "engine/chunk_memory.h"
 #include "memory/disk_file.h"
-#include "plan/placement.h"
+#include "plan/chunk_bytes.h"
 
 namespace patrickstar {
 

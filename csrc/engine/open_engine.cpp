@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "plan/chunk_bytes.h"
 #include "plan/placement.h"
 
 namespace patrickstar {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "common/check.h"
-#include "plan/placement.h"
+#include "plan/chunk_bytes.h"
 
 namespace patrickstar {
 
@@ -576,9 +576,9 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
     const bool is_state = is_placed_on_device(id);
     if (!is_evictable(id) || (is_state && what == Vacate::kValues)) continue;
     const ArrayRecord& array = memory_.array(id);
-    if (room_for == RoomFor::kLimit && memory_.is_whole(id) && replays()) continue;
     if (room_for != RoomFor::kActivations && array.slot.belongs_to(memory_.tide_memory())) continue;
     const bool dirty = !array.on_host && !can_be_had_again(id);
+    if (dirty && room_for == RoomFor::kLimit && layout().is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
     int64_t farness = next_use_.empty() ? 1 : next_use(id);
     if (dirty) farness = std::min(farness, num_moments);
@@ -596,11 +596,12 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
 // [Note: whole values on the host] While ranks replay a plan, the others gather a chunk when the plan says so and not
 // once more. A rank that is short of room all the same (its batch is longer than the one that was measured) sends the
 // whole values to its host and fetches them from there; they end when the plan would have them leave the device. It
-// does so for want of memory alone, not where payloads are over their limit (RoomFor::kLimit): slots are larger than
-// what they hold ([Note: rare sizes], memory/slot_pool.h), so with a plan that fills the limit nearly every new slot
-// exceeds it by a little, and nearly every value would go down just before the plan drops it. In the host's memory they
-// took the room of gradients, which then filled the device. A gather ahead that finds no room waits for a later moment,
-// in turn ([Note: the same order on every rank]).
+// does so for want of memory alone, and with whole gradients too, not where payloads are over their limit
+// (RoomFor::kLimit): slots are larger than what they hold ([Note: rare sizes], memory/slot_pool.h), so where a plan
+// fills the limit nearly every new slot exceeds it by a little. Nearly every value went down just before the plan
+// dropped it, and gradients between two of their parts; in the host's memory they took the room of complete gradients,
+// which then filled the device. A gather ahead that finds no room waits for a later moment, in turn ([Note: the same
+// order on every rank]).
 bool Pager::evict(ArrayId id, HostRoom room) {
   if (!is_evictable(id)) return false;
   if (can_be_had_again(id)) {

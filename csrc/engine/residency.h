@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "engine/pager.h"
+#include "plan/homes.h"
 #include "plan/placement.h"
 #include "plan/planner.h"
 

@@ -22,7 +22,7 @@
 
 #include "engine/pager.h"
 #include "optim/compute.h"
-#include "plan/placement.h"
+#include "plan/chunk_bytes.h"
 
 namespace patrickstar {
 

@@ -13,7 +13,7 @@
 
 #include "chunk/layout.h"
 #include "common/types.h"
-#include "plan/placement.h"
+#include "plan/homes.h"
 
 namespace patrickstar {
 

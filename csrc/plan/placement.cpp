@@ -1,16 +1,10 @@
 #include "plan/placement.h"
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <set>
-#include <utility>
 
 #include "common/check.h"
-#include "memory/disk_file.h"
-#include "memory/host_arena.h"
 #include "memory/slot_pool.h"
-#include "optim/kernels.h"
 
 namespace patrickstar {
 
@@ -29,8 +23,6 @@ constexpr int64_t kBoundarySlack = int64_t{128} << 20;
 // ([Note: updates that wait], plan/plan_choice.h). For fewer it is not worth it that gradients leave the device: with
 // half of them GPT 18.5 B took 4.5 to 5 s on an H200, and 3.3 s without any.
 constexpr double kEnoughAhead = 0.8;
-// Of values in place, one of so many is expected to be open at most ([Note: values in place], optim/kernels.h).
-constexpr int64_t kElementsPerOpenValue = 64;
 // Quantised chunks whose codes are on the device on their way into compute values ([Note: staging], engine/pager.h).
 constexpr int64_t kStagings = 2;
 // A size is rare that no more than this share of the chunks have, or a larger one.
@@ -220,95 +212,6 @@ bool is_enough(const UpdatesAhead& ahead) {
   return ahead.waiting_bytes <= share(ahead.value_bytes + ahead.waiting_bytes, 1 - kEnoughAhead);
 }
 
-// The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
-// disk for no more.
-InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes,
-                           Backwards backwards, int64_t most_bytes, InitialPlacement placement) {
-  DiskSets sets;
-  int64_t beside_sets = placement.host_bytes;
-  for (ChunkId chunk = layout.num_chunks() - 1; chunk >= 0 && placement.host_bytes > host_limit_bytes; --chunk) {
-    const int64_t bytes = disk_bytes(layout.chunk(chunk));
-    if (bytes == 0 || bytes > most_bytes || placement.disk_bytes + bytes > disk_limit_bytes) continue;
-    placement.homes[static_cast<size_t>(chunk)] = Tier::kDisk;
-    placement.disk_bytes += bytes;
-    sets.serve(layout.chunk(chunk));
-    beside_sets += bytes_beside_disk(layout, chunk, backwards) - held_bytes(layout, chunk, backwards);
-    placement.host_bytes = beside_sets + sets.num_bytes();
-  }
-  return placement;
-}
-
-// Sets are as large as the largest chunk that passes through, so a few large chunks may take more of the host than they
-// leave to it. What is best is tried: the fewest bytes on the disk with which the host suffices, else the least host.
-void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes, Backwards backwards,
-                   InitialPlacement& placement) {
-  std::set<int64_t, std::greater<>> sizes;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    if (chunk.trainable) sizes.insert(disk_bytes(chunk));
-  }
-  const auto rank = [&](const InitialPlacement& found) {
-    const int64_t missing = std::max<int64_t>(found.host_bytes - host_limit_bytes, 0);
-    return std::make_pair(missing, found.disk_bytes);
-  };
-  InitialPlacement best = placement;
-  for (int64_t most_bytes : sizes) {
-    InitialPlacement found = with_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, most_bytes, placement);
-    if (rank(found) < rank(best)) best = std::move(found);
-  }
-  placement = std::move(best);
-}
-
-// `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
-ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes,
-                     Backwards backwards) {
-  ChunkId least = next;
-  for (ChunkId chunk = next + 1; chunk < layout.num_chunks(); ++chunk) {
-    const int64_t bytes = held_bytes(layout, chunk, backwards);
-    const bool is_on_host = homes[static_cast<size_t>(chunk)] == Tier::kHost;
-    if (is_on_host && bytes >= missing_bytes && bytes < held_bytes(layout, least, backwards)) least = chunk;
-  }
-  return least;
-}
-
-void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, InitialPlacement& placement) {
-  placement.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
-  placement.host_bytes -= held_bytes(layout, chunk, backwards);
-}
-
-// Gradients that have no memory of their own until their update: chunks of such that are updated on the host.
-bool updates_bound_backward(const Layout& layout) {
-  const std::vector<ChunkSpec>& chunks = layout.chunks();
-  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
-    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
-  });
-}
-
-// [Note: homes in turn] Where a gradient on the host has memory only until its update, backward goes no faster than the
-// host updates, which should therefore have something to do throughout: chunks at home on the device and on the host
-// take turns, by bytes. Elsewhere the first ones go to the device, so that the others' updates have time beside the
-// beginning of the next forward. Returns the room that is left.
-int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64_t room, Backwards backwards,
-                           InitialPlacement& placement) {
-  int64_t on_host = 0;
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool moves = placement.homes[static_cast<size_t>(chunk)] == Tier::kHost;
-    on_host += moves ? held_bytes(layout, chunk, backwards) : 0;
-  }
-  const int64_t excess = placement.host_bytes - host_limit_bytes;
-  const double ratio = on_host == 0 ? 0 : static_cast<double>(excess) / static_cast<double>(on_host);
-  double due = 0;
-  for (ChunkId chunk = 0; chunk < layout.num_chunks() && placement.host_bytes > host_limit_bytes; ++chunk) {
-    if (placement.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
-    const int64_t bytes = held_bytes(layout, chunk, backwards);
-    due += ratio * static_cast<double>(bytes);
-    if (due <= 0 || bytes > room) continue;
-    due -= static_cast<double>(bytes);
-    room -= bytes;
-    move_to_device(layout, chunk, backwards, placement);
-  }
-  return room;
-}
-
 }  // namespace
 
 int64_t highest_tide(const Timeline& timeline) {
@@ -349,12 +252,6 @@ int64_t leaving_gradient_bytes(const Layout& layout, const Timeline& step, const
     leaving = std::max(leaving, states + in_slots + others + moment.tide_peak_bytes - limit_bytes);
   }
   return std::min(leaving, gradients);
-}
-
-int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
-  const ChunkSpec& spec = layout.chunk(chunk);
-  if (spec.puts_values_in_place()) return spec.shard_numel / kElementsPerOpenValue * optim::OpenValues::kBytes;
-  return layout.num_bytes({chunk, layout.param_home()});
 }
 
 int num_device_state_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {
@@ -425,174 +322,6 @@ PlanProblem pose_problem(const Layout& layout, const Timeline& last, const std::
   if (!budget.follows_tide) problem.idle_bytes = idle_slot_bytes(layout, problem);
   if (budget.prefetches_far) problem.prefetch_bytes = prefetch_bytes(layout, problem);
   return problem;
-}
-
-int64_t optimizer_bytes(const ChunkSpec& chunk) {
-  int64_t bytes = 0;
-  if (!chunk.trainable) return bytes;
-  for (ArrayKind kind : chunk.state_kinds()) bytes += chunk.num_bytes(kind);
-  return bytes;
-}
-
-int64_t home_bytes(const ChunkSpec& chunk) {
-  if (chunk.is_quantized()) return chunk.quantized_bytes();
-  const int64_t gradient = chunk.keeps_gradient() ? chunk.num_bytes(ArrayKind::kGradShard) : 0;
-  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard) + gradient;
-}
-
-int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
-  const ChunkSpec& spec = layout.chunk(chunk);
-  if (!spec.trainable) return 0;
-  const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
-  const int64_t gradient = spec.keeps_gradient() ? 0 : spec.num_bytes(layout.grad_home());  // else at home
-  return spec.num_bytes(ArrayKind::kGradSum) + gradient + rounding;
-}
-
-int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
-  const int64_t home = home_bytes(layout.chunk(chunk));
-  return backwards == Backwards::kSeveral ? home + accumulation_bytes(layout, chunk) : home;
-}
-
-int64_t placed_bytes(const ChunkSpec& chunk) {
-  if (chunk.is_quantized()) return chunk.quantized_bytes();
-  if (chunk.derives_param() || !chunk.trainable) return optimizer_bytes(chunk);
-  return chunk.puts_values_in_place() ? home_bytes(chunk) - chunk.num_bytes(ArrayKind::kGradShard) : home_bytes(chunk);
-}
-
-int64_t spare_bytes(const Layout& layout) {
-  int64_t total = 0;
-  int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    total += home_bytes(chunk);
-    const int count = chunk.trainable && !chunk.derives_param() && !chunk.keeps_gradient() ? 2 : 1;
-    const int64_t passing = chunk.is_quantized() ? chunk.quantized_bytes() : chunk.num_bytes(layout.grad_home());
-    largest = std::max(largest, count * passing);
-  }
-  return largest + HostArena::most_rounding_bytes(total);
-}
-
-int64_t disk_bytes(const ChunkSpec& chunk) {
-  int64_t bytes = 0;
-  if (!chunk.trainable) return bytes;
-  for (ArrayKind kind : chunk.state_kinds()) bytes += DiskFile::round_up(chunk.num_bytes(kind));
-  return bytes;
-}
-
-int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards) {
-  const ChunkSpec& spec = layout.chunk(chunk);
-  const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
-  if (spec.derives_param() || spec.keeps_gradient()) return bytes;
-  return bytes + spec.num_bytes(layout.grad_home()) + HostArena::most_rounding_bytes(0);  // mapped when it is needed
-}
-
-int64_t DiskSets::num_bytes() const {
-  const int64_t bytes = count * (block_bytes[0] + block_bytes[1] + block_bytes[2]);
-  return count == 0 ? 0 : bytes + HostArena::most_rounding_bytes(bytes);
-}
-
-void DiskSets::serve(const ChunkSpec& chunk) {
-  count = std::min(count + 1, kNumDiskSets);
-  auto bytes = block_bytes.begin();
-  for (ArrayKind kind : optimizer_arrays()) {
-    *bytes = std::max(*bytes, DiskFile::round_up(chunk.num_bytes(kind)));
-    ++bytes;
-  }
-}
-
-DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes) {
-  DiskSets sets;
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (homes[static_cast<size_t>(chunk)] == Tier::kDisk) sets.serve(layout.chunk(chunk));
-  }
-  return sets;
-}
-
-std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
-  std::vector<ChunkId> chunks;
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const int64_t bytes = optimizer_bytes(layout.chunk(chunk)) + HostArena::most_rounding_bytes(0);
-    if (homes[static_cast<size_t>(chunk)] != Tier::kDisk || bytes > room_bytes) continue;
-    chunks.push_back(chunk);
-    room_bytes -= bytes;
-  }
-  return chunks;
-}
-
-InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
-                                   Backwards backwards, int64_t disk_limit_bytes) {
-  InitialPlacement result;
-  result.host_bytes = spare_bytes(layout);
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    result.host_bytes += held_bytes(layout, chunk, backwards);
-  }
-  result.homes.assign(layout.chunks().size(), Tier::kHost);
-  if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
-  int64_t room = device_room_bytes;
-  if (updates_bound_backward(layout)) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
-  for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
-    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
-    const int64_t bytes = held_bytes(layout, chunk, backwards);
-    if (bytes > room || result.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
-    move_to_device(layout, chunk, backwards, result);
-    room -= bytes;
-  }
-  // Frozen values are written on the host first.
-  bool needs_spare = false;
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] != Tier::kDevice;
-    needs_spare = needs_spare || is_on_host || !layout.chunk(chunk).trainable;
-  }
-  if (!needs_spare) result.host_bytes = 0;
-  return result;
-}
-
-int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
-  if (!updates_bound_backward(layout)) return INT64_MAX;
-  int64_t room = host_limit_bytes - disk_sets(layout, homes).num_bytes();
-  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    const Tier home = homes[static_cast<size_t>(chunk)];
-    if (home == Tier::kHost) room -= home_bytes(layout.chunk(chunk));
-    if (home == Tier::kDisk) room -= bytes_beside_disk(layout, chunk, Backwards::kOne);
-  }
-  return std::max<int64_t>(room, 0);
-}
-
-int64_t visiting_piece_bytes(const Layout& layout) {
-  constexpr int64_t kArrays = 7;  // data and scales of three states, and a value: each begins anew
-  int64_t largest = 0;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    if (!chunk.trainable) continue;
-    const int64_t numel = std::min(chunk.shard_numel, kVisitingPiece);
-    int64_t bytes = numel * element_size(chunk.dtype) + kArrays * kVisitorAlignment;
-    for (ArrayKind kind : chunk.state_kinds()) bytes += state_bytes(chunk.states.of(kind), numel);
-    largest = std::max(largest, bytes);
-  }
-  return largest;
-}
-
-int64_t visitor_bytes(const Layout& layout) { return kNumVisitors * visiting_piece_bytes(layout); }
-
-std::vector<VisitCost> visit_costs(const Layout& layout) {
-  std::vector<VisitCost> costs;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    const int64_t states = optimizer_bytes(chunk);
-    const int64_t value = chunk.num_bytes(ArrayKind::kParamShard);
-    costs.push_back({states + (chunk.keeps_param() ? value : 0), states + value});
-  }
-  return costs;
-}
-
-int64_t reserved_gradient_bytes(const Layout& layout) {
-  std::vector<int64_t> sizes;
-  bool have_places = true;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    sizes.push_back(chunk.num_bytes(layout.grad_home()));
-    have_places = have_places && (chunk.puts_values_in_place() || !chunk.trainable);
-  }
-  const int most = have_places ? 1 : kNumReservedGradients;
-  const auto count = std::min<ptrdiff_t>(most, static_cast<ptrdiff_t>(sizes.size()));
-  std::partial_sort(sizes.begin(), sizes.begin() + count, sizes.end(), std::greater<>());
-  return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
 }
 
 int num_margin_chunks(const Layout& layout, const Timeline& step, const DeviceBudget& budget) {

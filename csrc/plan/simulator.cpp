@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "common/check.h"
-#include "plan/placement.h"
+#include "plan/chunk_bytes.h"
 
 namespace patrickstar {
 

@@ -739,7 +739,7 @@ def _state_bytes(chunk: Mapping) -> int:
 
 
 def _bytes_beside_disk(chunk: Mapping, setting: Setting) -> int:
-    """What of a chunk is on the host where its states are on the disk (csrc/plan/placement.h)."""
+    """What of a chunk is on the host where its states are on the disk (csrc/plan/chunk_bytes.h)."""
     num_bytes = _held_bytes(chunk, setting) - _state_bytes(chunk)
     return num_bytes + (_grad_bytes(chunk) if chunk["states"].master != _C.StateType.FLOAT32 else 0)
 

@@ -1,0 +1,144 @@
+#include "plan/chunk_bytes.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "memory/disk_file.h"
+#include "memory/host_arena.h"
+#include "optim/kernels.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Of values in place, one of so many is expected to be open at most ([Note: values in place], optim/kernels.h).
+constexpr int64_t kElementsPerOpenValue = 64;
+
+}  // namespace
+
+int64_t optimizer_bytes(const ChunkSpec& chunk) {
+  int64_t bytes = 0;
+  if (!chunk.trainable) return bytes;
+  for (ArrayKind kind : chunk.state_kinds()) bytes += chunk.num_bytes(kind);
+  return bytes;
+}
+
+int64_t home_bytes(const ChunkSpec& chunk) {
+  if (chunk.is_quantized()) return chunk.quantized_bytes();
+  const int64_t gradient = chunk.keeps_gradient() ? chunk.num_bytes(ArrayKind::kGradShard) : 0;
+  return optimizer_bytes(chunk) + chunk.num_bytes(ArrayKind::kParamShard) + gradient;
+}
+
+int64_t accumulation_bytes(const Layout& layout, ChunkId chunk) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  if (!spec.trainable) return 0;
+  const int64_t rounding = HostArena::most_rounding_bytes(0);  // of the two, each mapped when it is needed
+  const int64_t gradient = spec.keeps_gradient() ? 0 : spec.num_bytes(layout.grad_home());  // else at home
+  return spec.num_bytes(ArrayKind::kGradSum) + gradient + rounding;
+}
+
+int64_t held_bytes(const Layout& layout, ChunkId chunk, Backwards backwards) {
+  const int64_t home = home_bytes(layout.chunk(chunk));
+  return backwards == Backwards::kSeveral ? home + accumulation_bytes(layout, chunk) : home;
+}
+
+int64_t placed_bytes(const ChunkSpec& chunk) {
+  if (chunk.is_quantized()) return chunk.quantized_bytes();
+  if (chunk.derives_param() || !chunk.trainable) return optimizer_bytes(chunk);
+  return chunk.puts_values_in_place() ? home_bytes(chunk) - chunk.num_bytes(ArrayKind::kGradShard) : home_bytes(chunk);
+}
+
+int64_t spare_bytes(const Layout& layout) {
+  int64_t total = 0;
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    total += home_bytes(chunk);
+    const int count = chunk.trainable && !chunk.derives_param() && !chunk.keeps_gradient() ? 2 : 1;
+    const int64_t passing = chunk.is_quantized() ? chunk.quantized_bytes() : chunk.num_bytes(layout.grad_home());
+    largest = std::max(largest, count * passing);
+  }
+  return largest + HostArena::most_rounding_bytes(total);
+}
+
+int64_t disk_bytes(const ChunkSpec& chunk) {
+  int64_t bytes = 0;
+  if (!chunk.trainable) return bytes;
+  for (ArrayKind kind : chunk.state_kinds()) bytes += DiskFile::round_up(chunk.num_bytes(kind));
+  return bytes;
+}
+
+int64_t bytes_beside_disk(const Layout& layout, ChunkId chunk, Backwards backwards) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const int64_t bytes = held_bytes(layout, chunk, backwards) - optimizer_bytes(spec);
+  if (spec.derives_param() || spec.keeps_gradient()) return bytes;
+  return bytes + spec.num_bytes(layout.grad_home()) + HostArena::most_rounding_bytes(0);  // mapped when it is needed
+}
+
+int64_t DiskSets::num_bytes() const {
+  const int64_t bytes = count * (block_bytes[0] + block_bytes[1] + block_bytes[2]);
+  return count == 0 ? 0 : bytes + HostArena::most_rounding_bytes(bytes);
+}
+
+void DiskSets::serve(const ChunkSpec& chunk) {
+  count = std::min(count + 1, kNumDiskSets);
+  auto bytes = block_bytes.begin();
+  for (ArrayKind kind : optimizer_arrays()) {
+    *bytes = std::max(*bytes, DiskFile::round_up(chunk.num_bytes(kind)));
+    ++bytes;
+  }
+}
+
+DiskSets disk_sets(const Layout& layout, const std::vector<Tier>& homes) {
+  DiskSets sets;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    if (homes[static_cast<size_t>(chunk)] == Tier::kDisk) sets.serve(layout.chunk(chunk));
+  }
+  return sets;
+}
+
+int64_t least_new_bytes(const Layout& layout, ChunkId chunk) {
+  const ChunkSpec& spec = layout.chunk(chunk);
+  if (spec.puts_values_in_place()) return spec.shard_numel / kElementsPerOpenValue * optim::OpenValues::kBytes;
+  return layout.num_bytes({chunk, layout.param_home()});
+}
+
+int64_t visiting_piece_bytes(const Layout& layout) {
+  constexpr int64_t kArrays = 7;  // data and scales of three states, and a value: each begins anew
+  int64_t largest = 0;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    if (!chunk.trainable) continue;
+    const int64_t numel = std::min(chunk.shard_numel, kVisitingPiece);
+    int64_t bytes = numel * element_size(chunk.dtype) + kArrays * kVisitorAlignment;
+    for (ArrayKind kind : chunk.state_kinds()) bytes += state_bytes(chunk.states.of(kind), numel);
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+int64_t visitor_bytes(const Layout& layout) { return kNumVisitors * visiting_piece_bytes(layout); }
+
+std::vector<VisitCost> visit_costs(const Layout& layout) {
+  std::vector<VisitCost> costs;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    const int64_t states = optimizer_bytes(chunk);
+    const int64_t value = chunk.num_bytes(ArrayKind::kParamShard);
+    costs.push_back({states + (chunk.keeps_param() ? value : 0), states + value});
+  }
+  return costs;
+}
+
+int64_t reserved_gradient_bytes(const Layout& layout) {
+  std::vector<int64_t> sizes;
+  bool have_places = true;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    sizes.push_back(chunk.num_bytes(layout.grad_home()));
+    have_places = have_places && (chunk.puts_values_in_place() || !chunk.trainable);
+  }
+  const int most = have_places ? 1 : kNumReservedGradients;
+  const auto count = std::min<ptrdiff_t>(most, static_cast<ptrdiff_t>(sizes.size()));
+  std::partial_sort(sizes.begin(), sizes.begin() + count, sizes.end(), std::greater<>());
+  return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
+}
+
+}  // namespace patrickstar

@@ -1,0 +1,155 @@
+#include "plan/homes.h"
+
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <utility>
+
+#include "memory/host_arena.h"
+
+namespace patrickstar {
+
+namespace {
+
+// The last chunks' states, of those that take at most `most_bytes` each, until the host has room for the rest or the
+// disk for no more.
+InitialPlacement with_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes,
+                           Backwards backwards, int64_t most_bytes, InitialPlacement placement) {
+  DiskSets sets;
+  int64_t beside_sets = placement.host_bytes;
+  for (ChunkId chunk = layout.num_chunks() - 1; chunk >= 0 && placement.host_bytes > host_limit_bytes; --chunk) {
+    const int64_t bytes = disk_bytes(layout.chunk(chunk));
+    if (bytes == 0 || bytes > most_bytes || placement.disk_bytes + bytes > disk_limit_bytes) continue;
+    placement.homes[static_cast<size_t>(chunk)] = Tier::kDisk;
+    placement.disk_bytes += bytes;
+    sets.serve(layout.chunk(chunk));
+    beside_sets += bytes_beside_disk(layout, chunk, backwards) - held_bytes(layout, chunk, backwards);
+    placement.host_bytes = beside_sets + sets.num_bytes();
+  }
+  return placement;
+}
+
+// Sets are as large as the largest chunk that passes through, so a few large chunks may take more of the host than they
+// leave to it. What is best is tried: the fewest bytes on the disk with which the host suffices, else the least host.
+void place_on_disk(const Layout& layout, int64_t host_limit_bytes, int64_t disk_limit_bytes, Backwards backwards,
+                   InitialPlacement& placement) {
+  std::set<int64_t, std::greater<>> sizes;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    if (chunk.trainable) sizes.insert(disk_bytes(chunk));
+  }
+  const auto rank = [&](const InitialPlacement& found) {
+    const int64_t missing = std::max<int64_t>(found.host_bytes - host_limit_bytes, 0);
+    return std::make_pair(missing, found.disk_bytes);
+  };
+  InitialPlacement best = placement;
+  for (int64_t most_bytes : sizes) {
+    InitialPlacement found = with_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, most_bytes, placement);
+    if (rank(found) < rank(best)) best = std::move(found);
+  }
+  placement = std::move(best);
+}
+
+// `next`, or where that is more than `missing_bytes` the least chunk still on the host that is.
+ChunkId least_enough(const Layout& layout, const std::vector<Tier>& homes, ChunkId next, int64_t missing_bytes,
+                     Backwards backwards) {
+  ChunkId least = next;
+  for (ChunkId chunk = next + 1; chunk < layout.num_chunks(); ++chunk) {
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
+    const bool is_on_host = homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    if (is_on_host && bytes >= missing_bytes && bytes < held_bytes(layout, least, backwards)) least = chunk;
+  }
+  return least;
+}
+
+void move_to_device(const Layout& layout, ChunkId chunk, Backwards backwards, InitialPlacement& placement) {
+  placement.homes[static_cast<size_t>(chunk)] = Tier::kDevice;
+  placement.host_bytes -= held_bytes(layout, chunk, backwards);
+}
+
+// Gradients that have no memory of their own until their update: chunks of such that are updated on the host.
+bool updates_bound_backward(const Layout& layout) {
+  const std::vector<ChunkSpec>& chunks = layout.chunks();
+  return std::any_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) {
+    return chunk.trainable && chunk.keeps_param() && !chunk.keeps_gradient();
+  });
+}
+
+// [Note: homes in turn] Where a gradient on the host has memory only until its update, backward goes no faster than the
+// host updates, which should therefore have something to do throughout: chunks at home on the device and on the host
+// take turns, by bytes. Elsewhere the first ones go to the device, so that the others' updates have time beside the
+// beginning of the next forward. Returns the room that is left.
+int64_t spread_over_device(const Layout& layout, int64_t host_limit_bytes, int64_t room, Backwards backwards,
+                           InitialPlacement& placement) {
+  int64_t on_host = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool moves = placement.homes[static_cast<size_t>(chunk)] == Tier::kHost;
+    on_host += moves ? held_bytes(layout, chunk, backwards) : 0;
+  }
+  const int64_t excess = placement.host_bytes - host_limit_bytes;
+  const double ratio = on_host == 0 ? 0 : static_cast<double>(excess) / static_cast<double>(on_host);
+  double due = 0;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks() && placement.host_bytes > host_limit_bytes; ++chunk) {
+    if (placement.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
+    due += ratio * static_cast<double>(bytes);
+    if (due <= 0 || bytes > room) continue;
+    due -= static_cast<double>(bytes);
+    room -= bytes;
+    move_to_device(layout, chunk, backwards, placement);
+  }
+  return room;
+}
+
+}  // namespace
+
+std::vector<ChunkId> home_from_disk(const Layout& layout, const std::vector<Tier>& homes, int64_t room_bytes) {
+  std::vector<ChunkId> chunks;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const int64_t bytes = optimizer_bytes(layout.chunk(chunk)) + HostArena::most_rounding_bytes(0);
+    if (homes[static_cast<size_t>(chunk)] != Tier::kDisk || bytes > room_bytes) continue;
+    chunks.push_back(chunk);
+    room_bytes -= bytes;
+  }
+  return chunks;
+}
+
+InitialPlacement initial_placement(const Layout& layout, int64_t host_limit_bytes, int64_t device_room_bytes,
+                                   Backwards backwards, int64_t disk_limit_bytes) {
+  InitialPlacement result;
+  result.host_bytes = spare_bytes(layout);
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    result.host_bytes += held_bytes(layout, chunk, backwards);
+  }
+  result.homes.assign(layout.chunks().size(), Tier::kHost);
+  if (disk_limit_bytes > 0) place_on_disk(layout, host_limit_bytes, disk_limit_bytes, backwards, result);
+  int64_t room = device_room_bytes;
+  if (updates_bound_backward(layout)) room = spread_over_device(layout, host_limit_bytes, room, backwards, result);
+  for (ChunkId next = 0; next < layout.num_chunks() && result.host_bytes > host_limit_bytes; ++next) {
+    const ChunkId chunk = least_enough(layout, result.homes, next, result.host_bytes - host_limit_bytes, backwards);
+    const int64_t bytes = held_bytes(layout, chunk, backwards);
+    if (bytes > room || result.homes[static_cast<size_t>(chunk)] != Tier::kHost) continue;
+    move_to_device(layout, chunk, backwards, result);
+    room -= bytes;
+  }
+  // Frozen values are written on the host first.
+  bool needs_spare = false;
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const bool is_on_host = result.homes[static_cast<size_t>(chunk)] != Tier::kDevice;
+    needs_spare = needs_spare || is_on_host || !layout.chunk(chunk).trainable;
+  }
+  if (!needs_spare) result.host_bytes = 0;
+  return result;
+}
+
+int64_t gradient_room_bytes(const Layout& layout, const std::vector<Tier>& homes, int64_t host_limit_bytes) {
+  if (!updates_bound_backward(layout)) return INT64_MAX;
+  int64_t room = host_limit_bytes - disk_sets(layout, homes).num_bytes();
+  for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
+    const Tier home = homes[static_cast<size_t>(chunk)];
+    if (home == Tier::kHost) room -= home_bytes(layout.chunk(chunk));
+    if (home == Tier::kDisk) room -= bytes_beside_disk(layout, chunk, Backwards::kOne);
+  }
+  return std::max<int64_t>(room, 0);
+}
+
+}  // namespace patrickstar
