@@ -1,6 +1,6 @@
-// Which chunks have their optimizer states on the device once the tide is known, and the planner's problem that follows.
-// Pure functions of sizes and of the timeline, so that a plan can be made without a device. Where chunks belong before
-// is in plan/homes.h.
+// Which chunks have their optimizer states on the device once the tide is known (before: plan/homes.h), and the
+// planner's problem that follows. Pure functions of sizes and of the timeline, so that a plan can be made without a
+// device.
 #pragma once
 
 #include <cstdint>
