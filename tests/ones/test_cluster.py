@@ -124,6 +124,18 @@ def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_pat
     assert sorted(seen) == list(range(100))
 
 
+def test_a_scheduler_that_is_late_is_named(cluster, monkeypatch):
+    client, _ = cluster
+
+    def wait_in_vain(*_, **__):
+        raise ray.exceptions.GetTimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "get", wait_in_vain)
+        with pytest.raises(ClusterError, match="has not answered 'rows' for 120 s"):
+            client.rows()
+
+
 def until_alive(client):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
