@@ -1,6 +1,6 @@
 """Operations on the meta device, each worked out once.
 
-PyTorch works most shapes out in Python, which takes a millisecond and is nearly all that the trace of a step takes; a
+PyTorch works most shapes out in Python, which takes half a millisecond and is most of what the trace of a step takes; a
 model's layers ask for the same ones again and again. So what an operation returned is remembered by what it was given,
 where it returns new tensors alone: neither views of its arguments nor them.
 """

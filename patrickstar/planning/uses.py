@@ -262,8 +262,10 @@ class _CostMode(TorchDispatchMode):
             span.peak_bytes = max(span.peak_bytes, self._bytes)
             if not (func.is_view or func.overloadpacket in _FREE):
                 cost = self._costs.get(key)
-                if key is None or cost is None:
-                    cost = self._costs[key] = self._cost(func.overloadpacket, args, kwargs, out, outputs)
+                if cost is None:
+                    cost = self._cost(func.overloadpacket, args, kwargs, out, outputs)
+                    if key is not None:
+                        self._costs[key] = cost
                 seconds = self._count * cost.seconds
                 self.num_operations += self._count
                 self.flops += self._count * cost.flops

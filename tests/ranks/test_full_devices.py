@@ -52,7 +52,7 @@ def train_all() -> list[Any]:
         options.device.follows_tide = False
         return options
 
-    core_setup.make_engine_options = make_options_as_on_cuda  # in this process of the test's
+    core_setup.make_engine_options = make_options_as_on_cuda  # this process is the test's own
     config = make_config("bf16", default_chunk_size=65536)
     config["optimizer"] |= {"speculation": "commit", "states": "8bit"}
     return [train(config), *(train(config | full) for full in FULL)]
