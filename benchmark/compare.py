@@ -94,6 +94,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=Master.EXACT.value,
         help="PatrickStar's optimizer.master; 'stochastic' keeps none, as no peer does",
     )
+    parser.add_argument(
+        "--chunk-numel",
+        type=int,
+        default=Job.chunk_numel,
+        metavar="N",
+        help="PatrickStar's default_chunk_size, in elements",
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     parser.add_argument(
         "--compile",
@@ -107,8 +114,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results, anew after each run")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a bar chart, .svg or .png")
     args = parser.parse_args(arguments)
-    if min(args.batch_size, args.steps, args.seq_len or 1, *args.ranks) < 1 or args.warmup < 0:
-        parser.error("--batch-size, --ranks, --steps and --seq-len must be at least 1, --warmup at least 0")
+    if min(args.batch_size, args.chunk_numel, args.steps, args.seq_len or 1, *args.ranks) < 1 or args.warmup < 0:
+        parser.error(
+            "--batch-size, --chunk-numel, --ranks, --steps and --seq-len must be at least 1, --warmup at least 0"
+        )
     try:
         args.jobs = _jobs(args)
     except ValueError as error:
@@ -127,6 +136,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
             batch=args.batch_size,
             clipping=args.clip,
             speculation=args.speculation,
+            chunk_numel=args.chunk_numel,
             gpu_bytes=limits[system],
             host_bytes=args.host_memory,
             warmup=args.warmup,

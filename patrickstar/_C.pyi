@@ -430,7 +430,7 @@ def gradient_room_bytes(layout: Layout, homes: Sequence[Tier], host_limit_bytes:
     UNLIMITED where all have a place.
     """
 
-def visit_costs(layout: Layout) -> list[tuple[int, int]]:
+def visit_costs(layout: Layout) -> list[tuple[int, int, int]]:
     """By chunk, the bytes that go up and down where its states visit the device for an update."""
 
 def visitor_bytes(layout: Layout) -> int:
@@ -529,7 +529,7 @@ def simulate(
     disk_bytes: Sequence[int] = [],
     dequantized_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int]] = [],
+    visit_costs: Sequence[tuple[int, int, int]] = [],
     visits: Sequence[bool] = [],
 ) -> dict[str, Any]:
     """The steady step that a plan gives on a machine: seconds, busy seconds of each queue, ``stall_seconds`` by cause,
@@ -555,7 +555,7 @@ def choose_plan(
     dequantized_bytes: Sequence[int] = [],
     idle_bytes: Sequence[int] = [],
     gradient_room_bytes: int = 9223372036854775807,
-    visit_costs: Sequence[tuple[int, int]] = [],
+    visit_costs: Sequence[tuple[int, int, int]] = [],
     visitor_bytes: int = 0,
 ) -> dict[str, Any]:
     """The plan of the least predicted step, over how much room prefetches get and which updates begin in backward, or

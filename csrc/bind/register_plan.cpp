@@ -64,11 +64,15 @@ void register_placement(py::module_& module) {
   module.def(
       "visit_costs",
       [](const Layout& layout) {
-        std::vector<std::pair<int64_t, int64_t>> costs;
-        for (const VisitCost& cost : visit_costs(layout)) costs.emplace_back(cost.up_bytes, cost.down_bytes);
+        std::vector<std::tuple<int64_t, int64_t, int64_t>> costs;
+        for (const VisitCost& cost : visit_costs(layout)) {
+          costs.emplace_back(cost.up_bytes, cost.down_bytes, cost.value_bytes);
+        }
         return costs;
       },
-      py::arg("layout"), "By chunk, the bytes that go up and down where its states visit the device for an update.");
+      py::arg("layout"),
+      "By chunk, the bytes that go up and down where its states visit the device for an update, and of those up "
+      "the compute value's, which need not go where the device has it.");
   module.def("visitor_bytes", &visitor_bytes, py::arg("layout"),
              "Of the device, what chunks take that visit it (plan/chunk_bytes.h).");
   module.def(

@@ -41,11 +41,11 @@ py::dict describe_step(const SimulatedStep& step) {
 
 namespace {
 
-using VisitCosts = std::vector<std::pair<int64_t, int64_t>>;  // by chunk: bytes up and down
+using VisitCosts = std::vector<std::tuple<int64_t, int64_t, int64_t>>;  // by chunk: as in VisitCost
 
 std::vector<VisitCost> parse_visits(const VisitCosts& costs) {
   std::vector<VisitCost> result;
-  for (const auto& [up_bytes, down_bytes] : costs) result.push_back({up_bytes, down_bytes});
+  for (const auto& [up_bytes, down_bytes, value_bytes] : costs) result.push_back({up_bytes, down_bytes, value_bytes});
   return result;
 }
 
@@ -143,7 +143,8 @@ void register_simulator(py::module_& module) {
       py::arg("dequantized_bytes") = std::vector<int64_t>{}, py::arg("gradient_room_bytes") = INT64_MAX,
       py::arg("visit_costs") = VisitCosts{}, py::arg("visits") = std::vector<bool>{},
       "The steady step that a plan gives on a machine (plan/simulator.h). compute_seconds: by moment; updates, numels, "
-      "disk_bytes, dequantized_bytes, visit_costs (bytes up and down) and visits: by chunk.");
+      "disk_bytes, dequantized_bytes, visit_costs (bytes up and down, and of those up the value's) and visits: by "
+      "chunk.");
   register_choice(module);
 }
 

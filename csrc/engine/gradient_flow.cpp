@@ -102,8 +102,9 @@ void GradientFlow::retire(ChunkId chunk) {
   if (!statistics_.has(chunk) && !accumulates_) {
     statistics_.compute({chunk, gradients_.source(chunk)}, gradients_.in_chunk(chunk));
   }
-  // The values are dead, unless another micro-batch or a later use is expected.
-  if (!accumulates_ && pager_.next_use(param) == NextUse::kNever) drop_dead_value(param);
+  // The values are dead, unless another micro-batch or a later use is expected, or a visit takes them from there.
+  const bool is_dead = !accumulates_ && pager_.next_use(param) == NextUse::kNever;
+  if (is_dead && !updates_.visits_early(chunk)) drop_dead_value(param);
   send_home(chunk);
 }
 

@@ -203,6 +203,7 @@ bool Updates::put_values(ChunkId chunk, const std::vector<GroupOptions>& groups,
   update.turn = Turn::kOfNeed;
   update.pass = Pass::kPut;
   bring_value_to_host(chunk, update.after);
+  memory_.drop_slot(param_of(chunk));
   if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
   update.after.push_back(grad.host_ready);
   for (ArrayKind kind : store_.chunk(chunk).state_kinds())
@@ -518,8 +519,14 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
     visit.after.push_back(state.host_ready);
     visit.after.push_back(state.block_busy_until);
   }
+  std::optional<ScopedHold> value_hold;
   if (spec.keeps_param()) {
     bring_value_to_host(chunk, visit.after);
+    if (param.on_device) {
+      value_hold.emplace(param);
+      visit.value = param.slot.data;
+      visit.value_ready = param.device_ready;
+    }
   } else {
     memory_.discard(param_id);
     pager_.ensure_block(param_id);
@@ -539,6 +546,9 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
   }
   grad.slot.busy.copied = events.used;
   memory_.discard(grad_of(chunk));
+  value_hold.reset();
+  if (visit.value != nullptr) param.slot.busy.copied = events.used;
+  if (spec.keeps_param()) memory_.drop_slot(param_id);
   param.host_ready = events.down;
   param.set_on_host();
   jobs_.count_step(chunk);
@@ -638,7 +648,6 @@ void Updates::bring_value_to_host(ChunkId chunk, std::vector<Event>& events) {
   const ArrayId id = param_of(chunk);
   ArrayRecord& param = memory_.array(id);
   if (!param.on_host) pager_.bring_to_host(id);
-  memory_.drop_slot(id);
   events.push_back(std::exchange(param.host_ready, nullptr));
   events.push_back(std::exchange(param.block_busy_until, nullptr));
 }

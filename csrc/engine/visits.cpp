@@ -81,7 +81,7 @@ std::vector<VisitingPart> Visits::parts_of(const Visit& visit, int64_t first, in
   const ChunkSpec& spec = memory_.store().chunk(visit.chunk);
   std::vector<VisitingPart> parts;
   const auto add = [&](void* home, int64_t num_bytes, bool goes_up, bool comes_down) {
-    parts.push_back({static_cast<char*>(home), place, num_bytes, goes_up, comes_down});
+    parts.push_back({static_cast<char*>(home), place, num_bytes, goes_up, comes_down, nullptr});
     place += (num_bytes + kVisitorAlignment - 1) / kVisitorAlignment * kVisitorAlignment;
   };
   for (ArrayKind kind : spec.state_kinds()) {
@@ -92,9 +92,10 @@ std::vector<VisitingPart> Visits::parts_of(const Visit& visit, int64_t first, in
   }
   const int64_t offset = first * element_size(spec.dtype);
   const int64_t num_bytes = (last - first) * element_size(spec.dtype);
-  add(static_cast<char*>(visit.param) + offset, num_bytes, spec.keeps_param(), true);
+  add(static_cast<char*>(visit.param) + offset, num_bytes, spec.keeps_param() && visit.value == nullptr, true);
+  if (visit.value != nullptr) parts.back().source = static_cast<const char*>(visit.value) + offset;
   char* grad = static_cast<char*>(const_cast<void*>(visit.grad)) + offset;
-  parts.push_back({grad, grad, num_bytes, false, false});
+  parts.push_back({grad, grad, num_bytes, false, false, nullptr});
   return parts;
 }
 
@@ -111,6 +112,9 @@ void Visits::update_piece(const Visit& visit, int64_t first, int64_t last) {
     counters.uploaded_bytes += part.num_bytes;
   }
   backend.wait(Queue::kVisitUpdate, backend.record(Queue::kVisitUp));
+  for (const VisitingPart& part : parts) {
+    if (part.source != nullptr) backend.copy(Queue::kVisitUpdate, part.place, part.source, part.num_bytes);
+  }
   const DType dtype = memory_.store().chunk(visit.chunk).dtype;
   backend.enqueue(Queue::kVisitUpdate, [&compute = memory_.device_compute(),
                                         jobs = jobs_of(visit, parts, dtype, first, last)] { compute.update(jobs); });
@@ -130,6 +134,7 @@ VisitEvents Visits::update(const Visit& visit) {
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kVisit, visit.chunk, visit.jobs));
     backend.wait(Queue::kVisitUpdate, visit.grad_ready);
+    if (visit.value_ready != nullptr) backend.wait(Queue::kVisitUpdate, visit.value_ready);
     const int64_t numel = memory_.store().chunk(visit.chunk).shard_numel;
     for (int64_t first = 0; first < numel; first += piece_numel_) {
       update_piece(visit, first, std::min(first + piece_numel_, numel));

@@ -5,8 +5,8 @@
 // computes, and come down into their places. The same inputs give the same bits on either side (optim/kernels.h), so
 // results do not depend on who makes an update; which chunks visit is chosen with the plan (plan/plan_choice.h).
 //
-// A visit is launched in backward, where updates are committed: the gradient is on the device then, and whatever takes
-// its memory waits there for the visit. A chunk goes through in pieces of kVisitingPiece elements; kNumVisitors of them
+// A visit is launched in backward, where updates are committed: the gradient is on the device then, and so is a value
+// that backward has just used, which need not go up again; whatever takes their memory waits there for the visit. A chunk goes through in pieces of kVisitingPiece elements; kNumVisitors of them
 // are on the device at once: one goes up while another is updated and a third comes down. Behind the norm, visits were
 // built and measured as well: beside the uploads of the next forward they gained nothing (docs/design.md).
 //
@@ -32,12 +32,14 @@ struct Visit {
   std::vector<optim::UpdateJob> jobs;  // in host memory, but for the gradient
   const void* grad = nullptr;          // the chunk's, as in the jobs: on the device
   void* param = nullptr;               // in host memory, as in the jobs
+  const void* value = nullptr;         // the same bits on the device, if it has them
   std::vector<Event> after;            // what goes up may do so then
   Event grad_ready;
+  Event value_ready;
 };
 
 struct VisitEvents {
-  Event used;  // nothing reads the gradient any more
+  Event used;  // nothing reads the gradient or the value on the device any more
   Event down;  // everything is in host memory
 };
 
@@ -48,6 +50,7 @@ struct VisitingPart {
   int64_t num_bytes;
   bool goes_up;
   bool comes_down;
+  const char* source;  // on the device: what it has there already; null: nothing
 };
 
 class Visits {

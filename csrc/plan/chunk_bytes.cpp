@@ -123,7 +123,9 @@ std::vector<VisitCost> visit_costs(const Layout& layout) {
   for (const ChunkSpec& chunk : layout.chunks()) {
     const int64_t states = optimizer_bytes(chunk);
     const int64_t value = chunk.num_bytes(ArrayKind::kParamShard);
-    costs.push_back({states + (chunk.keeps_param() ? value : 0), states + value});
+    const int64_t up_value = chunk.keeps_param() ? value : 0;
+    // Where ranks share a chunk, the value that backward has used is another array than the one that is updated.
+    costs.push_back({states + up_value, states + value, layout.is_sharded() ? 0 : up_value});
   }
   return costs;
 }

@@ -37,7 +37,8 @@ struct ArrayCost {
 // engine/visits.h): its states, and its compute value where that is a part of them.
 struct VisitCost {
   int64_t up_bytes = 0;
-  int64_t down_bytes = 0;  // with the new compute value
+  int64_t down_bytes = 0;   // with the new compute value
+  int64_t value_bytes = 0;  // of those up, what need not go where the device has the value
 };
 
 struct PlanProblem {

@@ -292,14 +292,17 @@ void Player::send_activations(const ActivationCopies& copies) {
 void Player::retire(ArrayId id, size_t moment) {
   const int grad = id.index();
   const int param = ArrayId{id.chunk, ArrayKind::kParam}.index();
-  if (times(param).on_device && last_use_[static_cast<size_t>(param)] <= moment) release(param, compute_end_);
-  if (!times(grad).on_device) return;
   const UpdateAt where = shape_.updates[static_cast<size_t>(id.chunk)];
-  const int64_t num_bytes = cost(grad).retire_bytes;
-  if (where == UpdateAt::kHostAtRetire && visits(id.chunk)) {
-    release(grad, visit(id.chunk, is_sharded() ? scatter(grad) : compute_end_));
+  const bool is_dead = times(param).on_device && last_use_[static_cast<size_t>(param)] <= moment;
+  if (where == UpdateAt::kHostAtRetire && visits(id.chunk) && times(grad).on_device) {
+    const double used = visit(id.chunk, is_sharded() ? scatter(grad) : compute_end_);
+    if (is_dead) release(param, is_sharded() ? compute_end_ : used);
+    release(grad, used);
     return;
   }
+  if (is_dead) release(param, compute_end_);
+  if (!times(grad).on_device) return;
+  const int64_t num_bytes = cost(grad).retire_bytes;
   if (where == UpdateAt::kHostAtRetire) await_gradient_room(num_bytes);
   if (is_sharded()) {
     const double mean_at = scatter(grad);
@@ -391,7 +394,10 @@ void Player::update_on_host(ChunkId chunk, double begin, double share) {
 }
 
 double Player::visit(ChunkId chunk, double begin) {
-  const auto [up_bytes, down_bytes] = problem_.visits[static_cast<size_t>(chunk)];
+  ArrayTimes& param = times(ArrayId{chunk, ArrayKind::kParam}.index());
+  const VisitCost& costs = problem_.visits[static_cast<size_t>(chunk)];
+  const int64_t up_bytes = costs.up_bytes - (param.on_device ? costs.value_bytes : 0);
+  const int64_t down_bytes = costs.down_bytes;
   const double up = static_cast<double>(up_bytes) / (rates_.upload_gbps * 1e9);
   const double down = static_cast<double>(down_bytes) / (rates_.download_gbps * 1e9);
   begin = std::max({begin, visit_up_end_, visitors_end_.front()});
@@ -404,7 +410,6 @@ double Player::visit(ChunkId chunk, double begin) {
   step_.visit_seconds += std::max(up, down);
   step_.uploaded_bytes += up_bytes;
   step_.downloaded_bytes += down_bytes;
-  ArrayTimes& param = times(ArrayId{chunk, ArrayKind::kParam}.index());
   param.on_host_at = {visit_down_end_, kOnHostUpdate};
   param.is_visitor = true;
   return visit_down_end_;

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from patrickstar import _C
 from tests.engine.test_equality import WIDE
 from tests.training import assert_same, least_device_memory, make_config, train
 
@@ -54,6 +55,22 @@ def test_no_number_changes(way):
         run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=choose)
         assert_same(run, settled)
         assert run.report["num_visits"] > STEPS
+
+
+@pytest.mark.parametrize("way", ["split masters", "8 bits"])
+def test_values_that_the_device_has_do_not_go_up(way):
+    costs = []
+
+    def visit(engine, step):
+        costs[:] = _C.visit_costs(engine._session.layout)
+        ALL(engine, step)
+
+    run = train(WIDE, config_of(**WAYS[way]), steps=STEPS, before_step=visit)
+    assert run.report["num_visits"] == (STEPS - 1) * len(costs)
+    states = sum(up_bytes - value_bytes for up_bytes, _, value_bytes in costs)
+    values = expected(**WAYS[way]).report["uploaded_bytes"]
+    assert run.report["uploaded_bytes"] == values + (STEPS - 1) * states
+    assert all(0 < value_bytes < up_bytes for up_bytes, _, value_bytes in costs)
 
 
 @pytest.mark.parametrize("optimizer", ["Lion", "SGD"])

@@ -236,7 +236,7 @@ def with_visits(rates, visitor_bytes=GB, limit=8):
     """Eight chunks whose updates begin in backward, and may be made on the device."""
     moments = [*forward(8), *(moment(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, RETIRE)) for i in range(7, -1, -1))]
     costs, limits, shape = arguments_of(moments, [0.1] * 16, limit, AT_RETIRE)
-    costs_each = [(3 * GB, 3 * GB)] * 8  # moments of 8 bits, beside gradients of 16
+    costs_each = [(3 * GB, 3 * GB, 0)] * 8  # moments of 8 bits, beside gradients of 16
     return _C.choose_plan(
         moments, costs, rates, **shape, **limits, prefetch_bytes=0, visit_costs=costs_each, visitor_bytes=visitor_bytes
     )
