@@ -130,7 +130,6 @@ void Visits::update_piece(const Visit& visit, int64_t first, int64_t last) {
 
 VisitEvents Visits::update(const Visit& visit) {
   Backend& backend = memory_.backend();
-  if (up_ != nullptr) backend.wait(Queue::kUpload, up_);  // [Note: the link in turn]
   for (const Event& event : visit.after) backend.wait(Queue::kVisitUp, event);
   {
     const TraceScope span(memory_.tracer(), update_label(Track::kVisit, visit.chunk, visit.jobs));
@@ -141,7 +140,6 @@ VisitEvents Visits::update(const Visit& visit) {
       update_piece(visit, first, std::min(first + piece_numel_, numel));
     }
   }
-  up_ = backend.record(Queue::kVisitUp);
   ++memory_.counters().num_visits;
   return {backend.record(Queue::kVisitUpdate), backend.record(Queue::kVisitDown)};
 }

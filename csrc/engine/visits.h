@@ -11,12 +11,6 @@
 // while another is updated and a third comes down. Behind the norm, visits were built and measured as well: beside the
 // uploads of the next forward they gained nothing (docs/design.md).
 //
-// [Note: the link in turn] A GPU's copy engine serves the queue it is at until nothing in that is ready, so that a
-// visit, whose pieces wait for each other, would get nothing of the link while uploads run ahead of their use, and hold
-// memory that these then wait for: on an H200, 1 GiB beside 3 GiB of another queue begins when these are over, in
-// pieces of 8 MiB too, whatever the priorities. So what is uploaded behind a visit waits until the visit before it is
-// up. That one's gradient is computed before what the uploads are for, so that nobody waits for himself.
-//
 //   if (visits.take_room()) events = visits.update(visit);
 //   record.host_ready = events.down;   // whoever reads the block waits for it
 //
@@ -83,7 +77,6 @@ class Visits {
   int64_t piece_numel_ = kVisitingPiece;
   std::array<Slot, kNumVisitors> slots_;
   size_t next_ = 0;  // of these, the one that was used longest ago
-  Event up_;         // of the last visit
 };
 
 }  // namespace patrickstar
