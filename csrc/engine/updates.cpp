@@ -25,31 +25,14 @@ Updates::Updates(Pager& pager, const Gradients& gradients, HostUpdates& host_upd
       disk_updates_(disk_updates),
       speculation_(speculation),
       visits_(pager),
+      arrays_(pager, speculation),
       jobs_(store_, gradients),
+      early_(pager, gradients, host_updates, speculation, jobs_, arrays_),
       committed_(static_cast<size_t>(store_.num_chunks()), 0) {}
 
 void Updates::set_step_count(ParamId param, int64_t count) {
   cancel(store_.layout().placement(param).chunk);
   jobs_.set_step_count(param, count);
-}
-
-// Moments are made in the first step.
-bool Updates::has_states(ChunkId chunk, Tier tier) const {
-  const StateKinds kinds = store_.chunk(chunk).state_kinds();
-  return std::all_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
-    const ArrayRecord& state = memory_.array({chunk, kind});
-    return tier == Tier::kDevice ? state.on_device : state.exists() && !state.on_device;
-  });
-}
-
-// Pressure may have pushed some of a chunk's states off: they come back rather than that the others follow, for which
-// the host may have no room. So do those of a chunk that is at home on the device, some of which are yet to be made.
-bool Updates::belongs_on_device(ChunkId chunk) const {
-  const StateKinds kinds = store_.chunk(chunk).state_kinds();
-  return std::any_of(kinds.begin(), kinds.end(), [&](ArrayKind kind) {
-    const ArrayRecord& state = memory_.array({chunk, kind});
-    return state.on_device || (!state.exists() && store_.home(chunk) == Tier::kDevice);
-  });
 }
 
 void Updates::expect(const std::vector<GroupOptions>& groups, double full_scale) {
@@ -74,7 +57,7 @@ void Updates::choose_chunks() {
   std::vector<NewBytes> sizes(static_cast<size_t>(layout.num_chunks()));
   bool any = false;
   for (ChunkId chunk = 0; chunk < layout.num_chunks(); ++chunk) {
-    if (disk_.is_home_of(chunk) || !has_states(chunk, Tier::kHost)) continue;
+    if (disk_.is_home_of(chunk) || !arrays_.has_states(chunk, Tier::kHost)) continue;
     sizes[static_cast<size_t>(chunk)] = new_bytes(layout, chunk);
     any = true;
   }
@@ -90,8 +73,8 @@ UpdateAt Updates::host_update_at(ChunkId chunk) const {
 }
 
 void Updates::start_early(ChunkId chunk) {
-  if (!speculation_.commits()) return speculate(chunk);
-  if (has_states(chunk, Tier::kDevice)) return commit_on_device(chunk);
+  if (!speculation_.commits()) return early_.start(chunk);
+  if (arrays_.has_states(chunk, Tier::kDevice)) return commit_on_device(chunk);
   commit(chunk);
 }
 
@@ -101,19 +84,19 @@ void Updates::commit_on_device(ChunkId chunk) {
 }
 
 void Updates::commit(ChunkId chunk) {
-  const ArrayRecord& grad = memory_.array(grad_of(chunk));
-  if (gradients_.source(chunk) != grad_of(chunk).kind || !grad.exists() || !gradients_.has_any(chunk)) return;
+  const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
+  if (gradients_.source(chunk) != arrays_.grad_of(chunk).kind || !grad.exists() || !gradients_.has_any(chunk)) return;
   // A later use in this step needs the old values.
   const ArrayId param{chunk, ArrayKind::kParam};
   if (pager_.next_use(param) != NextUse::kNever) return;
   // Gradients that have no place to wait in are applied in the first step already.
-  if (store_.chunk(chunk).keeps_param()) make_states(chunk);
+  if (store_.chunk(chunk).keeps_param()) arrays_.make_states(chunk);
   const auto scale = static_cast<float>(speculation_.expected_scales().most);
-  if (has_states(chunk, Tier::kDevice)) {
+  if (arrays_.has_states(chunk, Tier::kDevice)) {
     apply_on_device(chunk, speculation_.expected_groups(), scale);
-  } else if (grad.on_device && can_visit(chunk)) {
+  } else if (grad.on_device && can_visit(chunk) && visits_.take_room()) {
     apply_by_visit(chunk, speculation_.expected_groups(), scale);
-  } else if (has_states(chunk, Tier::kHost) && grad.on_host) {
+  } else if (arrays_.has_states(chunk, Tier::kHost) && grad.on_host) {
     apply_on_host({chunk}, speculation_.expected_groups(), scale);
   } else {
     return;
@@ -121,11 +104,6 @@ void Updates::commit(ChunkId chunk) {
   committed_[static_cast<size_t>(chunk)] = 1;
   ++num_committed_;
   ++memory_.counters().num_committed_updates;
-}
-
-void Updates::make_states(ChunkId chunk) {
-  const Tier tier = belongs_on_device(chunk) ? Tier::kDevice : Tier::kHost;
-  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, tier);
 }
 
 void Updates::check_nothing_committed(const char* what) const {
@@ -156,228 +134,15 @@ void Updates::cancel(ChunkId chunk) {
   speculation_.cancel(chunk);
 }
 
-// Starts the chunk's update on the host ahead of the step, if it has all that it takes.
-void Updates::speculate(ChunkId chunk) {
-  const ArrayId grad = grad_of(chunk);
-  ArrayRecord& record = memory_.array(grad);
-  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
-  if (disk_.is_home_of(chunk)) return;
-  if (!record.on_host || !gradients_.has_any(chunk) || !has_states(chunk, Tier::kHost)) return;
-  const ScaleBounds& scales = speculation_.expected_scales();
-  const ChunkSpec& spec = store_.chunk(chunk);
-  if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
-  if (spec.puts_values_in_place()) {
-    if (put_values(chunk, speculation_.expected_groups(), scales)) ++memory_.counters().num_speculated_updates;
-    return;
-  }
-  NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
-  if (!values.param) return;
-  values.is_settled = scales.is_exact();
-  UpdateTarget target{};
-  target.grad = record.block.data;
-  target.grad_dtype = spec.dtype;
-  target.param = values.param.data;
-  target.apart = values.has_states() ? &values : nullptr;
-  HostUpdate update;
-  update.turn = Turn::kOfNeed;
-  update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
-  update.after.push_back(record.host_ready);
-  for (ArrayKind kind : store_.chunk(chunk).state_kinds())
-    update.after.push_back(memory_.array({chunk, kind}).host_ready);
-  update.restores = jobs_.restores(chunk, target);
-  update.carries = jobs_.carries(chunk, values);
-  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
-  for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
-  if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
-  speculation_.start(chunk, std::move(update), std::move(values));
-  ++memory_.counters().num_speculated_updates;
-}
-
-bool Updates::put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales) {
-  ArrayRecord& param = memory_.array(param_of(chunk));
-  const ArrayRecord& grad = memory_.array(grad_of(chunk));
-  // A later use in this step needs the old values.
-  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  if (!speculation_.has_open_memory() || !param.on_host || !is_dead) return false;
-  HostUpdate update;
-  update.turn = Turn::kOfNeed;
-  update.pass = Pass::kPut;
-  bring_value_to_host(chunk, update.after);
-  memory_.drop_slot(param_of(chunk));
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
-  update.after.push_back(grad.host_ready);
-  for (ArrayKind kind : store_.chunk(chunk).state_kinds())
-    update.after.push_back(memory_.array({chunk, kind}).host_ready);
-  UpdateTarget target{};
-  target.grad = grad.block.data;
-  target.grad_dtype = store_.chunk(chunk).dtype;
-  target.param = param.block.data;
-  jobs_.add(chunk, target, groups, static_cast<float>(scales.least), update.jobs);
-  for (optim::UpdateJob& job : update.jobs) {
-    job.least_grad_scale = static_cast<float>(scales.least);
-    job.most_grad_scale = static_cast<float>(scales.most);
-  }
-  speculation_.begin_open(chunk, update.jobs);
-  NewValues values;
-  values.is_settled = scales.is_exact();
-  values.place = &param;
-  values.put = update.jobs;
-  param.on_host = false;
-  ++num_put_;
-  speculation_.start(chunk, std::move(update), std::move(values));
-  return true;
-}
-
-void Updates::restore_values(ChunkId chunk) {
-  if (num_put_ > 0 && store_.chunk(chunk).puts_values_in_place()) speculation_.cancel(chunk);
-}
-
-void Updates::restore_values(const std::vector<ParamId>& params) {
-  if (num_put_ == 0) return;
-  for (ParamId param : params) restore_values(store_.layout().placement(param).chunk);
-}
-
-void Updates::restore_values() {
-  for (ChunkId chunk = 0; num_put_ > 0 && chunk < store_.num_chunks(); ++chunk) restore_values(chunk);
-  num_put_ = 0;
-}
-
-// The chunk's new values become its values.
-void Updates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
-  NewValues values = speculation_.take(chunk);
-  if (values.are_in_place()) return take_over_in_place(chunk, values, groups, grad_scale);
-  if (values.has_states()) {
-    take_over_states(chunk, values);
-  } else {
-    take_over_params(chunk, values, groups, grad_scale);
-  }
-  discard_values(chunk);
-  ArrayRecord& param = memory_.array(param_of(chunk));
-  param.block = std::move(values.param);
-  param.host_ready = values.done;
-  param.set_on_host();
-  note_new_values(chunk);
-  jobs_.count_step(chunk);
-}
-
-void Updates::take_over_states(ChunkId chunk, NewValues& values) {
-  auto block = values.states.begin();
-  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
-    ArrayRecord& record = memory_.array({chunk, kind});
-    speculation_.free_after(std::exchange(record.block, std::move(*block++)), values.done);
-    record.host_ready = values.done;
-  }
-  speculation_.free_after(take_gradient(chunk), values.done);
-}
-
-void Updates::take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
-                               float grad_scale) {
-  const ArrayRecord& grad = memory_.array(grad_of(chunk));
-  UpdateTarget target{};
-  target.grad = grad.block.data;
-  target.grad_dtype = store_.chunk(chunk).dtype;
-  target.param = values.param.data;
-  StatesPass rest;
-  rest.chunks = {chunk};
-  jobs_.add(chunk, target, groups, grad_scale, rest.update.jobs);
-  if (!values.is_settled) {
-    HostUpdate open;
-    open.chunk = chunk;
-    open.pass = Pass::kOpen;
-    open.turn = Turn::kOfNeed;
-    open.jobs = rest.update.jobs;
-    speculation_.keep_open(chunk, open.jobs);
-    open.after = {values.done};
-    values.done = host_updates_.submit(std::move(open));
-    ++memory_.counters().num_settled_updates;
-  }
-  rest.update.after = {grad.host_ready, values.done};
-  rest.gradients.push_back(take_gradient(chunk));
-  states_passes_.push_back(std::move(rest));
-}
-
-// What was left open is made now, and the states behind it.
-void Updates::take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
-                                 float grad_scale) {
-  ArrayRecord& param = memory_.array(param_of(chunk));
-  HostUpdate open;
-  open.chunk = chunk;
-  open.pass = Pass::kPutOpen;
-  open.turn = Turn::kOfNeed;
-  open.after = {values.done};
-  UpdateTarget target{};
-  target.grad = memory_.array(grad_of(chunk)).block.data;
-  target.grad_dtype = store_.chunk(chunk).dtype;
-  target.param = param.block.data;
-  jobs_.add(chunk, target, groups, grad_scale, open.jobs);
-  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = values.put[i].least_grad_scale;
-  speculation_.keep_open(chunk, open.jobs);
-  StatesPass rest;
-  rest.chunks = {chunk};
-  rest.update.pass = Pass::kPutStates;
-  rest.update.jobs = open.jobs;
-  param.host_ready = host_updates_.submit(std::move(open));
-  param.set_on_host();
-  rest.update.after = {param.host_ready};
-  memory_.array(grad_of(chunk)).on_host = false;
-  states_passes_.push_back(std::move(rest));
-  if (!values.is_settled) ++memory_.counters().num_settled_updates;
-  note_new_values(chunk);
-  jobs_.count_step(chunk);
-}
-
-HostBlock Updates::take_gradient(ChunkId chunk) {
-  ArrayRecord& grad = memory_.array(grad_of(chunk));
-  grad.host_ready = nullptr;
-  grad.on_host = false;
-  return std::exchange(grad.block, {});
-}
-
-// Where it has a place of its own, its memory stays there.
-void Updates::leave_gradient(ChunkId chunk, const Event& done) {
-  if (!store_.chunk(chunk).keeps_gradient()) return speculation_.free_after(take_gradient(chunk), done);
-  ArrayRecord& grad = memory_.array(grad_of(chunk));
-  grad.on_host = false;
-  grad.host_ready = nullptr;
-  grad.block_busy_until = done;
-}
-
-// The values that all ranks gathered are as old as this rank's own.
-void Updates::discard_values(ChunkId chunk) {
-  memory_.discard(param_of(chunk));
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
-}
-
-void Updates::note_new_values(ChunkId chunk) {
-  const bool whole = memory_.array({chunk, ArrayKind::kParam}).exists();
-  for (ParamId id : store_.chunk(chunk).params) {
-    if (whole || store_.param_state(id) != State::kFree) {
-      store_.move_param(id, whole ? State::kHold : State::kFree);
-    }
-  }
-}
-
 void Updates::fetch_gradients() {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     const ArrayId grad{chunk, gradients_.source(chunk)};
     const ArrayRecord& record = memory_.array(grad);
     if (grad.kind == ArrayKind::kGradSum || record.on_device || !record.on_host) continue;
-    if (!gradients_.has_any(chunk) || !has_states(chunk, Tier::kDevice)) continue;
+    if (!gradients_.has_any(chunk) || !arrays_.has_states(chunk, Tier::kDevice)) continue;
     pager_.prefetch(grad);
     if (!record.slot) return;
   }
-}
-
-// Drops what was started for nothing, which may have to be waited for.
-bool Updates::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
-  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
-  return speculation_.begin_step(groups, grad_scale);
-}
-
-void Updates::cancel_all() {
-  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
-  speculation_.cancel_all();
-  num_put_ = 0;
 }
 
 void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
@@ -386,16 +151,14 @@ void Updates::apply(const std::vector<GroupOptions>& groups, double grad_scale, 
     check_nothing_committed("a step with other options");
   }
   forecast_.note(clip_ratio);
-  const bool as_expected = begin_step(groups, grad_scale);
-  if (!as_expected) num_put_ = 0;
+  const bool as_expected = early_.begin_step(groups, grad_scale);
   try {
     apply_to_all(groups, scale, as_expected);
   } catch (...) {
-    submit_states_passes();  // new parameters are nothing without new states
+    early_.submit_states_passes();
     throw;
   }
-  submit_states_passes();
-  num_put_ = 0;
+  early_.end_step();
   forget_committed();
 }
 
@@ -403,27 +166,19 @@ void Updates::apply_to_all(const std::vector<GroupOptions>& groups, float grad_s
   LateUpdates late;
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (!gradients_.has_any(chunk) || is_committed(chunk)) continue;
-    if (as_expected && speculation_.has(chunk)) {
-      take_over(chunk, groups, grad_scale);
+    if (as_expected && early_.has(chunk)) {
+      early_.take_over(chunk, groups, grad_scale);
       ++memory_.counters().num_updates_taken_over;
-    } else if (belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
+    } else if (arrays_.belongs_on_device(chunk) || !pager_.push_out({chunk, gradients_.source(chunk)})) {
       apply_on_device(chunk, groups, grad_scale);
-    } else if (is_put_after_all(chunk, groups, grad_scale)) {
-      take_over(chunk, groups, grad_scale);
+    } else if (early_.start_after_all(chunk, groups, grad_scale)) {
+      early_.take_over(chunk, groups, grad_scale);
     } else {
       // Downloads of all chunks are under way before the first update waits for one.
       (disk_.is_home_of(chunk) ? late.on_disk : late.on_host).push_back(chunk);
     }
   }
   apply_late(late, groups, grad_scale);
-}
-
-// What was begun for another factor, or not at all: its values first, and its states behind.
-bool Updates::is_put_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
-  if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_home_of(chunk)) return false;
-  if (!speculation_.allows_passes() || speculation_.is_late(chunk)) return false;
-  if (gradients_.source(chunk) != grad_of(chunk).kind || !has_states(chunk, Tier::kHost)) return false;
-  return put_values(chunk, groups, {grad_scale, grad_scale});
 }
 
 void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale) {
@@ -443,31 +198,10 @@ void Updates::apply_late(const LateUpdates& late, const std::vector<GroupOptions
   for (ChunkId chunk : late.on_disk) apply_on_host({chunk}, groups, grad_scale);
 }
 
-// The next backward reaches the last chunks first.
-void Updates::submit_states_passes() {
-  for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
-    pass->update.chunk = pass->chunks.front();
-    if (pass->update.pass != Pass::kPutStates) {
-      pass->update.pass = Pass::kStates;
-      for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
-    }
-    const Event done = host_updates_.submit(std::move(pass->update));
-    for (ChunkId chunk : pass->chunks) {
-      for (ArrayKind kind : store_.chunk(chunk).state_kinds()) memory_.array({chunk, kind}).host_ready = done;
-      ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
-      if (sum.block) sum.block_busy_until = done;
-      if (store_.chunk(chunk).keeps_gradient()) leave_gradient(chunk, done);
-    }
-    for (HostBlock& block : pass->gradients) speculation_.free_after(std::move(block), done);
-    ++memory_.counters().num_states_passes;
-  }
-  states_passes_.clear();
-}
-
 void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   std::vector<ArrayId> used{{chunk, gradients_.source(chunk)}};
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) used.push_back({chunk, kind});
-  if (store_.chunk(chunk).keeps_param()) used.push_back(param_of(chunk));
+  if (store_.chunk(chunk).keeps_param()) used.push_back(arrays_.param_of(chunk));
   std::vector<ScopedHold> holds;
   for (ArrayId id : used) holds.emplace_back(memory_.array(id));
   for (ArrayKind kind : store_.chunk(chunk).state_kinds()) pager_.ensure_state({chunk, kind}, Tier::kDevice);
@@ -489,24 +223,24 @@ void Updates::apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& gr
 
 bool Updates::visits_early(ChunkId chunk) {
   const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
-  return speculation_.commits() && is_dead && can_visit(chunk);
+  return speculation_.commits() && is_dead && can_visit(chunk) && visits_.take_room();
 }
 
 // Not where a parameter without a gradient has its new value made of its master.
-bool Updates::can_visit(ChunkId chunk) {
+bool Updates::can_visit(ChunkId chunk) const {
   if (!visits_.is_chosen(chunk) || disk_.is_home_of(chunk)) return false;
-  const ArrayId grad = grad_of(chunk);
-  if (gradients_.source(chunk) != grad.kind || !has_states(chunk, Tier::kHost)) return false;
+  const ArrayId grad = arrays_.grad_of(chunk);
+  if (gradients_.source(chunk) != grad.kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
   const ChunkSpec& spec = store_.chunk(chunk);
   const auto has_gradient = [this](ParamId param) { return gradients_.has(param); };
   const bool is_whole = spec.keeps_param() || std::all_of(spec.params.begin(), spec.params.end(), has_gradient);
-  return is_whole && visits_.take_room();
+  return is_whole;
 }
 
 void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
   const ChunkSpec& spec = store_.chunk(chunk);
-  const ArrayId param_id = param_of(chunk);
-  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  const ArrayId param_id = arrays_.param_of(chunk);
+  ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   ArrayRecord& param = memory_.array(param_id);
   const ScopedHold hold(grad);
   Visit visit;
@@ -521,7 +255,7 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
   }
   std::optional<ScopedHold> value_hold;
   if (spec.keeps_param()) {
-    bring_value_to_host(chunk, visit.after);
+    arrays_.bring_value_to_host(chunk, visit.after);
     if (param.on_device) {
       value_hold.emplace(param);
       visit.value = param.slot.data;
@@ -545,14 +279,14 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
     state.block_busy_until = nullptr;
   }
   grad.slot.busy.copied = events.used;
-  memory_.discard(grad_of(chunk));
+  memory_.discard(arrays_.grad_of(chunk));
   value_hold.reset();
   if (visit.value != nullptr) param.slot.busy.copied = events.used;
   if (spec.keeps_param()) memory_.drop_slot(param_id);
   param.host_ready = events.down;
   param.set_on_host();
   jobs_.count_step(chunk);
-  note_new_values(chunk);
+  arrays_.note_new_values(chunk);
 }
 
 std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<ChunkId>& chunks) {
@@ -563,8 +297,8 @@ std::optional<std::vector<HostBlock>> Updates::new_params(const std::vector<Chun
   if (any_in_place) return std::nullopt;
   std::vector<HostBlock> blocks(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) {
-    if (gradients_.source(chunks[i]) != grad_of(chunks[i]).kind) continue;
-    blocks[i] = speculation_.try_allocate_param(store_.num_bytes(param_of(chunks[i])));
+    if (gradients_.source(chunks[i]) != arrays_.grad_of(chunks[i]).kind) continue;
+    blocks[i] = speculation_.try_allocate_param(store_.num_bytes(arrays_.param_of(chunks[i])));
     if (!blocks[i]) return std::nullopt;
   }
   return blocks;
@@ -585,7 +319,7 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     pager_.send_to_host(grad);
     bring_states_to_host(chunk, update);
     update.after.push_back(memory_.array(grad).host_ready);
-    if (store_.chunk(chunk).keeps_param()) bring_value_to_host(chunk, update.after);
+    if (store_.chunk(chunk).keeps_param()) arrays_.bring_value_to_host(chunk, update.after);
     UpdateTarget target = open_target(chunk, /*on_device=*/false);
     if (params && (*params)[i]) {
       target.param = (*params)[i].data;
@@ -606,11 +340,11 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
   for (size_t i = 0; i < chunks.size(); ++i) {
     const ChunkId chunk = chunks[i];
     close_target(chunk, targets[i]);
-    ArrayRecord& param = memory_.array(param_of(chunk));
+    ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
     param.host_ready = done;
     if (targets[i].place == ParamPlace::kNew) {
       param.block = std::move((*params)[i]);
-      rest.gradients.push_back(take_gradient(chunk));
+      rest.gradients.push_back(arrays_.take_gradient(chunk));
     }
     if (params) continue;
     for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
@@ -621,10 +355,10 @@ void Updates::apply_on_host(const std::vector<ChunkId>& chunks, const std::vecto
     if (gradients_.source(chunk) == ArrayKind::kGradSum) {
       memory_.array({chunk, ArrayKind::kGradSum}).block_busy_until = done;
     } else if (targets[i].place == ParamPlace::kOwn) {
-      leave_gradient(chunk, done);
+      arrays_.leave_gradient(chunk, done);
     }
   }
-  if (params) states_passes_.push_back(std::move(rest));
+  if (params) early_.add(std::move(rest));
 }
 
 void Updates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
@@ -643,20 +377,11 @@ void Updates::bring_states_to_host(ChunkId chunk, HostUpdate& update) {
   }
 }
 
-// What made it there and what still reads it are over by `events`.
-void Updates::bring_value_to_host(ChunkId chunk, std::vector<Event>& events) {
-  const ArrayId id = param_of(chunk);
-  ArrayRecord& param = memory_.array(id);
-  if (!param.on_host) pager_.bring_to_host(id);
-  events.push_back(std::exchange(param.host_ready, nullptr));
-  events.push_back(std::exchange(param.block_busy_until, nullptr));
-}
-
 UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
   const ArrayId grad{chunk, gradients_.source(chunk)};
-  const ArrayId param = param_of(chunk);
+  const ArrayId param = arrays_.param_of(chunk);
   const ArrayRecord& record = memory_.array(grad);
-  const bool is_own = grad.kind == grad_of(chunk).kind;
+  const bool is_own = grad.kind == arrays_.grad_of(chunk).kind;
   UpdateTarget target{};
   target.on_device = on_device;
   target.place = is_own && !store_.chunk(chunk).keeps_param() ? ParamPlace::kGradient : ParamPlace::kOwn;
@@ -679,9 +404,9 @@ UpdateTarget Updates::open_target(ChunkId chunk, bool on_device) {
 
 void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
   jobs_.count_step(chunk);
-  const ArrayId param_id = param_of(chunk);
+  const ArrayId param_id = arrays_.param_of(chunk);
   ArrayRecord& param = memory_.array(param_id);
-  ArrayRecord& grad = memory_.array(grad_of(chunk));
+  ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
   const bool in_gradient = target.place == ParamPlace::kGradient;
   if (in_gradient && target.on_device) {
     param.slot = std::exchange(grad.slot, {});
@@ -697,11 +422,11 @@ void Updates::close_target(ChunkId chunk, const UpdateTarget& target) {
   } else if (target.on_device) {
     param.set_on_device();
     if (param_id.kind == ArrayKind::kParam) memory_.attach(chunk);
-    if (target.place == ParamPlace::kOwn) memory_.discard(grad_of(chunk));
+    if (target.place == ParamPlace::kOwn) memory_.discard(arrays_.grad_of(chunk));
   } else {
     param.set_on_host();
   }
-  note_new_values(chunk);
+  arrays_.note_new_values(chunk);
 }
 
 }  // namespace patrickstar

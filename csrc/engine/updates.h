@@ -1,8 +1,8 @@
 // Updates of chunks by Adam, each where its optimizer states are: in the optimizer's step, or ahead of it.
 //
 // A chunk's gradient is complete (engine/gradient_flow.h): start_early() begins its update where that is wanted, for
-// good ([Note: committed updates]) or so that it can be taken back ([Note: exact speculation]). The step then updates
-// the rest.
+// good ([Note: committed updates]) or so that it can be taken back (engine/early_updates.h). The step then updates the
+// rest.
 //
 // Hyperparameters come per parameter group at every step (so schedulers work); step counts are kept per parameter, as
 // torch.optim keeps them: a parameter without a gradient is left alone and its count stays. The new compute values take
@@ -16,10 +16,12 @@
 #include <optional>
 #include <vector>
 
+#include "engine/early_updates.h"
 #include "engine/gradients.h"
 #include "engine/pager.h"
 #include "engine/scale_forecast.h"
 #include "engine/speculation.h"
+#include "engine/update_arrays.h"
 #include "engine/update_jobs.h"
 #include "engine/visits.h"
 #include "plan/simulator.h"
@@ -60,7 +62,8 @@ class Updates {
   }
   // Whether any may: where updates are committed in backward.
   bool may_visit() const { return speculation_.is_committing(); }
-  // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there.
+  // Whether the device makes the chunk's update as soon as its gradient is complete, for which that stays there. Takes
+  // the memory that visits need, where it is not there yet.
   bool visits_early(ChunkId chunk);
   // When the chunk's updates on the host can start, from step to step: as early as there is memory for it.
   UpdateAt host_update_at(ChunkId chunk) const;
@@ -84,12 +87,11 @@ class Updates {
   void check_not_committed(const std::vector<ParamId>& params) const;
   int num_committed() const { return num_committed_; }
   void forget_committed();
-  void cancel_all();
-  // Old values that new ones have taken the place of are to be read, and are written again: of these parameters'
-  // chunks, of one, or of all.
-  void restore_values(const std::vector<ParamId>& params);
-  void restore_values(ChunkId chunk);
-  void restore_values();
+  void cancel_all() { early_.cancel_all(); }
+  // Old values that new ones have taken the place of are to be read: of these parameters, of one chunk, or all.
+  void restore_values(const std::vector<ParamId>& params) { early_.restore_values(params); }
+  void restore_values(ChunkId chunk) { early_.restore_values(chunk); }
+  void restore_values() { early_.restore_values(); }
   void release_host_memory() { speculation_.release_memory(); }
   void release_device_memory() { visits_.leave_room(); }
 
@@ -99,60 +101,29 @@ class Updates {
     std::vector<ChunkId> on_host;
     std::vector<ChunkId> on_disk;
   };
-  // The second pass of chunks whose new parameters are computed, or being so.
-  struct StatesPass {
-    std::vector<ChunkId> chunks;
-    HostUpdate update;
-    std::vector<HostBlock> gradients;  // that end with it, but those that have a place of their own
-  };
 
   // In 32 bits nearly no value is settled: those of the scale where clipping does not act are computed ahead, or none.
   bool settles_values() const;
   void choose_chunks();
-  bool begin_step(const std::vector<GroupOptions>& groups, double grad_scale);
   void apply_to_all(const std::vector<GroupOptions>& groups, float grad_scale, bool as_expected);
-  bool is_put_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_late(const LateUpdates& late, const std::vector<GroupOptions>& groups, float grad_scale);
   void apply_on_device(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  bool can_visit(ChunkId chunk);
+  bool can_visit(ChunkId chunk) const;
   void apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
   // Several chunks that are at home on the host, or one whose states are on the disk.
   void apply_on_host(const std::vector<ChunkId>& chunks, const std::vector<GroupOptions>& groups, float grad_scale);
   // Memory for the chunks' new parameters apart from their gradients; nothing when there is none for one of them, or
   // they are to wait and be made in one pass. The chunks whose gradient is another array need none.
   std::optional<std::vector<HostBlock>> new_params(const std::vector<ChunkId>& chunks);
-  void submit_states_passes();
   // All of the chunk's states come into host memory, those that do not exist as zeros: here, or where they are on the
   // disk as events that `update` waits for.
   void bring_states_to_host(ChunkId chunk, HostUpdate& update);
-  // Of the chunk's states what does not exist yet.
-  void make_states(ChunkId chunk);
-  void bring_value_to_host(ChunkId chunk, std::vector<Event>& events);
   UpdateTarget open_target(ChunkId chunk, bool on_device);
   void close_target(ChunkId chunk, const UpdateTarget& target);
-  bool has_states(ChunkId chunk, Tier tier) const;  // all of them
-  bool belongs_on_device(ChunkId chunk) const;
   // One of these is held back until the next gradient is complete: its scatter is over then, and compute need not wait.
   void commit_on_device(ChunkId chunk);
-  void speculate(ChunkId chunk);
-  // [Note: values in place]: of a chunk whose gradient is on the host. False: it has not all that it takes.
-  bool put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales);
   void commit(ChunkId chunk);
   bool is_committed(ChunkId chunk) const { return committed_[static_cast<size_t>(chunk)] != 0; }
-  void take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale);
-  void take_over_states(ChunkId chunk, NewValues& values);
-  // The states behind the new parameters, of which those that are open are made now.
-  void take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
-  void take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups, float grad_scale);
-  // The gradient's memory, which is no longer the gradient's.
-  HostBlock take_gradient(ChunkId chunk);
-  // The gradient is no longer of use once `done` is complete.
-  void leave_gradient(ChunkId chunk, const Event& done);
-  void discard_values(ChunkId chunk);
-  void note_new_values(ChunkId chunk);
-
-  ArrayId param_of(ChunkId chunk) const { return {chunk, store_.layout().param_home()}; }
-  ArrayId grad_of(ChunkId chunk) const { return {chunk, store_.layout().grad_home()}; }
 
   Pager& pager_;
   ChunkMemory& memory_;
@@ -163,12 +134,12 @@ class Updates {
   HostUpdates& disk_updates_;
   Speculation& speculation_;
   Visits visits_;
+  UpdateArrays arrays_;
   UpdateJobs jobs_;
+  EarlyUpdates early_;
   ScaleForecast forecast_;
-  std::vector<StatesPass> states_passes_;  // of the step that is being applied
-  std::vector<uint8_t> committed_;         // by chunk
+  std::vector<uint8_t> committed_;  // by chunk
   int num_committed_ = 0;
-  int num_put_ = 0;  // in place, of the running step
   ChunkId held_back_ = -1;
 };
 

@@ -1,0 +1,231 @@
+#include "engine/early_updates.h"
+
+#include <utility>
+
+namespace patrickstar {
+
+EarlyUpdates::EarlyUpdates(Pager& pager, const Gradients& gradients, HostUpdates& host_updates,
+                           Speculation& speculation, UpdateJobs& jobs, UpdateArrays& arrays)
+    : pager_(pager),
+      memory_(pager.memory()),
+      store_(pager.store()),
+      gradients_(gradients),
+      disk_(pager.disk()),
+      host_updates_(host_updates),
+      speculation_(speculation),
+      jobs_(jobs),
+      arrays_(arrays) {}
+
+void EarlyUpdates::start(ChunkId chunk) {
+  const ArrayId grad = arrays_.grad_of(chunk);
+  ArrayRecord& record = memory_.array(grad);
+  if (!speculation_.wants(chunk) || speculation_.has(chunk) || gradients_.source(chunk) != grad.kind) return;
+  if (disk_.is_home_of(chunk)) return;
+  if (!record.on_host || !gradients_.has_any(chunk) || !arrays_.has_states(chunk, Tier::kHost)) return;
+  const ScaleBounds& scales = speculation_.expected_scales();
+  const ChunkSpec& spec = store_.chunk(chunk);
+  if (!scales.is_exact() && spec.dtype == DType::kFloat32) return;
+  if (spec.puts_values_in_place()) {
+    if (put_values(chunk, speculation_.expected_groups(), scales)) ++memory_.counters().num_speculated_updates;
+    return;
+  }
+  NewValues values = speculation_.try_allocate(chunk, new_bytes(store_.layout(), chunk));
+  if (!values.param) return;
+  values.is_settled = scales.is_exact();
+  UpdateTarget target{};
+  target.grad = record.block.data;
+  target.grad_dtype = spec.dtype;
+  target.param = values.param.data;
+  target.apart = values.has_states() ? &values : nullptr;
+  HostUpdate update;
+  update.turn = Turn::kOfNeed;
+  update.pass = values.has_states() ? Pass::kWhole : values.is_settled ? Pass::kParam : Pass::kBetween;
+  update.after.push_back(record.host_ready);
+  arrays_.await_states(chunk, update.after);
+  update.restores = jobs_.restores(chunk, target);
+  update.carries = jobs_.carries(chunk, values);
+  jobs_.add(chunk, target, speculation_.expected_groups(), static_cast<float>(scales.least), update.jobs);
+  for (optim::UpdateJob& job : update.jobs) job.most_grad_scale = static_cast<float>(scales.most);
+  if (!values.is_settled) speculation_.keep_open(chunk, update.jobs);
+  speculation_.start(chunk, std::move(update), std::move(values));
+  ++memory_.counters().num_speculated_updates;
+}
+
+bool EarlyUpdates::put_values(ChunkId chunk, const std::vector<GroupOptions>& groups, const ScaleBounds& scales) {
+  ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
+  const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
+  // A later use in this step needs the old values.
+  const bool is_dead = pager_.next_use({chunk, ArrayKind::kParam}) == NextUse::kNever;
+  if (!speculation_.has_open_memory() || !param.on_host || !is_dead) return false;
+  HostUpdate update;
+  update.turn = Turn::kOfNeed;
+  update.pass = Pass::kPut;
+  arrays_.bring_value_to_host(chunk, update.after);
+  memory_.drop_slot(arrays_.param_of(chunk));
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParam});
+  update.after.push_back(grad.host_ready);
+  arrays_.await_states(chunk, update.after);
+  UpdateTarget target{};
+  target.grad = grad.block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = param.block.data;
+  jobs_.add(chunk, target, groups, static_cast<float>(scales.least), update.jobs);
+  for (optim::UpdateJob& job : update.jobs) {
+    job.least_grad_scale = static_cast<float>(scales.least);
+    job.most_grad_scale = static_cast<float>(scales.most);
+  }
+  speculation_.begin_open(chunk, update.jobs);
+  NewValues values;
+  values.is_settled = scales.is_exact();
+  values.place = &param;
+  values.put = update.jobs;
+  param.on_host = false;
+  ++num_put_;
+  speculation_.start(chunk, std::move(update), std::move(values));
+  return true;
+}
+
+void EarlyUpdates::restore_values(ChunkId chunk) {
+  if (num_put_ > 0 && store_.chunk(chunk).puts_values_in_place()) speculation_.cancel(chunk);
+}
+
+void EarlyUpdates::restore_values(const std::vector<ParamId>& params) {
+  if (num_put_ == 0) return;
+  for (ParamId param : params) restore_values(store_.layout().placement(param).chunk);
+}
+
+void EarlyUpdates::restore_values() {
+  for (ChunkId chunk = 0; num_put_ > 0 && chunk < store_.num_chunks(); ++chunk) restore_values(chunk);
+  num_put_ = 0;
+}
+
+bool EarlyUpdates::begin_step(const std::vector<GroupOptions>& groups, double grad_scale) {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
+  const bool as_expected = speculation_.begin_step(groups, grad_scale);
+  if (!as_expected) num_put_ = 0;
+  return as_expected;
+}
+
+void EarlyUpdates::cancel_all() {
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kHostUpdate});
+  speculation_.cancel_all();
+  num_put_ = 0;
+}
+
+void EarlyUpdates::take_over(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  NewValues values = speculation_.take(chunk);
+  if (values.are_in_place()) return take_over_in_place(chunk, values, groups, grad_scale);
+  if (values.has_states()) {
+    take_over_states(chunk, values);
+  } else {
+    take_over_params(chunk, values, groups, grad_scale);
+  }
+  arrays_.discard_values(chunk);
+  ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
+  param.block = std::move(values.param);
+  param.host_ready = values.done;
+  param.set_on_host();
+  arrays_.note_new_values(chunk);
+  jobs_.count_step(chunk);
+}
+
+void EarlyUpdates::take_over_states(ChunkId chunk, NewValues& values) {
+  auto block = values.states.begin();
+  for (ArrayKind kind : store_.chunk(chunk).state_kinds()) {
+    ArrayRecord& record = memory_.array({chunk, kind});
+    speculation_.free_after(std::exchange(record.block, std::move(*block++)), values.done);
+    record.host_ready = values.done;
+  }
+  speculation_.free_after(arrays_.take_gradient(chunk), values.done);
+}
+
+void EarlyUpdates::take_over_params(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
+                                    float grad_scale) {
+  const ArrayRecord& grad = memory_.array(arrays_.grad_of(chunk));
+  UpdateTarget target{};
+  target.grad = grad.block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = values.param.data;
+  StatesPass rest;
+  rest.chunks = {chunk};
+  jobs_.add(chunk, target, groups, grad_scale, rest.update.jobs);
+  if (!values.is_settled) {
+    HostUpdate open;
+    open.chunk = chunk;
+    open.pass = Pass::kOpen;
+    open.turn = Turn::kOfNeed;
+    open.jobs = rest.update.jobs;
+    speculation_.keep_open(chunk, open.jobs);
+    open.after = {values.done};
+    values.done = host_updates_.submit(std::move(open));
+    ++memory_.counters().num_settled_updates;
+  }
+  rest.update.after = {grad.host_ready, values.done};
+  rest.gradients.push_back(arrays_.take_gradient(chunk));
+  states_passes_.push_back(std::move(rest));
+}
+
+// What was left open is made now, and the states behind it.
+void EarlyUpdates::take_over_in_place(ChunkId chunk, NewValues& values, const std::vector<GroupOptions>& groups,
+                                      float grad_scale) {
+  ArrayRecord& param = memory_.array(arrays_.param_of(chunk));
+  HostUpdate open;
+  open.chunk = chunk;
+  open.pass = Pass::kPutOpen;
+  open.turn = Turn::kOfNeed;
+  open.after = {values.done};
+  UpdateTarget target{};
+  target.grad = memory_.array(arrays_.grad_of(chunk)).block.data;
+  target.grad_dtype = store_.chunk(chunk).dtype;
+  target.param = param.block.data;
+  jobs_.add(chunk, target, groups, grad_scale, open.jobs);
+  for (size_t i = 0; i < open.jobs.size(); ++i) open.jobs[i].least_grad_scale = values.put[i].least_grad_scale;
+  speculation_.keep_open(chunk, open.jobs);
+  StatesPass rest;
+  rest.chunks = {chunk};
+  rest.update.pass = Pass::kPutStates;
+  rest.update.jobs = open.jobs;
+  param.host_ready = host_updates_.submit(std::move(open));
+  param.set_on_host();
+  rest.update.after = {param.host_ready};
+  memory_.array(arrays_.grad_of(chunk)).on_host = false;
+  states_passes_.push_back(std::move(rest));
+  if (!values.is_settled) ++memory_.counters().num_settled_updates;
+  arrays_.note_new_values(chunk);
+  jobs_.count_step(chunk);
+}
+
+bool EarlyUpdates::start_after_all(ChunkId chunk, const std::vector<GroupOptions>& groups, float grad_scale) {
+  if (!store_.chunk(chunk).puts_values_in_place() || disk_.is_home_of(chunk)) return false;
+  if (!speculation_.allows_passes() || speculation_.is_late(chunk)) return false;
+  if (gradients_.source(chunk) != arrays_.grad_of(chunk).kind || !arrays_.has_states(chunk, Tier::kHost)) return false;
+  return put_values(chunk, groups, {grad_scale, grad_scale});
+}
+
+// The next backward reaches the last chunks first.
+void EarlyUpdates::submit_states_passes() {
+  for (auto pass = states_passes_.rbegin(); pass != states_passes_.rend(); ++pass) {
+    pass->update.chunk = pass->chunks.front();
+    if (pass->update.pass != Pass::kPutStates) {
+      pass->update.pass = Pass::kStates;
+      for (optim::UpdateJob& job : pass->update.jobs) job.range.param = nullptr;
+    }
+    const Event done = host_updates_.submit(std::move(pass->update));
+    for (ChunkId chunk : pass->chunks) {
+      arrays_.set_states_ready(chunk, done);
+      ArrayRecord& sum = memory_.array({chunk, ArrayKind::kGradSum});
+      if (sum.block) sum.block_busy_until = done;
+      if (store_.chunk(chunk).keeps_gradient()) arrays_.leave_gradient(chunk, done);
+    }
+    for (HostBlock& block : pass->gradients) speculation_.free_after(std::move(block), done);
+    ++memory_.counters().num_states_passes;
+  }
+  states_passes_.clear();
+}
+
+void EarlyUpdates::end_step() {
+  submit_states_passes();
+  num_put_ = 0;
+}
+
+}  // namespace patrickstar
