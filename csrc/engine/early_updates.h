@@ -10,6 +10,7 @@
 // Guarded by the engine's lock.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "engine/gradients.h"

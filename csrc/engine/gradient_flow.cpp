@@ -104,7 +104,8 @@ void GradientFlow::retire(ChunkId chunk) {
   }
   // The values are dead, unless another micro-batch or a later use is expected, or a visit takes them from there.
   const bool is_dead = !accumulates_ && pager_.next_use(param) == NextUse::kNever;
-  if (is_dead && !updates_.visits_early(chunk)) drop_dead_value(param);
+  const bool is_taken = is_dead && store_.chunk(chunk).keeps_param() && updates_.visits_early(chunk);
+  if (is_dead && !is_taken) drop_dead_value(param);
   send_home(chunk);
 }
 

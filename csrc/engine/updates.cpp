@@ -253,11 +253,9 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
     visit.after.push_back(state.host_ready);
     visit.after.push_back(state.block_busy_until);
   }
-  std::optional<ScopedHold> value_hold;
   if (spec.keeps_param()) {
     arrays_.bring_value_to_host(chunk, visit.after);
     if (param.on_device) {
-      value_hold.emplace(param);
       visit.value = param.slot.data;
       visit.value_ready = param.device_ready;
     }
@@ -280,7 +278,6 @@ void Updates::apply_by_visit(ChunkId chunk, const std::vector<GroupOptions>& gro
   }
   grad.slot.busy.copied = events.used;
   memory_.discard(arrays_.grad_of(chunk));
-  value_hold.reset();
   if (visit.value != nullptr) param.slot.busy.copied = events.used;
   if (spec.keeps_param()) memory_.drop_slot(param_id);
   param.host_ready = events.down;
