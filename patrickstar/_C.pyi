@@ -1371,6 +1371,10 @@ class optim:
     def sum_squares(isa: str, x: int, dtype: DType, numel: int, partials: int, num_threads: int) -> None:
         """partials[b] = sum of squares of block b of SQUARES_BLOCK elements; float64, one for each block begun."""
 
+    @staticmethod
+    def add_up(partials: int, first: int, count: int) -> tuple[float, float]:
+        """The sum of `count` partials from the first on, float64: rounded, and what that rounding lost."""
+
     # Only in a module with the CUDA part: the same on the current device, enqueued on `stream`.
     @staticmethod
     def momentum_step(
@@ -1623,6 +1627,9 @@ class optim:
     def cuda_add_to_float(sum: int, x: int, x_dtype: DType, numel: int, stream: int) -> None: ...
     @staticmethod
     def cuda_sum_squares(x: int, dtype: DType, numel: int, partials: int, stream: int) -> None: ...
+    @staticmethod
+    def cuda_add_up(partials: int, ranges: int, num_ranges: int, sums: int, stream: int) -> None:
+        """sums[i] = add_up(partials, *ranges[i]); ranges int64, sums float64, two of each."""
 
 class collective:
     """Groups of ranks and their collectives on whole chunks (a submodule; csrc/collective)."""

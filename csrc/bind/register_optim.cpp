@@ -11,6 +11,7 @@
 #include "bind/kernel_arguments.h"
 #include "common/check.h"
 #include "optim/loss_scaler.h"
+#include "optim/wide_sum.h"
 #ifdef PATRICKSTAR_WITH_CUDA
 #include "optim/cuda_kernels.h"
 #endif
@@ -276,6 +277,14 @@ void register_cpu_sums(py::module_& module) {
       "partials[b] = sum of squares of block b of SQUARES_BLOCK elements; partials float64, one per block begun.",
       py::arg("isa"), py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("partials"), py::arg("num_threads"),
       ReleaseGil());
+  module.def(
+      "add_up",
+      [](Address partials, int64_t first, int64_t count) {
+        const optim::WideSum sum = optim::add_up(pointer<const double>(partials), {first, count});
+        return py::make_tuple(sum.high, sum.low);
+      },
+      "The sum of `count` partials from the first on, float64: rounded, and what that rounding lost.",
+      py::arg("partials"), py::arg("first"), py::arg("count"));
 }
 
 #ifdef PATRICKSTAR_WITH_CUDA
@@ -363,6 +372,14 @@ void register_cuda_kernels(py::module_& module) {
         optim::cuda::sum_squares(pointer<const void>(x), dtype, numel, pointer<double>(partials), stream_of(stream));
       },
       py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("partials"), py::arg("stream"), ReleaseGil());
+  module.def(
+      "cuda_add_up",
+      [](Address partials, Address ranges, int64_t num_ranges, Address sums, Address stream) {
+        optim::cuda::add_up(pointer<const double>(partials), pointer<const optim::PartialsRange>(ranges), num_ranges,
+                            pointer<optim::WideSum>(sums), stream_of(stream));
+      },
+      "sums[i] = add_up(partials, *ranges[i]); ranges int64, sums float64, two of each.", py::arg("partials"),
+      py::arg("ranges"), py::arg("num_ranges"), py::arg("sums"), py::arg("stream"), ReleaseGil());
 }
 #endif
 

@@ -1,6 +1,5 @@
 #include "engine/gradient_statistics.h"
 
-#include <cmath>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,14 +22,20 @@ GradientStatistics::GradientStatistics(Pager& pager, Collectives& collectives)
 }
 
 void GradientStatistics::lay_out() {
-  where_.assign(static_cast<size_t>(memory_.layout().num_chunks()), Where::kNowhere);
+  const Layout& layout = memory_.layout();
+  where_.assign(static_cast<size_t>(layout.num_chunks()), Where::kNowhere);
   offsets_.clear();
-  int64_t offset = 0;
-  for (const ParamSpec& param : memory_.layout().params()) {
-    offsets_.push_back(offset);
-    offset += param.trainable ? optim::num_square_partials(param.numel) : 0;
+  ranges_.clear();
+  num_partials_ = 0;
+  for (ParamId param = 0; param < layout.num_params(); ++param) {
+    offsets_.push_back(num_partials_);
+    ranges_.emplace_back();
+    if (!layout.param(param).trainable) continue;
+    const ParamShard shard = layout.shard_of(param);
+    ranges_.back() = {num_partials_ + shard.begin / optim::kSquaresBlock, optim::num_square_partials(shard.numel)};
+    num_partials_ += optim::num_square_partials(layout.param(param).numel);
   }
-  partials_.assign(static_cast<size_t>(offset), 0.0);
+  partials_.clear();
 }
 
 void GradientStatistics::cover_trainable() {
@@ -42,13 +47,21 @@ void GradientStatistics::cover_trainable() {
 
 void GradientStatistics::prepare_device() {
   if (!memory_.device().is_cuda() || device_partials_) return;
-  device_partials_ = memory_.slots().acquire(static_cast<int64_t>(partials_.size() * sizeof(double)), SlotFit::kExact,
-                                             OverLimit::kAllow);
+  const auto num_ranges = static_cast<int64_t>(ranges_.size());
+  const auto range_bytes = num_ranges * static_cast<int64_t>(sizeof(optim::PartialsRange));
+  const auto sum_bytes = num_ranges * static_cast<int64_t>(sizeof(optim::WideSum));
+  const auto partial_bytes = num_partials_ * static_cast<int64_t>(sizeof(double));
+  device_partials_ =
+      memory_.slots().acquire(partial_bytes + range_bytes + sum_bytes, SlotFit::kExact, OverLimit::kAllow);
+  memory_.backend().copy(Queue::kCompute, static_cast<char*>(device_partials_.data) + partial_bytes, ranges_.data(),
+                         range_bytes);
 }
 
-double* GradientStatistics::device_partials() {
-  prepare_device();
-  return device_partials_ ? static_cast<double*>(device_partials_.data) : partials_.data();
+double* GradientStatistics::partials(Tier tier) {
+  if (tier == Tier::kDevice) prepare_device();
+  if (tier == Tier::kDevice && device_partials_) return static_cast<double*>(device_partials_.data);
+  partials_.resize(static_cast<size_t>(num_partials_));
+  return partials_.data();
 }
 
 std::vector<GradientStatistics::Part> GradientStatistics::parts(const std::vector<ParamId>& params, const void* data,
@@ -76,7 +89,7 @@ void GradientStatistics::compute(ArrayId source, const std::vector<ParamId>& par
   if (!on_device) stall.emplace(memory_.tracer(), SpanLabel{Track::kStall, StallCause::kHostWork, source});
   optim::Compute& compute = on_device ? memory_.device_compute() : memory_.host_compute();
   const void* data = on_device ? record.slot.data : record.block.data;
-  for (const Part& part : parts(params, data, dtype, on_device ? device_partials() : partials_.data())) {
+  for (const Part& part : parts(params, data, dtype, partials(on_device ? Tier::kDevice : Tier::kHost))) {
     compute.sum_squares(part.data, dtype, part.numel, part.partials);
   }
   where_[static_cast<size_t>(source.chunk)] = on_device ? Where::kDevice : Where::kHost;
@@ -85,75 +98,48 @@ void GradientStatistics::compute(ArrayId source, const std::vector<ParamId>& par
 void GradientStatistics::enqueue_scattered(ChunkId chunk, const void* data) {
   const ChunkSpec& spec = memory_.layout().chunk(chunk);
   memory_.backend().enqueue(Queue::kScatter, [&compute = memory_.device_compute(), dtype = spec.dtype,
-                                              parts = parts(spec.params, data, spec.dtype, device_partials())] {
+                                              parts = parts(spec.params, data, spec.dtype, partials(Tier::kDevice))] {
     for (const Part& part : parts) compute.sum_squares(part.data, dtype, part.numel, part.partials);
   });
   where_[static_cast<size_t>(chunk)] = Where::kDevice;
 }
 
+// By parameter; only those whose partials are there mean something.
+std::vector<optim::WideSum> GradientStatistics::sums_on_device() {
+  std::vector<optim::WideSum> sums(ranges_.size());
+  const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kNorm});
+  auto* first = static_cast<double*>(device_partials_.data);
+  auto* ranges = reinterpret_cast<optim::PartialsRange*>(first + num_partials_);
+  auto* device_sums = reinterpret_cast<optim::WideSum*>(ranges + ranges_.size());
+  memory_.device_compute().add_up(first, ranges, static_cast<int64_t>(ranges_.size()), device_sums);
+  memory_.backend().copy(Queue::kCompute, sums.data(), device_sums,
+                         static_cast<int64_t>(sums.size() * sizeof(optim::WideSum)));
+  memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
+  return sums;
+}
+
 double GradientStatistics::sum(const std::vector<ParamId>& params) {
-  std::vector<double> from_device;
-  if (device_partials_) {
-    const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kNorm});
-    from_device.resize(partials_.size());
-    memory_.backend().copy(Queue::kCompute, from_device.data(), device_partials_.data,
-                           static_cast<int64_t>(partials_.size() * sizeof(double)));
-    memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
-  }
-  const bool sharded = memory_.layout().is_sharded();
-  return sharded ? sum_over_ranks(params, from_device) : sum_in_order(params, from_device);
-}
-
-// Of this rank's part of a parameter.
-GradientStatistics::Partials GradientStatistics::partials_of(ParamId param,
-                                                             const std::vector<double>& from_device) const {
-  const Layout& layout = memory_.layout();
-  const ParamShard shard = layout.shard_of(param);
-  const bool on_device = where_[static_cast<size_t>(layout.placement(param).chunk)] == Where::kDevice;
-  const double* first = (on_device && device_partials_ ? from_device : partials_).data() +
-                        offsets_[static_cast<size_t>(param)] + shard.begin / optim::kSquaresBlock;
-  return {first, first + optim::num_square_partials(shard.numel)};
-}
-
-double GradientStatistics::sum_in_order(const std::vector<ParamId>& params,
-                                        const std::vector<double>& from_device) const {
-  double total = 0;
+  const std::vector<optim::WideSum> on_device = device_partials_ ? sums_on_device() : std::vector<optim::WideSum>();
+  optim::WideSum total;
   for (ParamId param : params) {
-    const Partials partials = partials_of(param, from_device);
-    double sum = 0;
-    for (const double* value = partials.begin; value != partials.end; ++value) sum += *value;
-    total += sum;
+    const auto index = static_cast<size_t>(param);
+    const bool is_on_device = where_[static_cast<size_t>(memory_.layout().placement(param).chunk)] == Where::kDevice;
+    total.add(is_on_device && device_partials_ ? on_device[index] : optim::add_up(partials_.data(), ranges_[index]));
   }
-  return total;
+  return memory_.layout().is_sharded() ? sum_over_ranks(total) : total.value();
 }
 
-// [Note: a sum that knows no order] Which partials a rank has depends on the chunk size, and the sum must not. Sums are
-// carried with their rounding errors (Knuth's two-sum), so that they are right to some 100 bits before the last
-// rounding.
-double GradientStatistics::sum_over_ranks(const std::vector<ParamId>& params, const std::vector<double>& from_device) {
-  double high = 0;
-  double low = 0;
-  const auto add = [&high, &low](double value) {
-    const double sum = high + value;
-    const double part = sum - high;
-    low += (high - (sum - part)) + (value - part);
-    high = sum;
-  };
-  for (ParamId param : params) {
-    const Partials partials = partials_of(param, from_device);
-    for (const double* value = partials.begin; value != partials.end; ++value) add(*value);
-  }
-  const std::string mine = MessageWriter().add(high).add(low).str();
-  high = low = 0;
+double GradientStatistics::sum_over_ranks(const optim::WideSum& mine) {
+  const std::string message = MessageWriter().add(mine.high).add(mine.low).str();
+  optim::WideSum total;
   constexpr const char* kWhat = "the gradients' norm";
-  for (const std::string& message : collectives_.exchange(kWhat, mine)) {
-    MessageReader reader(message, kWhat);
-    add(reader.next<double>());
-    add(reader.next<double>());
+  for (const std::string& others : collectives_.exchange(kWhat, message)) {
+    MessageReader reader(others, kWhat);
+    total.add(reader.next<double>());
+    total.add(reader.next<double>());
     reader.finish();
   }
-  // Not finite anywhere: low may be NaN where high is infinite.
-  return std::isfinite(high) ? high + low : high;
+  return total.value();
 }
 
 }  // namespace patrickstar

@@ -1,8 +1,9 @@
 // The squares of all gradients: one statistic for clipping and for overflow.
 //
 // A chunk's gradients are summed up where they are, in blocks of optim::kSquaresBlock elements ([Note: one order of
-// summation], optim/kernels.h); the blocks' sums, here called partials, are added up at the end, in parameter order. So
-// the result does not depend on the layout or on the device. With several ranks each has the partials of its shards.
+// summation], optim/kernels.h); the blocks' sums, here called partials, are added up at the end where they are, by
+// parameter ([Note: a sum that knows no order], optim/wide_sum.h), so that two numbers for each come down. The result
+// does not depend on the layout or on the device. With several ranks each has the partials of its shards.
 //
 //   statistics.compute({chunk, kGrad}, params);   // a chunk's gradients are complete
 //   statistics.forget(chunk);                     // they change
@@ -46,25 +47,22 @@ class GradientStatistics {
     int64_t numel;
     double* partials;
   };
-  struct Partials {
-    const double* begin;
-    const double* end;
-  };
 
   std::vector<Part> parts(const std::vector<ParamId>& params, const void* data, DType dtype, double* partials) const;
-  Partials partials_of(ParamId param, const std::vector<double>& from_device) const;
-  double sum_in_order(const std::vector<ParamId>& params, const std::vector<double>& from_device) const;
-  double sum_over_ranks(const std::vector<ParamId>& params, const std::vector<double>& from_device);
-  double* device_partials();
+  std::vector<optim::WideSum> sums_on_device();
+  double sum_over_ranks(const optim::WideSum& mine);
+  double* partials(Tier tier);
   void lay_out();
 
   Pager& pager_;
   ChunkMemory& memory_;
   Collectives& collectives_;
-  std::vector<Where> where_;      // the partials are, by chunk
-  std::vector<int64_t> offsets_;  // of a parameter's partials
-  std::vector<double> partials_;  // on the host
-  Slot device_partials_;          // the same on the device; empty on the simulated device
+  std::vector<Where> where_;                  // the partials are, by chunk
+  std::vector<int64_t> offsets_;              // of a parameter's partials, whole ones
+  std::vector<optim::PartialsRange> ranges_;  // of a parameter's, this rank's among them
+  int64_t num_partials_ = 0;
+  std::vector<double> partials_;  // on the host, from the first use on
+  Slot device_partials_;  // the same on the device, then ranges_, then their sums; empty on the simulated device
 };
 
 }  // namespace patrickstar

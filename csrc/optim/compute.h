@@ -11,6 +11,7 @@
 #include "common/thread_pool.h"
 #include "optim/kernels.h"
 #include "optim/open_store.h"
+#include "optim/wide_sum.h"
 
 namespace patrickstar::optim {
 
@@ -39,6 +40,8 @@ class Compute {
   virtual void add(void* sum, const void* x, DType dtype, int64_t numel) = 0;
   virtual void add_to_float(float* sum, const void* x, DType x_dtype, int64_t numel) = 0;
   virtual void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) = 0;
+  // sums[i] = add_up(partials, ranges[i])
+  virtual void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) = 0;
   // As CpuKernels' of the same names; `scales` is null but for 8 bits.
   virtual void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) = 0;
   virtual void compress_state(const float* in, StateType type, void* out, float* scales, int64_t numel,

@@ -42,6 +42,10 @@ class CudaCompute final : public Compute {
     const c10::cuda::CUDAGuard guard(device_);
     cuda::sum_squares(x, dtype, numel, partials, stream());
   }
+  void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::add_up(partials, ranges, num_ranges, sums, stream());
+  }
   void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) override {
     const c10::cuda::CUDAGuard guard(device_);
     cuda::expand_state(type, data, scales, out, numel, stream());

@@ -170,6 +170,26 @@ __global__ void __launch_bounds__(kSquaresLanes) squares(const void* x, int64_t 
 }
 static_assert(kSquaresLanes == 64, "the fold in squares() takes two warps");
 
+// One block of threads per range, thread l for lane l: [Note: a sum that knows no order].
+__global__ void __launch_bounds__(kSumLanes)
+    add_up_partials(const double* partials, const PartialsRange* ranges, WideSum* sums) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const PartialsRange range = ranges[blockIdx.x];
+  __shared__ double high[kSumLanes];
+  __shared__ double low[kSumLanes];
+  WideSum sum;
+#pragma unroll 8
+  for (int64_t i = lane; i < range.count; i += kSumLanes) sum.add(partials[range.first + i]);
+  for (int s = kSumLanes / 2; s > 0; s /= 2) {
+    high[lane] = sum.high;
+    low[lane] = sum.low;
+    __syncthreads();
+    if (lane < s) sum.add(WideSum{high[lane + s], low[lane + s]});
+    __syncthreads();
+  }
+  if (lane == 0) sums[blockIdx.x] = sum;
+}
+
 // ---- States of fewer bytes ---------------------------------------------------------------------------
 
 constexpr int kWarp = 32;
@@ -627,6 +647,13 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials, cu
     squares<decltype(type)::value><<<blocks, kSquaresLanes, 0, stream>>>(x, numel, partials);
     check_launch("sum_squares", numel);
   });
+}
+
+void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums,
+            cudaStream_t stream) {
+  if (num_ranges <= 0) return;
+  add_up_partials<<<static_cast<unsigned>(num_ranges), kSumLanes, 0, stream>>>(partials, ranges, sums);
+  check_launch("add_up", num_ranges);
 }
 
 namespace {

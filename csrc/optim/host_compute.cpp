@@ -151,6 +151,9 @@ class PoolCompute final : public HostCompute {
       kernels_.sum_squares(at(x, dtype, begin), dtype, size, partials + begin / kSquaresBlock);
     });
   }
+  void add_up(const double* partials, const PartialsRange* ranges, int64_t num_ranges, WideSum* sums) override {
+    for (int64_t i = 0; i < num_ranges; ++i) sums[i] = optim::add_up(partials, ranges[i]);
+  }
   void expand_state(StateType type, const void* data, const float* scales, float* out, int64_t numel) override {
     split(numel, [&](int64_t begin, int64_t size) {
       kernels_.expand_state(type, at(data, type, begin), scales + (is_8_bit(type) ? begin / kStateBlock : 0),

@@ -116,3 +116,7 @@ def sum_squares(isa, values, num_threads=1):
     partials = torch.full((-(-values.numel() // _C.optim.SQUARES_BLOCK),), -1.0, dtype=torch.float64)
     _C.optim.sum_squares(isa, address(values), DTYPES[values.dtype], values.numel(), address(partials), num_threads)
     return partials
+
+
+def add_up(partials, first=0, count=None):
+    return _C.optim.add_up(address(partials), first, partials.numel() - first if count is None else count)

@@ -1,5 +1,7 @@
 """The CUDA kernels give the CPU's bits: Adam, casts, sums, statistics, aligned or not."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from tests.optim.kernel_calls import (
     DTYPES,
     HALVES,
     adam_scalars,
+    add_up,
     address,
     cast_from_float,
     cast_to_float,
@@ -157,6 +160,22 @@ def test_sums_of_squares(numel, dtype, seed, misalign, wild):
     device, partials = to_device(values, misalign), torch.zeros_like(expected, device="cuda")
     _C.optim.cuda_sum_squares(address(device), DTYPES[dtype], numel, address(partials), stream())
     assert_same_bits(partials.cpu(), expected, "partials")
+
+
+def test_partials_are_added_up_to_the_same_bits():
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.tensor([0, 1, 255, 256, 257, 66_000, 12, 513])
+    first = counts.cumsum(0) - counts
+    partials = torch.rand(int(counts.sum()), dtype=torch.float64, generator=generator)
+    partials *= 10.0 ** torch.randint(-20, 20, partials.shape, generator=generator)
+    partials[-1] = math.inf
+    ranges = torch.stack([first, counts], dim=1).cuda()
+    sums = torch.full((len(counts), 2), -1.0, dtype=torch.float64, device="cuda")
+    device = partials.cuda()
+    _C.optim.cuda_add_up(address(device), address(ranges), len(counts), address(sums), stream())
+    expected = [add_up(partials, *pair) for pair in zip(first.tolist(), counts.tolist(), strict=True)]
+    assert_same_bits(sums.cpu()[:-1], torch.tensor(expected, dtype=torch.float64)[:-1], "sums")
+    assert not sums[-1, 0].isfinite()
 
 
 def test_large_arrays():

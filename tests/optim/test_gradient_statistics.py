@@ -1,6 +1,7 @@
 """Sums of squares: one order of summation whatever the ISA, the threads and the split, and right."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, random_values, sum_squares
+from tests.optim.kernel_calls import DTYPES, ISAS, add_up, random_values, sum_squares
 
 BLOCK = _C.optim.SQUARES_BLOCK
 LANES = 64
@@ -92,3 +93,29 @@ def test_denormals_count(isa):
     finally:
         torch.set_flush_denormal(False)
     assert partial == BLOCK * 2.0**-298
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    count=st.one_of(st.integers(0, 5), st.sampled_from([255, 256, 257, 511, 700, 5000])),
+    first=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_partials_are_added_up_to_more_than_twice_a_double(count, first, seed):
+    """Against exact fractions: what is lost is less than 2^-100 of the sum, whose order therefore changes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    partials = torch.rand(first + count, dtype=torch.float64, generator=generator)
+    partials *= 10.0 ** torch.randint(-30, 30, (first + count,), generator=generator)
+    high, low = add_up(partials, first)
+    exact = sum((Fraction(value) for value in partials[first:].tolist()), Fraction(0))
+    assert abs(Fraction(high) + Fraction(low) - exact) <= exact / 2**100
+    assert high + low == float(exact) == math.fsum(partials[first:].tolist())
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_sum_is_finite_exactly_when_its_partials_are(bad):
+    for position in (0, 255, 256, 999):
+        partials = torch.ones(1000, dtype=torch.float64)
+        assert add_up(partials) == (1000, 0)
+        partials[position] = bad
+        assert not math.isfinite(add_up(partials)[0])
