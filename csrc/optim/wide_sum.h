@@ -3,7 +3,7 @@
 // [Note: a sum that knows no order] Which partials of the gradients' squares a rank has depends on the chunk size, and
 // their sum must not. So it is carried with its rounding errors (Knuth's two-sum), and right to some 100 bits before
 // the last rounding. Those of one parameter are added up where they are: lane l of kSumLanes has partials l, l + lanes,
-// l + 2*lanes, ..., in that order; then lanes are folded in halves. The bits are the same on the host and on the device.
+// l + 2*lanes, ..., in that order; then lanes are folded in halves. The host's bits are the device's.
 //
 //   WideSum sum;
 //   sum.add(value);  sum.add(other);

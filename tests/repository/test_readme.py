@@ -21,6 +21,7 @@ MEASURED = {
     "Llama-3.1-8B, 4 x 4096 | two H200s": ("h200x2-compare-llama-8b-40gib-harmless.json", 4 * 4096),
     "Qwen2.5-14B, 4 x 4096": ("h200-compare-qwen-14b-acting.json", 4 * 4096),
     "GPT 68 B, 16 x 1024": ("h200x4-compare-68b.json", 16 * 1024),
+    "GPT 110 B, 4 x 1024": ("h200x2-compare-110b-no-master.json", 4 * 1024),
 }
 
 
