@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmark.common import GptShape, provenance
+from benchmark.systems.weights import build_meta_model
 from patrickstar import _C
 from patrickstar.runtime import initialize_engine
 
@@ -51,9 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, then moves as many bytes without an engine."""
+    """Trains, then moves as many bytes without an engine.
+
+    Raises:
+        ValueError: the states of no chunk are on the disk.
+    """
     step = _train(args)
     moved = step["read_bytes"] + step["written_bytes"]
+    if not moved:
+        raise ValueError(
+            f"no states are on the disk: host and device hold those of all {step['num_chunks']} chunks; give a larger "
+            "model, or less --host-memory and --device-memory"
+        )
     sizes = [step["read_bytes"], step["written_bytes"]]
     if args.reference is not None:
         sizes = [min(size, args.reference // _BLOCK * _BLOCK) for size in sizes]
@@ -87,7 +97,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     config["host_memory"] = args.host_memory or _least_host_bytes(shape, config)
     config["disk_memory"] = {"path": args.path, "io": args.io}
     torch.manual_seed(0)
-    engine, optimizer = initialize_engine(shape.build, 0, config)
+    engine, optimizer = initialize_engine(lambda: build_meta_model(shape), 0, config)
     tokens = torch.randint(1, _VOCAB, (1, _LENGTH))
     ends, reports = [], []
     with engine:

@@ -56,7 +56,7 @@ def rows(client):
     return {row.name: row for row in client.rows()}
 
 
-def until(client, condition, seconds=150):
+def until(client, condition, seconds=600):  # a loaded machine takes several times what a free one does
     deadline = time.monotonic() + seconds
     while not condition(found := rows(client)):
         assert time.monotonic() < deadline, (found, client._ask("about").problem)
@@ -137,7 +137,7 @@ def test_a_scheduler_that_is_late_is_named(cluster, monkeypatch):
 
 
 def until_alive(client):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with contextlib.suppress(ClusterError, ray.exceptions.RayError):
             client.rows()
@@ -175,7 +175,7 @@ def test_a_job_gets_the_gpus_of_one_that_has_ended_and_can_be_cancelled(cluster,
     submit(client, tmp_path / "broken", 60, environment=(("PYTHONPATH", "/nowhere"),))
     found = until(client, lambda found: found["broken"].state == "failed")
     assert "a rank ended with" in found["broken"].note
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("GPU") != 4:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -214,7 +214,7 @@ def test_twelve_jobs_share_four_gpus(cluster, tmp_path):
     names = [f"job{number}" for number in range(12)]
     until(client, lambda found: any(found[name].state == "finished" for name in names))
     os.kill(pid_of("job:" + next(n for n, row in rows(client).items() if row.state == "running")), signal.SIGKILL)
-    found = until(client, lambda found: all(found[name].state == "finished" for name in names), seconds=400)
+    found = until(client, lambda found: all(found[name].state == "finished" for name in names))
     print({name: (found[name].num_resizes, found[name].num_failures) for name in names})
     for number, name in enumerate(names):
         check(tmp_path / name, alone[80 if number % 3 == 0 else 40])
