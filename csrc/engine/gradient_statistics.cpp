@@ -24,11 +24,9 @@ GradientStatistics::GradientStatistics(Pager& pager, Collectives& collectives)
 void GradientStatistics::lay_out() {
   const Layout& layout = memory_.layout();
   where_.assign(static_cast<size_t>(layout.num_chunks()), Where::kNowhere);
-  offsets_.clear();
   ranges_.clear();
   num_partials_ = 0;
   for (ParamId param = 0; param < layout.num_params(); ++param) {
-    offsets_.push_back(num_partials_);
     ranges_.emplace_back();
     if (!layout.param(param).trainable) continue;
     const ParamShard shard = layout.shard_of(param);
@@ -53,13 +51,18 @@ void GradientStatistics::prepare_device() {
   const auto partial_bytes = num_partials_ * static_cast<int64_t>(sizeof(double));
   device_partials_ =
       memory_.slots().acquire(partial_bytes + range_bytes + sum_bytes, SlotFit::kExact, OverLimit::kAllow);
-  memory_.backend().copy(Queue::kCompute, static_cast<char*>(device_partials_.data) + partial_bytes, ranges_.data(),
-                         range_bytes);
+  memory_.backend().copy(Queue::kCompute, device_arrays().ranges, ranges_.data(), range_bytes);
+}
+
+GradientStatistics::DeviceArrays GradientStatistics::device_arrays() const {
+  auto* partials = static_cast<double*>(device_partials_.data);
+  auto* ranges = reinterpret_cast<optim::PartialsRange*>(partials + num_partials_);
+  return {partials, ranges, reinterpret_cast<optim::WideSum*>(ranges + ranges_.size())};
 }
 
 double* GradientStatistics::partials(Tier tier) {
   if (tier == Tier::kDevice) prepare_device();
-  if (tier == Tier::kDevice && device_partials_) return static_cast<double*>(device_partials_.data);
+  if (tier == Tier::kDevice && device_partials_) return device_arrays().partials;
   partials_.resize(static_cast<size_t>(num_partials_));
   return partials_.data();
 }
@@ -70,7 +73,7 @@ std::vector<GradientStatistics::Part> GradientStatistics::parts(const std::vecto
   for (ParamId param : params) {
     const ParamShard shard = memory_.layout().shard_of(param);
     if (shard.numel == 0) continue;
-    const int64_t first = offsets_[static_cast<size_t>(param)] + shard.begin / optim::kSquaresBlock;
+    const int64_t first = ranges_[static_cast<size_t>(param)].first;
     result.push_back({at(data, shard.offset, dtype), shard.numel, partials + first});
   }
   return result;
@@ -108,23 +111,27 @@ void GradientStatistics::enqueue_scattered(ChunkId chunk, const void* data) {
 std::vector<optim::WideSum> GradientStatistics::sums_on_device() {
   std::vector<optim::WideSum> sums(ranges_.size());
   const TraceScope stall(memory_.tracer(), {Track::kStall, StallCause::kNorm});
-  auto* first = static_cast<double*>(device_partials_.data);
-  auto* ranges = reinterpret_cast<optim::PartialsRange*>(first + num_partials_);
-  auto* device_sums = reinterpret_cast<optim::WideSum*>(ranges + ranges_.size());
-  memory_.device_compute().add_up(first, ranges, static_cast<int64_t>(ranges_.size()), device_sums);
-  memory_.backend().copy(Queue::kCompute, sums.data(), device_sums,
+  const DeviceArrays arrays = device_arrays();
+  memory_.device_compute().add_up(arrays.partials, arrays.ranges, static_cast<int64_t>(ranges_.size()), arrays.sums);
+  memory_.backend().copy(Queue::kCompute, sums.data(), arrays.sums,
                          static_cast<int64_t>(sums.size() * sizeof(optim::WideSum)));
   memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
   return sums;
 }
 
 double GradientStatistics::sum(const std::vector<ParamId>& params) {
-  const std::vector<optim::WideSum> on_device = device_partials_ ? sums_on_device() : std::vector<optim::WideSum>();
+  const std::vector<optim::WideSum> from_device = device_partials_ ? sums_on_device() : std::vector<optim::WideSum>();
   optim::WideSum total;
   for (ParamId param : params) {
     const auto index = static_cast<size_t>(param);
     const bool is_on_device = where_[static_cast<size_t>(memory_.layout().placement(param).chunk)] == Where::kDevice;
-    total.add(is_on_device && device_partials_ ? on_device[index] : optim::add_up(partials_.data(), ranges_[index]));
+    optim::WideSum sum;
+    if (is_on_device && device_partials_) {
+      sum = from_device[index];
+    } else {
+      memory_.host_compute().add_up(partials_.data(), &ranges_[index], 1, &sum);
+    }
+    total.add(sum);
   }
   return memory_.layout().is_sharded() ? sum_over_ranks(total) : total.value();
 }

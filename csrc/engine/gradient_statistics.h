@@ -47,8 +47,15 @@ class GradientStatistics {
     int64_t numel;
     double* partials;
   };
+  // In device_partials_.
+  struct DeviceArrays {
+    double* partials;
+    optim::PartialsRange* ranges;
+    optim::WideSum* sums;
+  };
 
   std::vector<Part> parts(const std::vector<ParamId>& params, const void* data, DType dtype, double* partials) const;
+  DeviceArrays device_arrays() const;
   std::vector<optim::WideSum> sums_on_device();
   double sum_over_ranks(const optim::WideSum& mine);
   double* partials(Tier tier);
@@ -58,7 +65,6 @@ class GradientStatistics {
   ChunkMemory& memory_;
   Collectives& collectives_;
   std::vector<Where> where_;                  // the partials are, by chunk
-  std::vector<int64_t> offsets_;              // of a parameter's partials, whole ones
   std::vector<optim::PartialsRange> ranges_;  // of a parameter's, this rank's among them
   int64_t num_partials_ = 0;
   std::vector<double> partials_;  // on the host, from the first use on
