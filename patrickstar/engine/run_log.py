@@ -150,14 +150,22 @@ def start_line(session: Session) -> str:
     limit = report["device_budget_bytes"]
     budget = "no device budget" if limit >= _C.UNLIMITED else f"device budget {show_size(limit)}"
     each = " a rank" if num_ranks > 1 else ""
-    num_chunks = report["num_chunks"]
-    chunks = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} of up to {show_count(report['chunk_numel'])} elements"
+    chunks = _chunks(session, report["chunk_numel"])
     states = f", optimizer states {_states(session, report)}" if _num_state_chunks(session) else ""
     dtype = str(session.config.compute_dtype).removeprefix("torch.")
     return (
         f"{show_count(session.num_parameters)} parameters{trained} in {dtype} on {where}; {budget}, host budget "
         f"{show_size(report['host_budget_bytes'])}{each}; {chunks}{states}"
     )
+
+
+def _chunks(session: Session, chunk_numel: int) -> str:
+    """How many there are, and their size, which a parameter that is larger by itself exceeds."""
+    layout = session.layout
+    count = layout.num_chunks
+    largest = max((layout.chunk(index)["numel"] for index in range(count)), default=0)
+    larger = f", or of one parameter, up to {show_count(largest)}" if largest > chunk_numel else ""
+    return f"{count} chunk{'s' if count > 1 else ''} of up to {show_count(chunk_numel)} elements{larger}"
 
 
 def plan_line(session: Session, predicted: Prediction | None) -> str:

@@ -57,7 +57,7 @@ def test_a_plain_loop(tmp_path, caplog):
         f"{sizes.show_count(report['num_parameters'])} parameters in bfloat16 on a device simulated in host memory; "
         f"device budget 586 KiB, host budget {sizes.show_size(report['host_budget_bytes'])}; "
         f"{report['num_chunks']} chunks of up to {sizes.show_count(report['chunk_numel'])} elements, "
-        "optimizer states all on the host"
+        "or of one parameter, up to 8.19k, optimizer states all on the host"
     )
     assert re.fullmatch(r"plan: optimizer states .+; a step moves .+ up and .+ down", plan)
     for line, step in ((second, 2), (fourth, 4)):
@@ -71,6 +71,13 @@ def test_a_plain_loop(tmp_path, caplog):
     folder = re.escape(str(tmp_path / "seen" / "global_step3"))
     assert re.fullmatch(rf"saved to {folder} \(\d.* KiB in .+ m?s\)", saved)
     assert re.fullmatch(rf"resumed from {folder}, step 3", resumed)
+
+
+def test_a_parameter_that_is_larger_than_a_chunk(caplog):
+    caplog.set_level(logging.INFO, "patrickstar")
+    engine, _ = initialize_engine(functools.partial(Mlp, width=64), 0, make_config("bf16", default_chunk_size=2048))
+    engine.close()
+    assert "chunks of up to 2.05k elements, or of one parameter, up to 8.19k, optimizer states" in caplog.messages[0]
 
 
 def test_it_says_nothing_below_the_level(tmp_path, caplog):
