@@ -5,6 +5,7 @@ through.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,7 +43,8 @@ class Key:
         return tuple(item.name for item in self.field.metadata if isinstance(item, OtherSpelling))
 
 
-def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> list[Key]:
+@functools.cache
+def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> tuple[Key, ...]:
     """The keys of one section, without those of sections in it."""
     keys = []
     for name, field in model.model_fields.items():
@@ -58,7 +60,7 @@ def keys_of(model: type[Section] = Config, section: str = "", reader: Reader | N
                 reader=readers[0] if readers else reader,
             )
         )
-    return keys
+    return tuple(keys)
 
 
 def all_keys(model: type[Section] = Config, section: str = "", reader: Reader | None = None) -> Iterator[Key]:

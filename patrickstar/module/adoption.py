@@ -25,6 +25,7 @@ from patrickstar.module.preprocess import ChunkedSpec, SortedParams, statistics_
 logger = logging.getLogger("patrickstar")
 
 _UNIT_BYTES = 512 * 2**20  # of a model on the meta device, in memory of their own at a time
+_TRIMMED_BYTES = 64 * 2**20  # of freed values, after which pieces of the heap go back to the system
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,13 @@ class FormerHandle:
     trainable: bool
     original_dtype: torch.dtype
     original_device: torch.device
+
+
+def _trim_heap() -> None:
+    """Freed pieces of the heap go back to the system; without this the peak would hold both copies."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class AdoptedParams:
@@ -65,6 +73,7 @@ class AdoptedParams:
         self._missing = [len(params) for params in self._chunks]
         self._storages: list[torch.UntypedStorage] = []
         self._taken: set[int] = set()
+        self._untrimmed_bytes = 0
 
     def batches(self) -> Iterator[list[int]]:
         """The ids of parameters that have values now, in pieces that may exist beside their chunks; to be taken before
@@ -91,15 +100,15 @@ class AdoptedParams:
             self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
         for param_id in ids:
             chunk, offset = self.layout.placement(param_id)
+            self._untrimmed_bytes += self.specs[param_id].param.nbytes
             self._adopt(param_id, chunk, offset)
             self._taken.add(param_id)
             self._missing[chunk] -= 1
             if self._missing[chunk] == 0:
                 self.runtime.seal_storage(chunk)
-        # Freed pieces of the heap go back to the system; without this the peak would hold both copies.
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        if self._untrimmed_bytes >= _TRIMMED_BYTES:
+            self._untrimmed_bytes = 0
+            _trim_heap()
 
     def _bind_storage(self, chunk: int) -> torch.UntypedStorage:
         with _C.HostAllocations():

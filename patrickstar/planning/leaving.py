@@ -212,6 +212,42 @@ def leave(groups: Sequence[Sequence[Span]], static_bytes: int, device: Device) -
     return Tides(tuple(peaks), played.most_away_bytes, seen, tuple(saved), played.kept_calls, tuple(copies))
 
 
+class _Held:
+    """Kept tensors by number, oldest first."""
+
+    __slots__ = ("_sizes", "num_bytes")
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self.num_bytes = 0
+        """Of all together."""
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, number: int) -> int:
+        """Its bytes; 0: it is not among them."""
+        return self._sizes.get(number, 0)
+
+    def put(self, number: int, num_bytes: int) -> None:
+        self.num_bytes += num_bytes - self[number]
+        self._sizes[number] = num_bytes
+
+    def take(self, number: int) -> int:
+        """Its bytes, which are no longer among these."""
+        num_bytes = self._sizes.pop(number, 0)
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    @property
+    def oldest(self) -> int:
+        return next(iter(self._sizes))
+
+    @property
+    def newest(self) -> int | None:
+        return next(reversed(self._sizes), None)
+
+
 class _Played:
     """Whether each kept tensor is on the device, leaving it, away, or on its way back."""
 
@@ -232,12 +268,8 @@ class _Played:
         self._kept_offers: set[int] = set()
         self._least_bytes = device.shares.least_bytes
         self._room_bytes = device.room_bytes
-        self._on_device: dict[int, int] = {}  # by number, bytes; oldest first, as in the others
-        self._leaving: dict[int, int] = {}
-        self._away: dict[int, int] = {}
-        self._coming: dict[int, int] = {}
-        self._in_use: dict[int, int] = {}
-        self._on_host: dict[int, int] = {}
+        self._on_device, self._leaving, self._away = _Held(), _Held(), _Held()
+        self._coming, self._in_use, self._on_host = _Held(), _Held(), _Held()
 
     def meet(self, event: KeptEvent) -> None:
         if event.fate is Fate.KEPT:
@@ -251,9 +283,9 @@ class _Played:
                 self._keep(event)
         elif event.fate is Fate.USED:
             self._fetch(event.number)
-            returned = self._coming.pop(event.number, 0)
+            returned = self._coming.take(event.number)
             self.copies.needed += returned
-            in_use = returned or self._on_device.get(event.number, 0) or self._leaving.get(event.number, 0)
+            in_use = returned or self._on_device[event.number] or self._leaving[event.number]
             self._take(event.number)
             if event.number in self._kept_offers:
                 self._kept_offers.remove(event.number)
@@ -261,14 +293,14 @@ class _Played:
                 self.kept_calls += 1
                 self.absent_bytes += event.num_bytes  # from now on it is what the trace computes again
             else:
-                self._in_use[event.number] = in_use
-            before = next(reversed(self._away), None)
+                self._in_use.put(event.number, in_use)
+            before = self._away.newest
             if before is not None and event.number - FETCHED_AHEAD <= before < event.number:
                 self._fetch(before)
         elif event.fate is Fate.GONE:
             self._take(event.number)
-            self._in_use.pop(event.number, None)
-            self._room_bytes += self._on_host.pop(event.number, 0)
+            self._in_use.take(event.number)
+            self._room_bytes += self._on_host.take(event.number)
 
     def note_tide(self, num_bytes: int) -> None:
         """So much is alive."""
@@ -278,12 +310,12 @@ class _Played:
 
     @property
     def _held_bytes(self) -> int:
-        return sum(map(sum, (held.values() for held in (self._on_device, self._leaving, self._in_use))))
+        return self._on_device.num_bytes + self._leaving.num_bytes + self._in_use.num_bytes
 
     def _keep(self, event: KeptEvent) -> None:
         if event.num_bytes >= self._least_bytes:
             self._make_room()
-            self._on_device[event.number] = event.num_bytes
+            self._on_device.put(event.number, event.num_bytes)
 
     def _has_room_beside_inputs(self, num_bytes: int) -> bool:
         if self._seen is None:
@@ -294,40 +326,42 @@ class _Played:
     def _excess_bytes(self) -> int:
         if self._seen is None:
             return self._highest - self._shares.first_bytes
-        beyond = sum(held.get(number, 0) for held in (self._on_device, self._leaving) for number in self._kept_offers)
+        beyond = sum(self._on_device[number] + self._leaving[number] for number in self._kept_offers)
         return self._shares.excess_bytes(self._held_bytes, beyond, self._seen)
 
     def _fetch(self, number: int) -> None:
-        num_bytes = self._away.pop(number, 0)
+        num_bytes = self._away.take(number)
         if num_bytes:
             self.absent_bytes -= num_bytes
             self.copies.coming += num_bytes
-            self._coming[number] = num_bytes
+            self._coming.put(number, num_bytes)
 
     def _take(self, number: int) -> None:
-        self.absent_bytes -= self._away.pop(number, 0)
-        self._leaving.pop(number, None)
-        self._on_device.pop(number, None)
+        self.absent_bytes -= self._away.take(number)
+        self._leaving.take(number)
+        self._on_device.take(number)
 
     def _make_room(self) -> None:
         """Copies that began when the last tensor was kept are over."""
         self._finish(0)
         excess = self._excess_bytes()
         while excess > 0 and self._on_device:
-            number = next(iter(self._on_device))
+            number = self._on_device.oldest
             num_bytes = self._on_device[number]
             if num_bytes > self._room_bytes:
                 return
-            del self._on_device[number]
-            self._leaving[number] = self._on_host[number] = num_bytes
+            self._on_device.take(number)
+            self._leaving.put(number, num_bytes)
+            self._on_host.put(number, num_bytes)
             self.copies.leaving += num_bytes
             self._room_bytes -= num_bytes
-            self.most_away_bytes = max(self.most_away_bytes, sum(self._on_host.values()))
+            self.most_away_bytes = max(self.most_away_bytes, self._on_host.num_bytes)
             excess -= num_bytes
             self._finish(MOST_LEAVING)
 
     def _finish(self, most_leaving: int) -> None:
         while len(self._leaving) > most_leaving:
-            number = next(iter(self._leaving))
-            self._away[number] = self._leaving.pop(number)
-            self.absent_bytes += self._away[number]
+            number = self._leaving.oldest
+            num_bytes = self._leaving.take(number)
+            self._away.put(number, num_bytes)
+            self.absent_bytes += num_bytes

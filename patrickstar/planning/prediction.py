@@ -18,7 +18,7 @@ from patrickstar.planning.leaving import Device, Tides
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.predicted_step import Prediction, StepTimes
 from patrickstar.planning.step_plan import Plan, PlannedChunk, plan_of, planned_chunks
-from patrickstar.planning.timeline import TimedTimeline, itemsize, make_timeline
+from patrickstar.planning.timeline import Accesses, TimedTimeline, itemsize, play_accesses
 from patrickstar.planning.update_costs import UpdateRates, costs_of_chunks
 from patrickstar.planning.uses import StepUses
 from patrickstar.sizes import enough_size, show_shortage, show_size, size_in_words
@@ -175,8 +175,6 @@ class Case:
     """The most that one rank's engine maps of the host: also new values of updates ahead of the step, gradients on
     their way, and places of states that move to the device after the first step.
     """
-    least_device_bytes: int
-    """The least ``device_memory`` that works with all states on the host."""
     least_host_bytes: int
     """The least ``host_memory`` that works with all states on the host, or those on the disk that it takes."""
     stashed_bytes: int
@@ -189,6 +187,13 @@ class Case:
     """While clipping does not act."""
     play_clipped: Callable[[], Prediction] = dataclasses.field(repr=False, compare=False)
     """Makes :attr:`clipped_step`."""
+    find_least_device: Callable[[], int] = dataclasses.field(repr=False, compare=False)
+    """Makes :attr:`least_device_bytes`."""
+
+    @functools.cached_property
+    def least_device_bytes(self) -> int:
+        """The least ``device_memory`` that works with all states on the host."""
+        return self.find_least_device()
 
     @functools.cached_property
     def clipped_step(self) -> Prediction:
@@ -222,6 +227,7 @@ class Predictor:
         self._chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
         self._in_place = puts_values_in_place(layout)
         self._timelines: dict[tuple[Device | None, Device | None, tuple[bool, ...]], TimedTimeline] = {}
+        self._accesses: dict[tuple[bool, ...], Accesses] = {}
         self._leaving: dict[Device, Tides] = {}
         self._largest_module_bytes = _C.working_set_bytes(layout, uses.module_params)
         self._least: dict[tuple[Setting, int], int] = {}
@@ -258,9 +264,8 @@ class Predictor:
         layout, chunks = self._layout, self._chunks
         least_host = self._least_host_bytes(setting)
         budget = self._budget(setting)
-        least = self.least_device_bytes(setting)
         if self.needed_device_bytes(setting) > setting.device_bytes:
-            least = max(least, setting.device_bytes + 1)
+            least = max(self.least_device_bytes(setting), setting.device_bytes + 1)
             raise DoesNotFitError(
                 f"device_memory: {show_shortage(least, setting.device_bytes)}, for activations and the largest "
                 f"moment's chunks; give at least {enough_size(least)}",
@@ -324,11 +329,11 @@ class Predictor:
             ),
             stashed_bytes=stashed_bytes,
             kept_attention=0 if later is None else self._tides(later).kept_calls,
-            least_device_bytes=least,
             least_host_bytes=least_host,
             waste_bytes=timed.waste_bytes,
             step=step_of(plan),
             play_clipped=lambda: step_of(play(_updates(planned, _settled(chunks, ahead)))),
+            find_least_device=lambda: self.least_device_bytes(setting),
         )
 
     def choose(self, setting: Setting) -> Case:
@@ -442,12 +447,15 @@ class Predictor:
         """``first``: that activations leave in the first step, whose tide it is; None: they stay. ``later``: that
         attention is kept in later ones, which saves time.
         """
-        key = (first, later, tuple(on_device))
+        places = tuple(on_device)
+        key = (first, later, places)
         if key not in self._timelines:
+            if places not in self._accesses:
+                self._accesses[places] = play_accesses(self._uses, self._layout, on_device)
             uses = self._uses
             if first is not None or later is not None:
                 uses = uses.with_tides(*(None if device is None else self._tides(device) for device in (first, later)))
-            self._timelines[key] = make_timeline(uses, self._layout, on_device)
+            self._timelines[key] = self._accesses[places].timed(uses)
         return self._timelines[key]
 
     def _tides(self, device: Device) -> Tides:

@@ -37,15 +37,50 @@ class TimedTimeline:
         return max((moment["tide_peak_bytes"] for moment in self.moments), default=0)
 
 
-def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
-    """The timeline of a step with these uses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
+@dataclasses.dataclass(frozen=True)
+class Accesses:
+    """The moments of a step, whatever the tide is then and however long they take."""
+
+    moments: list[tuple[_C.Phase, list[tuple[int, _C.ArrayKind, _C.AccessMode]]]]
+    """By moment, its phase and its accesses."""
+    moment_of: list[int]
+    """By use, the moment that lasts after it; -1: before the first one."""
+    waste_bytes: int
+    """As :attr:`TimedTimeline.waste_bytes`."""
+
+    def timed(self, uses: StepUses) -> TimedTimeline:
+        """With the tide, the times and the copies of these uses, which call the core as those do that were played."""
+        peaks, seconds = [0] * len(self.moments), [0.0] * len(self.moments)
+        copies = [Copies() for _ in self.moments]
+        for use, moment in zip(uses.uses, self.moment_of, strict=True):
+            if moment >= 0:
+                peaks[moment] = max(peaks[moment], use.tide_peak_bytes + uses.static_bytes)
+                copies[moment].add(use.copies)
+            if self.moments:
+                seconds[max(moment, 0)] += use.seconds
+        moments = [
+            {"phase": phase, "accesses": accesses, "tide_peak_bytes": peak}
+            for (phase, accesses), peak in zip(self.moments, peaks, strict=True)
+        ]
+        return TimedTimeline(moments, seconds, self.waste_bytes, copies)
+
+
+def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> Accesses:
+    """What a step with these uses accesses. ``states_on_device`` by chunk: with one rank, gradients of such chunks do
     not leave, unless they are applied at once; with several all do, when they are scattered.
     """
     model = _AccessModel(layout, states_on_device, uses)
+    moment_of = []
     for use in uses.uses:
         model.play(use)
+        moment_of.append(len(model.moments) - 1)
     model.end_backward()
-    return TimedTimeline(model.moments, model.seconds, model.waste_bytes, model.copies)
+    return Accesses(model.moments, moment_of, model.waste_bytes)
+
+
+def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
+    """The timeline of a step with these uses, as :func:`play_accesses` takes them."""
+    return play_accesses(uses, layout, states_on_device).timed(uses)
 
 
 def _param_bytes(chunks: Sequence[dict[str, Any]], layout: _C.Layout) -> dict[int, int]:
@@ -83,13 +118,10 @@ class _AccessModel:
     def __init__(self, layout: _C.Layout, states_on_device: Sequence[bool], uses: StepUses):
         specs = [layout.chunk(chunk) for chunk in range(layout.num_chunks)]
         chunks = [spec["params"] for spec in specs]
-        self.moments: list[dict[str, Any]] = []
-        self.seconds: list[float] = []
-        self.copies: list[Copies] = []
+        self.moments: list[tuple[_C.Phase, list[tuple[int, _C.ArrayKind, _C.AccessMode]]]] = []
         self.waste_bytes = 0
         self._param_bytes = _param_bytes(specs, layout)
         self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
-        self._static_bytes = uses.static_bytes
         several = layout.num_ranks > 1
         self._leaves = [  # by chunk: its gradient's slot
             several or not at or _ends_at_once(spec["states"]) for spec, at in zip(specs, states_on_device, strict=True)
@@ -109,10 +141,9 @@ class _AccessModel:
         self._backward: list[_Hold] = []
         self._transient: list[int] = []
         self._phase = _C.Phase.FORWARD
-        self._seconds_before = 0.0
 
     def play(self, use: Use) -> None:
-        """One call of the core, then what the device does until the next."""
+        """One call of the core."""
         if use.call is Call.OPEN_SCOPE:
             self._open_scope(use.params, use.until)
         elif use.call is Call.CLOSE_SCOPE:
@@ -127,13 +158,6 @@ class _AccessModel:
             self._enter_backward(use)
         else:
             self._fold(use.params[0])
-        if self.moments:
-            moment = self.moments[-1]
-            moment["tide_peak_bytes"] = max(moment["tide_peak_bytes"], use.tide_peak_bytes + self._static_bytes)
-            self.seconds[-1] += use.seconds
-            self.copies[-1].add(use.copies)
-        else:
-            self._seconds_before += use.seconds
 
     def end_backward(self) -> None:
         """Releases what backward still holds; gradients that are still there retire."""
@@ -180,11 +204,7 @@ class _AccessModel:
             held = sum(self._chunk_bytes[chunk] for chunk in set(chunks))
             asked = sum(self._param_bytes[param] for param in set(params))
             self.waste_bytes = max(self.waste_bytes, held - asked)
-            accesses = [(chunk, _PARAM, _READ) for chunk in sorted(set(chunks))]
-            self.moments.append({"phase": self._phase, "accesses": accesses, "tide_peak_bytes": 0})
-            self.seconds.append(self._seconds_before)
-            self.copies.append(Copies())
-            self._seconds_before = 0.0
+            self.moments.append((self._phase, [(chunk, _PARAM, _READ) for chunk in sorted(set(chunks))]))
 
     def _release_transient(self) -> None:
         params, self._transient = self._transient, []
@@ -224,8 +244,8 @@ class _AccessModel:
             self._add((chunk, _GRAD, _RETIRE))
 
     def _add(self, access: tuple[int, _C.ArrayKind, _C.AccessMode]) -> None:
-        if self.moments and access not in self.moments[-1]["accesses"]:
-            self.moments[-1]["accesses"].append(access)
+        if self.moments and access not in self.moments[-1][1]:
+            self.moments[-1][1].append(access)
 
     def _set_dead(self, param: int, dead: bool) -> None:
         if self._is_dead[param] != dead:

@@ -102,9 +102,9 @@ def samples_by_step(folder):
 
 def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_path):
     client, _ = cluster
-    alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (60, 100)}
-    submit(client, tmp_path / "long", 100)
-    submit(client, tmp_path / "failing", 60, environment=(("FAIL_ONCE", "1"),))
+    alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (30, 60)}
+    submit(client, tmp_path / "long", 60)
+    submit(client, tmp_path / "failing", 30, environment=(("FAIL_ONCE", "1"),))
     until(client, lambda found: found["long"].num_steps > 0)
 
     killed = pid_of(SCHEDULER)
@@ -116,12 +116,12 @@ def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_pat
 
     assert {name: row.state for name, row in found.items()} == {"long": "finished", "failing": "finished"}
     assert found["failing"].num_failures == 1
-    for name, num_steps in (("long", 100), ("failing", 60)):
+    for name, num_steps in (("long", 60), ("failing", 30)):
         check(tmp_path / name, alone[num_steps])
     seen = samples_by_step(tmp_path / "long")
     assert before.items() <= seen.items()
     assert all(len(samples) == len(set(samples)) == elastic_script.GLOBAL_BATCH for samples in seen.values())
-    assert sorted(seen) == list(range(100))
+    assert sorted(seen) == list(range(60))
 
 
 def test_a_scheduler_that_is_late_is_named(cluster, monkeypatch):

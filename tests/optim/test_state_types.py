@@ -5,6 +5,7 @@ every pass and on every ISA, against float32 Adam between the two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -256,6 +257,7 @@ def keys_by(name, count):
     return [_C.optim.random_key(1, *((i, 2) if name == "steps" else (3, i)), 0) for i in range(count)]
 
 
+@functools.cache
 def draws(bits_of):
     """16 bits each of elements of one range, and of four elements (two pairs) in many steps and in many parameters."""
     result = {"elements": bits_of(KEY, DRAWS)}
