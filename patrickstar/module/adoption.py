@@ -1,7 +1,8 @@
 """The user's module in an engine: its parameters as views of chunks, the rest on the engine's device; and back again.
 
 Each parameter's own memory is freed as soon as its values are in a chunk, so the model is never held twice: at most one
-batch of values (a chunk's, or a unit of a model on the meta device) exists in both places.
+batch of values (a chunk's, or a unit of a model on the meta device) exists in both places, beside less than 64 MiB of
+freed values that the heap has not given back yet.
 """
 
 from __future__ import annotations

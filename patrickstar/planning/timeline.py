@@ -17,6 +17,8 @@ from patrickstar.planning.uses import Call, StepUses, Use
 _READ, _WRITE, _RETIRE = _C.AccessMode.READ, _C.AccessMode.WRITE, _C.AccessMode.RETIRE
 _PARAM, _GRAD = _C.ArrayKind.PARAM, _C.ArrayKind.GRAD
 
+_Access = tuple[int, _C.ArrayKind, _C.AccessMode]  # the chunk first
+
 
 @dataclasses.dataclass(frozen=True)
 class TimedTimeline:
@@ -41,7 +43,7 @@ class TimedTimeline:
 class Accesses:
     """The moments of a step, whatever the tide is then and however long they take."""
 
-    moments: list[tuple[_C.Phase, list[tuple[int, _C.ArrayKind, _C.AccessMode]]]]
+    moments: list[tuple[_C.Phase, list[_Access]]]
     """By moment, its phase and its accesses."""
     moment_of: list[int]
     """By use, the moment that lasts after it; -1: before the first one."""
@@ -118,7 +120,7 @@ class _AccessModel:
     def __init__(self, layout: _C.Layout, states_on_device: Sequence[bool], uses: StepUses):
         specs = [layout.chunk(chunk) for chunk in range(layout.num_chunks)]
         chunks = [spec["params"] for spec in specs]
-        self.moments: list[tuple[_C.Phase, list[tuple[int, _C.ArrayKind, _C.AccessMode]]]] = []
+        self.moments: list[tuple[_C.Phase, list[_Access]]] = []
         self.waste_bytes = 0
         self._param_bytes = _param_bytes(specs, layout)
         self._chunk_bytes = [spec["numel"] * itemsize(spec) for spec in specs]
@@ -243,7 +245,7 @@ class _AccessModel:
         if self._leaves[chunk]:
             self._add((chunk, _GRAD, _RETIRE))
 
-    def _add(self, access: tuple[int, _C.ArrayKind, _C.AccessMode]) -> None:
+    def _add(self, access: _Access) -> None:
         if self.moments and access not in self.moments[-1][1]:
             self.moments[-1][1].append(access)
 
