@@ -1,7 +1,8 @@
 """What fewer bytes per parameter cost in quality: held-out losses of ``examples/finetune_gpt2.py`` by scheme and seed.
 
-A GPT-2 is trained from scratch on the language reference that every CPython carries, once for each scheme and each
-seed, which decides initial values and order. The spread of the runs with exact states over seeds is what a difference
+A GPT-2 is trained from scratch on the language reference that every CPython carries, or with ``--docstrings-of
+torch transformers`` on some 10 MB of what these packages say of themselves, once for each scheme and each seed, which
+decides initial values and order. The spread of the runs with exact states over seeds is what a difference
 between schemes must exceed to mean anything. Schemes are those of ``optimizer.states`` with AdamW, ``stochastic``
 (states of 8 bits, and no masters) and ``lion``, whose rate is a third and whose weight decay three times AdamW's, as
 its authors recommend (Chen et al. 2023).
@@ -14,12 +15,16 @@ its authors recommend (Chen et al. 2023).
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
+import importlib.util
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model-size", default="small", help="of the example")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="of the example")
+    parser.add_argument("--docstrings-of", nargs="+", default=[], metavar="PACKAGE", help="text instead of CPython's")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
@@ -52,24 +59,52 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains each in a process of its own."""
     curves: dict[str, dict[int, dict[int, float]]] = {scheme: {} for scheme in args.schemes}
     asked = [(scheme, seed) for seed in args.seeds for scheme in args.schemes]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda pair: _train(*pair, args), asked)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        text = _write_docstrings(args.docstrings_of, Path(folder)) if args.docstrings_of else None
+        found = pool.map(lambda pair: _train(*pair, args, text), asked)
         for (scheme, seed), curve in zip(asked, found, strict=True):
             curves[scheme][seed] = curve
             print(f"{scheme}, seed {seed}: {curve}", file=sys.stderr, flush=True)
     rows = [_row(scheme, curves) for scheme in args.schemes]
     if args.plot:
         _plot(curves, args.plot)
-    settings = {"model_size": args.model_size, "steps": args.steps, "batch_size": args.batch_size, "seeds": args.seeds}
+    names = ("model_size", "vocab_size", "docstrings_of", "steps", "batch_size", "seeds")
+    settings = {name: getattr(args, name) for name in names}
     return {"case": "quality", **settings, "rows": rows, "curves": curves, **provenance()}
 
 
-def _train(scheme: str, seed: int, args: argparse.Namespace) -> dict[int, float]:
+def _write_docstrings(packages: list[str], folder: Path) -> Path:
+    """Their docstrings, each paragraph once; files in an order of no meaning, so that the end is like the rest."""
+    roots = [Path(importlib.util.find_spec(package).origin).parent for package in packages]
+    named = {f"{root.name}/{path.relative_to(root)}": path for root in roots for path in root.rglob("*.py")}
+    order = sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest())
+    paragraphs: dict[str, str] = {}
+    with ProcessPoolExecutor() as pool:
+        for docstrings in pool.map(_docstrings, [named[name] for name in order], chunksize=32):
+            for paragraph in (paragraph for docstring in docstrings for paragraph in docstring.split("\n\n")):
+                paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
+    path = folder / "docstrings.txt"
+    path.write_text("\n\n".join(paragraphs.values()), encoding="utf-8")
+    return path
+
+
+def _docstrings(path: Path) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):  # a template, or a file of another encoding
+        return []
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    return [docstring for docstring in found if docstring]
+
+
+def _train(scheme: str, seed: int, args: argparse.Namespace, text: Path | None) -> dict[int, float]:
     """Held-out losses by steps."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"seed": seed, "model-size": args.model_size, "steps": args.steps, "batch-size": args.batch_size}
-        flags |= {"precision": "bf16", "lr": _RATE, "weight-decay": _DECAY, "output-dir": folder}
-        flags |= SCHEMES[scheme]
+        flags |= {"vocab-size": args.vocab_size, "precision": "bf16", "lr": _RATE, "weight-decay": _DECAY}
+        flags |= {"output-dir": folder} | ({"text": text} if text else {}) | SCHEMES[scheme]
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(
             [sys.executable, EXAMPLE, "--overwrite", *words],
@@ -120,8 +155,8 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
 
 def format_table(result: dict[str, Any]) -> str:
     lines = [
-        f"GPT-2 {result['model_size']}, {result['steps']} steps of {result['batch_size']} sequences, seeds "
-        f"{', '.join(map(str, result['seeds']))}",
+        f"GPT-2 {result['model_size']} on {' and '.join(result['docstrings_of']) or 'CPython'}, {result['steps']} steps "
+        f"of {result['batch_size']} sequences, seeds {', '.join(map(str, result['seeds']))}",
         f"{'scheme':<11}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
     ]
     for row in result["rows"]:
