@@ -155,8 +155,8 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
 
 def format_table(result: dict[str, Any]) -> str:
     lines = [
-        f"GPT-2 {result['model_size']} on {' and '.join(result['docstrings_of']) or 'CPython'}, {result['steps']} steps "
-        f"of {result['batch_size']} sequences, seeds {', '.join(map(str, result['seeds']))}",
+        f"GPT-2 {result['model_size']} on {' and '.join(result['docstrings_of']) or 'CPython'}, "
+        f"{result['steps']} steps of {result['batch_size']} sequences, seeds {', '.join(map(str, result['seeds']))}",
         f"{'scheme':<11}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
     ]
     for row in result["rows"]:
