@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,8 @@ class NotedFleet:
         report = RunReport(
             steps, self.ranks[name], 10.0 / self.ranks[name], 2.0 / max(steps, 1), 0, phase is Phase.ENDED
         )
-        return Status(phase, self.ranks[name], report, 0.5, reason="it broke" if phase is Phase.FAILED else "")
+        held = max(self.ranks[name], self.ordered.get(name, 0))
+        return Status(phase, held, report, 0.5, reason="it broke" if phase is Phase.FAILED else "")
 
     def remove(self, name):
         self.ranks.pop(name, None)
@@ -225,6 +227,74 @@ def test_a_new_scheduler_goes_on_where_the_last_one_was(tmp_path):
     assert states(again) == {"a": "running", "b": "finished", "c": "cancelled"}
     assert fleet.ranks.keys() == running.keys()
     assert [entry for entry in fleet.log if entry[0] == "start"] == started
+
+
+class DiesInRemove(NotedFleet):
+    """The scheduler dies where it is told to end a job's processes."""
+
+    def remove(self, name):
+        if name in self.ranks:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "num_failures"), [(Phase.FAILED, "running", 1), (Phase.ENDED, "finished", 0)]
+)
+def test_a_scheduler_that_dies_before_the_processes_of_a_job_have_ended(phase, state, num_failures, tmp_path):
+    fleet = DiesInRemove()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a"))
+    for _ in range(4):
+        made.tick()
+    fleet.phases["a"] = phase
+    with pytest.raises(KeyboardInterrupt):
+        made.tick()
+    fleet.remove = functools.partial(NotedFleet.remove, fleet)
+    again = scheduler(tmp_path, fleet)
+    for _ in range(3):
+        again.tick()
+    (row,) = again.rows()
+    assert (row.state, row.num_failures) == (state, num_failures)
+    assert fleet.ranks.keys() == ({"a"} if state == "running" else set())
+
+
+def test_a_job_that_finds_no_gpus_to_start_on_waits(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    made.submit(submission("a"))
+    made.tick()
+    fleet.phases["a"] = Phase.STOPPED
+    made.tick()
+    for _ in range(3):
+        made.tick()
+    (row,) = made.rows()
+    assert (row.state, row.num_failures) == ("running", 0)
+    assert [entry[0] for entry in fleet.log].count("start") == 2
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_new_scheduler_counts_gpus_of_ranks_that_join(is_refused, tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet)
+    for name in ("a", "b"):
+        made.submit(submission(name))
+    for _ in range(4):
+        made.tick()
+    fleet.is_slow, fleet.phases["b"] = True, Phase.ENDED
+    for _ in range(6):
+        made.tick()
+    assert (fleet.ranks, fleet.ordered) == ({"a": 2}, {"a": 4})
+    again = scheduler(tmp_path, fleet)
+    again.submit(submission("c"))
+    again.tick()
+    assert again.rows()[0].num_gpus == 4
+    assert fleet.ranks == {"a": 2}
+    if is_refused:
+        fleet.ordered.clear()
+    else:
+        fleet.carry_out()
+    again.tick()
+    assert again.rows()[0].num_gpus == fleet.ranks["a"]
 
 
 def test_a_ledger_without_its_last_bytes(tmp_path):

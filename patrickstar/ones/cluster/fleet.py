@@ -19,7 +19,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
     """All processes have ended as they should."""
     STOPPED = "stopped"
-    """They have, as they were ordered to."""
+    """They have, as they were ordered to, or GPUs to start on were not free in time."""
     FAILED = "failed"
 
 
@@ -29,13 +29,13 @@ class Status:
 
     phase: Phase
     num_ranks: int
-    """That train, or are to train when the order is carried out."""
+    """That have a GPU, those that join included."""
     report: RunReport | None
     """None: its script has no elastic line, or has not come to its first step."""
     resize_s: float
     """Seconds that its last resize took; 0: there was none."""
     refusal: str = ""
-    """Why the last order was refused."""
+    """Why the last order was refused, or nothing was started."""
     reason: str = ""
     """Of a failure: the end of what the process wrote."""
 

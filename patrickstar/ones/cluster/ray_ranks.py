@@ -141,8 +141,8 @@ class JobProcesses:
     def _start(self, num_ranks: int) -> None:
         try:
             group = _Ranks(num_ranks)
-        except RuntimeError as error:
-            self._failure = str(error)
+        except RuntimeError as error:  # no fault of the job
+            self._refusal, self._stops = str(error), True
             return
         self._groups.append(group)
         places = ray.get([actor.place.remote() for actor in group.actors], timeout=_ANSWER_SECONDS)
@@ -209,7 +209,8 @@ class JobProcesses:
             phase = Phase.CHANGING
         else:
             phase = Phase.RUNNING
-        return Status(phase, self._num_ranks, self._orders.report(), self._resize_s, self._refusal, self._failure)
+        held = self._num_ranks + (len(self._joining.actors) if self._joining else 0)
+        return Status(phase, held, self._orders.report(), self._resize_s, self._refusal, self._failure)
 
     def _launch(self, actor: Any, environment: dict[str, str]) -> None:
         self._num_started += 1

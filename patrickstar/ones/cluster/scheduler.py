@@ -105,6 +105,9 @@ class Scheduler:
         self.cluster = cluster
         self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
         self._tracks: dict[str, _Track] = {}
+        for name, entry in ledger.entries.items():
+            if entry.end is not None:  # the scheduler before this one may have died between its entry and this
+                fleet.remove(name)
 
     def submit(self, submission: Submission) -> None:
         """Accepts a job; it is not forgotten from now on.
@@ -158,7 +161,8 @@ class Scheduler:
         track.seen_s = now
         if status is None:
             return
-        if not track.gpus:  # this scheduler is new, the job is not
+        if not track.gpus or self._follows_an_order_unknown(track, status):  # this scheduler is new, the job is not
+            track.gpus = ()
             track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
         self._note_report(now, track, status)
         if status.phase is Phase.ENDED:
@@ -174,8 +178,13 @@ class Scheduler:
             if track.failures_since_step >= MOST_FAILURES:
                 self._end(name, End.FAILED, status.reason)
                 return
+            self._vacate(name, track)  # first: a scheduler that dies here does not count the failure, the next one does
             self._ledger.failed(name, status.reason)
-            self._vacate(name, track)
+
+    @staticmethod
+    def _follows_an_order_unknown(track: _Track, status: Status) -> bool:
+        """Whether it has carried out an order of the scheduler before this one."""
+        return track.ordered is None and status.phase is Phase.RUNNING and status.num_ranks != len(track.gpus)
 
     def _note_report(self, now: float, track: _Track, status: Status) -> None:
         report = status.report
@@ -211,7 +220,7 @@ class Scheduler:
         shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)
         for name, entry in shrinks_first:
             track, grant = self._tracks.setdefault(name, _Track()), grants.get(name)
-            if not track.gpus:
+            if not track.gpus and track.status is None:
                 if grant is not None and self._are_free(grant.gpus, track):
                     self._start(now, track, entry.submission, grant.gpus)
             elif not self._may_change(track):
