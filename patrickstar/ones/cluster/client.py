@@ -73,6 +73,7 @@ class SchedulerService:
             Ledger(options.ledger), RayFleet(options.logs), make_policy(options.policy, options.seed), _cluster()
         )
         self._lock = threading.Lock()
+        self._rows = self._scheduler.rows()
         self._problem = ""
         threading.Thread(target=self._run, name="ones-scheduler", daemon=True).start()
 
@@ -89,14 +90,14 @@ class SchedulerService:
         return self._answer(lambda: self._scheduler.cancel(name))
 
     def rows(self) -> list[Row]:
-        """All jobs."""
-        with self._lock:
-            return self._scheduler.rows()
+        """All jobs, as they were after the last look at them."""
+        return self._rows
 
     def _answer(self, call: Any) -> str:
         try:
             with self._lock:
                 call()
+                self._rows = self._scheduler.rows()
         except ValueError as error:
             return str(error)
         return ""
@@ -106,6 +107,7 @@ class SchedulerService:
             try:
                 with self._lock:
                     self._scheduler.tick()
+                    self._rows = self._scheduler.rows()
                 self._problem = ""
             except Exception:  # the next look may go well: a node came back
                 self._problem = traceback.format_exc()

@@ -14,7 +14,9 @@ from patrickstar.ones.cluster.submission import Submission
 
 NAMESPACE = "patrickstar-ones"
 """Of Ray, in which the actors have their names."""
-_ANSWER_SECONDS = 60.0
+_STATUS_SECONDS = 2.0
+"""For which a look at all jobs waits for one of them: it may be starting, or waiting for GPUs."""
+_END_SECONDS = 60.0
 
 
 class RayFleet:
@@ -50,7 +52,7 @@ class RayFleet:
         if actor is None:
             return None
         try:
-            return ray.get(actor.status.remote(), timeout=_ANSWER_SECONDS)
+            return ray.get(actor.status.remote(), timeout=_STATUS_SECONDS)
         except ray.exceptions.GetTimeoutError:
             return Status(Phase.CHANGING, 0, None, 0.0)  # it waits for GPUs
         except ray.exceptions.RayError as error:
@@ -62,9 +64,9 @@ class RayFleet:
         if actor is None:
             return
         with contextlib.suppress(ray.exceptions.RayError):  # it is gone, and its ranks end with it
-            ray.get(actor.end.remote(), timeout=_ANSWER_SECONDS)
+            ray.get(actor.end.remote(), timeout=_END_SECONDS)
         ray.kill(actor)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + _END_SECONDS
         while self._actor(name) is not None and time.monotonic() < deadline:  # its name is in use a moment longer
             time.sleep(0.02)
 
