@@ -2,7 +2,7 @@
 # missing.
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 GPU_JOBS ?= 0
 RUN = $(PYTHON) tools/environment.py
 QUIET = $(if $(filter 1,$(V)),,@)
@@ -22,7 +22,7 @@ demo: build  ## teach a Llama to answer within less memory than its states take 
 
 PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) --extras build,test -- -m pytest -n $(JOBS) --dist worksteal
 
-test: build  ## the tests that need no GPU, but slow ones, three at a time (JOBS=1 ARGS="tests/optim -k adam")
+test: build  ## the tests that need no GPU, but slow ones, two at a time (JOBS=1 ARGS="tests/optim -k adam")
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-slow: build  ## the slow ones alone (ARGS="tests/examples": a part)

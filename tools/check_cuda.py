@@ -3,7 +3,8 @@
 Headers and libraries come from the wheels pinned in build_backend/patrickstar_pins.py: a CUDA PyTorch (its headers and
 c10), the NCCL it uses, and NVIDIA's compiler. They are downloaded once into .cache/cuda. Every source of csrc is
 compiled as setup.py would, with PATRICKSTAR_WITH_CUDA, and linked with no symbol left undefined but those that the
-Python interpreter provides. The build lies in .cache/cuda/build; the in-place build is not touched.
+Python interpreter provides. Kernels are compiled for all architectures of that PyTorch, or those of
+TORCH_CUDA_ARCH_LIST, such as "7.5;12.0". The build lies in .cache/cuda/build; the in-place build is not touched.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ TORCH_NVCC_FLAGS = [
     "--expt-relaxed-constexpr",
 ]
 STANDARD = "-std=c++17"
-ARCHITECTURES = ("75", "80", "86", "90", "100", "120")  # those of the pinned PyTorch
+ARCHITECTURES = "7.5;8.0;8.6;9.0;10.0;12.0"  # those of the pinned PyTorch
+
+
+def architectures() -> list[str]:
+    """Those of $TORCH_CUDA_ARCH_LIST, or of the pinned PyTorch, as nvcc writes them."""
+    told = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHITECTURES
+    return [name.removesuffix("+PTX").replace(".", "") for name in told.replace(" ", ";").split(";") if name]
 
 
 def fetch(requirement: str) -> None:
@@ -108,8 +115,8 @@ def write_ninja(python_symbols: Path) -> Path:
     version = CUDA_TORCH.partition("==")[2]
     macros = [f"-D{name}={value}" for name, value in [recipe.CUDA_MACRO, ("TORCH_EXTENSION_NAME", "_C")]]
     macros.append(f'-DPATRICKSTAR_TORCH_VERSION="{version}"')
-    gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-    gencode.append(f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}")
+    gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures()]
+    gencode.append(f"-gencode=arch=compute_{architectures()[-1]},code=compute_{architectures()[-1]}")
     nvcc_flags = [*TORCH_NVCC_FLAGS, *recipe.NVCC_FLAGS, *gencode, "-Xcompiler", "-fPIC", "--threads", "2"]
     library = BUILD / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     objects = {source: BUILD / f"{source}.o" for source in recipe.sources(ROOT, with_cuda=True)}
@@ -145,7 +152,7 @@ def report(library: Path, seconds: float) -> None:
     cuda = sum(name.startswith("cuda") for name in undefined)
     nccl = sum(name.startswith("nccl") for name in undefined)
     print(f"check-cuda: {len(sources)} sources, {sum(name.endswith('.cu') for name in sources)} of them .cu, against")
-    print(f"  {CUDA_TORCH}, {CUDA_NCCL}, {CUDA_TOOLKIT[0]}, for sm_{', sm_'.join(ARCHITECTURES)}")
+    print(f"  {CUDA_TORCH}, {CUDA_NCCL}, {CUDA_TOOLKIT[0]}, for sm_{', sm_'.join(architectures())}")
     print(f"  {library.relative_to(ROOT)}: {library.stat().st_size / 1e6:.1f} MB in {seconds:.0f} s")
     print(f"  uses {cuda} functions of the CUDA runtime, {nccl} of NCCL; needs {', '.join(names)}")
 

@@ -28,6 +28,8 @@ from patrickstar.ones.cluster.fleet import Phase, Status
 from patrickstar.ones.cluster.submission import Submission
 
 _GPUS_WAIT_SECONDS = 20.0
+_START_SECONDS = 300.0
+"""For processes of ranks to start and import PyTorch, on a loaded node too."""
 _ANSWER_SECONDS = 30.0
 _TAIL_BYTES = 2000
 _PR_SET_PDEATHSIG = 1
@@ -87,7 +89,7 @@ class _Ranks:
     """Ranks that were started together. Each has a placement group of its own, so that its GPU is free when it leaves.
 
     Raises:
-        RuntimeError: so many GPUs were not free in time; none is taken then.
+        RuntimeError: so many GPUs were not free in time, or no processes for them were there; none is taken then.
     """
 
     def __init__(self, count: int):
@@ -103,6 +105,13 @@ class _Ranks:
             rank_actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(): group
             for group in groups
         }
+        try:
+            self.places = ray.get([actor.place.remote() for actor in self.actors], timeout=_START_SECONDS)
+            """What :meth:`RankProcess.place` of each says."""
+        except ray.exceptions.RayError as error:
+            for actor in self.actors:
+                self.drop(actor)
+            raise RuntimeError(f"processes on {count} GPUs did not start: {error}") from error
 
     @property
     def actors(self) -> list[Any]:
@@ -145,7 +154,7 @@ class JobProcesses:
             self._refusal, self._stops = str(error), True
             return
         self._groups.append(group)
-        places = ray.get([actor.place.remote() for actor in group.actors], timeout=_ANSWER_SECONDS)
+        places = group.places
         nodes = [node for node, _, _ in places]
         here: Counter[str] = Counter()
         for rank, (actor, node) in enumerate(zip(group.actors, nodes, strict=True)):
@@ -173,8 +182,7 @@ class JobProcesses:
             except RuntimeError as error:
                 self._refusal = str(error)
                 return
-            for actor in self._joining.actors:
-                _, _, gpus = ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
+            for actor, (_, _, gpus) in zip(self._joining.actors, self._joining.places, strict=True):
                 self._launch(actor, {"CUDA_VISIBLE_DEVICES": ",".join(gpus), JOINS_VARIABLE: "1"})
         self._ordered_ranks = num_ranks
         self._number = self._orders.resize(num_ranks)
@@ -244,6 +252,8 @@ class JobProcesses:
             if status is None:
                 return
             tail = "" if status == 0 else ray.get(actor.tail.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            return  # it is asked again
         except ray.exceptions.RayError as error:
             status, tail = -1, f"its actor is gone: {error}"
         group.drop(actor)
