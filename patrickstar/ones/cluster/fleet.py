@@ -19,7 +19,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
     """All processes have ended as they should."""
     STOPPED = "stopped"
-    """They have, as they were ordered to, or GPUs to start on were not free in time."""
+    """They have, as they were ordered to, or GPUs and processes to start on were not there in time."""
     FAILED = "failed"
 
 

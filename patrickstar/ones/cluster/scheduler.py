@@ -178,7 +178,7 @@ class Scheduler:
             if track.failures_since_step >= MOST_FAILURES:
                 self._end(name, End.FAILED, status.reason)
                 return
-            self._vacate(name, track)  # first: a scheduler that dies here does not count the failure, the next one does
+            self._vacate(name, track)  # first, so that no failure is counted by this scheduler and by the next one
             self._ledger.failed(name, status.reason)
 
     @staticmethod
