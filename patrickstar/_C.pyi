@@ -1022,8 +1022,6 @@ class Runtime(UseListener):
     @property
     def num_committed(self) -> int: ...
     @property
-    def can_repeat_forward(self) -> bool: ...
-    @property
     def replays(self) -> bool:
         """The running step goes as planned so far."""
 

@@ -145,8 +145,8 @@ void register_placement(py::module_& module) {
 
 }  // namespace
 
-// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_forwards"
-// where that many forwards are over after the moment.
+// moments: [{"phase": Phase, "accesses": [(chunk, kind, mode), ...], "tide_peak_bytes": int}, ...], and "ends_phases"
+// where that many forwards and backwards are over after the moment.
 Timeline parse_timeline(const py::list& moments) {
   Timeline timeline;
   for (const py::handle& item : moments) {
@@ -162,9 +162,9 @@ Timeline parse_timeline(const py::list& moments) {
       if (moment.accesses.back().mode == AccessMode::kRead) moment.acquired.push_back(moment.accesses.back().array);
     }
     timeline.moments.push_back(std::move(moment));
-    const int64_t num_ended = fields.contains("ends_forwards") ? fields["ends_forwards"].cast<int64_t>() : 0;
-    timeline.forward_ends.insert(timeline.forward_ends.end(), static_cast<size_t>(std::max<int64_t>(num_ended, 0)),
-                                 static_cast<int64_t>(timeline.moments.size()));
+    const int64_t num_ended = fields.contains("ends_phases") ? fields["ends_phases"].cast<int64_t>() : 0;
+    timeline.phase_ends.insert(timeline.phase_ends.end(), static_cast<size_t>(std::max<int64_t>(num_ended, 0)),
+                               static_cast<int64_t>(timeline.moments.size()));
   }
   return timeline;
 }
@@ -234,9 +234,9 @@ py::list describe_timeline(const Timeline& timeline) {
     fields["phase"] = moment.phase;
     fields["accesses"] = accesses;
     fields["tide_peak_bytes"] = moment.tide_peak_bytes;
-    const auto& ends = timeline.forward_ends;
+    const auto& ends = timeline.phase_ends;
     const auto num_ended = std::count(ends.begin(), ends.end(), static_cast<int64_t>(moments.size()) + 1);
-    if (num_ended > 0) fields["ends_forwards"] = num_ended;
+    if (num_ended > 0) fields["ends_phases"] = num_ended;
     moments.append(fields);
   }
   return moments;

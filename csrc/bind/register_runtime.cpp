@@ -464,8 +464,6 @@ void register_runtime(py::module_& module) {
           "What a test makes the disk do.")
       .def_property_readonly("closed", [](Runtime& self) { return without_gil(self, &Runtime::closed); })
       .def_property_readonly("num_committed", [](Runtime& self) { return without_gil(self, &Runtime::num_committed); })
-      .def_property_readonly("can_repeat_forward",
-                             [](Runtime& self) { return without_gil(self, &Runtime::can_repeat_forward); })
       .def_property_readonly(
           "replays", [](Runtime& self) { return without_gil(self, &Runtime::replays); },
           "The running step goes as planned so far.")

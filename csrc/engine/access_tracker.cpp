@@ -109,9 +109,11 @@ void AccessTracker::acquire(const std::vector<ParamId>& params) {
 
 void AccessTracker::bring(const std::vector<ArrayId>& arrays) {
   const bool is_moment = tracking_ == Tracking::kTraining;
+  if (is_moment) turns_.follow_plan(phase_, arrays);
   is_moment ? pager_.begin_moment(phase_, arrays) : pager_.begin_untracked_use();
+  const bool is_planned = is_moment && pager_.replays();
   for (ArrayId id : arrays) {
-    if (pager_.needs_others(id)) turns_.need(id.chunk);
+    if (!is_planned && pager_.needs_gather(id)) turns_.need(id.chunk);
     pager_.bring(id);
   }
   if (is_moment) pager_.settle_moment();

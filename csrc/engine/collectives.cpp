@@ -64,7 +64,13 @@ ChunkRequest unpacked_request(const std::string& message, int num_chunks) {
 }
 
 std::string packed(const StepSummary& summary) {
-  return MessageWriter().add(summary.fingerprint).add(summary.tides).add(summary.note).str();
+  return MessageWriter()
+      .add(summary.fingerprint)
+      .add(summary.tides)
+      .add(static_cast<uint8_t>(summary.follows_plan))
+      .add(summary.planned_tides)
+      .add(summary.note)
+      .str();
 }
 
 StepSummary unpacked_summary(const std::string& message) {
@@ -72,9 +78,14 @@ StepSummary unpacked_summary(const std::string& message) {
   StepSummary summary;
   summary.fingerprint = reader.next<uint64_t>();
   summary.tides = reader.next_list<int64_t>();
+  const auto follows = reader.next<uint8_t>();
+  summary.planned_tides = reader.next_list<int64_t>();
   summary.note = reader.next_text();
   reader.finish();
+  reader.check(follows <= 1, "no truth value");
+  summary.follows_plan = follows == 1;
   for (int64_t tide : summary.tides) reader.check(tide >= 0, "a tide below 0");
+  for (int64_t tide : summary.planned_tides) reader.check(tide >= 0, "a tide below 0");
   return summary;
 }
 
@@ -142,14 +153,33 @@ void Collectives::note_scatter(ChunkId chunk) {
   scatters_.add(chunk);
 }
 
-void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
+bool Collectives::all_stay(ForwardEnd mine) {
+  constexpr const char* kWhat = "how the forward went";
+  bool all = true;
+  for (const std::string& message : exchange(kWhat, MessageWriter().add(static_cast<uint8_t>(mine)).str())) {
+    MessageReader reader(message, kWhat);
+    const auto theirs = reader.next<uint8_t>();
+    reader.finish();
+    reader.check(theirs <= static_cast<uint8_t>(ForwardEnd::kLeavesPlan), "no end of a forward");
+    all = all && theirs == static_cast<uint8_t>(ForwardEnd::kStays);
+  }
+  return all;
+}
+
+bool Collectives::any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine) {
   constexpr const char* kWhat = "which gradients there are";
-  const std::string mine = MessageWriter().add(num_scatters_).add(scatters_.value()).add(flags).str();
+  const std::string message_of_mine =
+      MessageWriter().add(static_cast<uint8_t>(mine)).add(num_scatters_).add(scatters_.value()).add(flags).str();
+  const std::vector<uint8_t> own = flags;
   bool alike = true;
+  bool all_complete = true;
   std::string who;
   int rank = 0;
-  for (const std::string& message : exchange(kWhat, mine)) {
+  for (const std::string& message : exchange(kWhat, message_of_mine)) {
     MessageReader reader(message, kWhat);
+    const auto end = reader.next<uint8_t>();
+    reader.check(end <= static_cast<uint8_t>(BackwardEnd::kLeavesPlan), "no end of a backward");
+    all_complete = all_complete && end == static_cast<uint8_t>(BackwardEnd::kComplete);
     const auto num_scatters = reader.next<int64_t>();
     alike = reader.next<uint64_t>() == scatters_.value() && num_scatters == num_scatters_ && alike;
     const auto theirs = reader.next_list<uint8_t>(flags.size());
@@ -158,16 +188,17 @@ void Collectives::any_over_ranks(std::vector<uint8_t>& flags) {
     who += (rank == 0 ? "rank " : ", rank ") + std::to_string(rank) + ": " + std::to_string(num_scatters);
     ++rank;
   }
-  if (alike) return;
+  if (!all_complete) flags = own;
+  if (alike) return all_complete;
   scatter_group_->abort();
-  PS_CHECK(false, RankMismatch, "in this backward ranks that share chunks added up the gradients of other chunks than ",
-           "each other, or in another order (so far ", who,
-           " times): on one of them a parameter got no gradient that it got before, or the other way round; let the ",
-           "same parameters get gradients on all ranks in each step (add 0 * parameter.sum() to the loss where one is ",
-           "left out), and start again from a checkpoint");
+  PS_CHECK(
+      false, RankMismatch, "in this backward ranks that share chunks added up the gradients of other chunks than ",
+      "each other, or in another order (so far ", who,
+      " times); start again from a checkpoint, with the same version of PatrickStar on all ranks, and report this");
+  return false;
 }
 
-StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note) {
+StepAgreement Collectives::agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note) {
   StepAgreement agreement;
   if (num_ranks_ == 1) {
     agreement.notes = {note};
@@ -177,18 +208,28 @@ StepAgreement Collectives::agree_on(Timeline& timeline, const std::string& note)
   const uint64_t mine = fingerprint(timeline);
   std::vector<StepSummary> all;
   int64_t highest = 0;
-  for (const std::string& message :
-       exchange("how the step went", packed(StepSummary{mine, tides_of(timeline), note}))) {
+  bool alike = true;
+  bool all_follow = planned_tides != nullptr;
+  const StepSummary summary{mine, tides_of(timeline), planned_tides != nullptr,
+                            planned_tides != nullptr ? *planned_tides : std::vector<int64_t>(), note};
+  for (const std::string& message : exchange("how the step went", packed(summary))) {
     all.push_back(unpacked_summary(message));
     const StepSummary& theirs = all.back();
     agreement.notes.push_back(theirs.note);
-    agreement.alike = agreement.alike && theirs.fingerprint == mine && theirs.tides.size() == num_moments;
+    alike = alike && theirs.fingerprint == mine && theirs.tides.size() == num_moments;
+    all_follow = all_follow && theirs.follows_plan && theirs.planned_tides.size() == planned_tides->size();
     for (int64_t tide : theirs.tides) highest = std::max(highest, tide);
   }
-  for (size_t t = 0; t < num_moments; ++t) {
+  if (!alike && timeline.moments.empty()) timeline.moments.emplace_back();  // which has the highest tide, too
+  for (size_t t = 0; t < timeline.moments.size(); ++t) {
     int64_t& tide = timeline.moments[t].tide_peak_bytes;
-    if (!agreement.alike) tide = highest;
-    for (size_t rank = 0; agreement.alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank].tides[t]);
+    if (!alike) tide = highest;
+    for (size_t rank = 0; alike && rank < all.size(); ++rank) tide = std::max(tide, all[rank].tides[t]);
+  }
+  if (alike) return agreement;
+  agreement.ways = all_follow ? StepAgreement::Ways::kAsPlanned : StepAgreement::Ways::kApart;
+  for (size_t t = 0; all_follow && t < planned_tides->size(); ++t) {
+    for (const StepSummary& theirs : all) (*planned_tides)[t] = std::max((*planned_tides)[t], theirs.planned_tides[t]);
   }
   return agreement;
 }

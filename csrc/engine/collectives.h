@@ -5,8 +5,9 @@
 //   round     an exchange of short messages between the hosts
 //
 // [Note: the same order on every rank] Gathers run on one queue and one communicator, scatters on another; on each,
-// every rank must enqueue the same ones in the same order. While a step replays its plan it does, because all ranks
-// made the plan from the same timeline. Otherwise nobody knows what the others need, so they say it in rounds:
+// every rank must enqueue the same ones in the same order. While a step replays its plan they are the plan's, which all
+// ranks made from the same timeline ([Note: ranks in a plan], engine/rank_turns.h). Otherwise nobody knows what the
+// others need, so they say it in rounds:
 //
 //   a rank that needs a chunk     says so, and which of its gradients are complete, again and again until it is served
 //   a rank whose phase is over    says that, and goes on with rounds until all ranks' phases are over
@@ -14,7 +15,8 @@
 //                                 the least id, whether they need it themselves or not
 //
 // So a model may go otherwise on each rank, and no rank waits for one that does not come. A round costs a tenth of a
-// millisecond and is needed in the first step and in evaluations only. With one rank nothing of this happens.
+// millisecond and is needed without a plan only: in the first step, in evaluations, and in steps that leave their plan.
+// With one rank nothing of this happens.
 //
 // What is decided here is done by engine/rank_turns.h. Guarded by the engine's lock.
 #pragma once
@@ -31,9 +33,22 @@
 
 namespace patrickstar {
 
+// How a forward of a plan went on one rank.
+enum class ForwardEnd : uint8_t { kStays, kLeavesPlan };
+// Where a rank is that exchanges which gradients it has.
+enum class BackwardEnd : uint8_t {
+  kComplete,
+  kLeavesPlan,  // in the middle: it needs more than the plan gives
+};
+
 // What all ranks know at the end of a step.
 struct StepAgreement {
-  bool alike = true;               // all ranks saw the same moments
+  enum class Ways : uint8_t {
+    kAlike,      // all ranks saw the same moments
+    kAsPlanned,  // they did not, but all followed the step's plan to its end
+    kApart,
+  };
+  Ways ways = Ways::kAlike;
   std::vector<std::string> notes;  // by rank: what it said beside its timeline
 };
 
@@ -50,8 +65,10 @@ std::string packed(const ChunkRequest& request);
 ChunkRequest unpacked_request(const std::string& message, int num_chunks);
 
 struct StepSummary {
-  uint64_t fingerprint = 0;    // of the sequence of moments
-  std::vector<int64_t> tides;  // by moment, bytes
+  uint64_t fingerprint = 0;            // of the sequence of moments
+  std::vector<int64_t> tides;          // by moment, bytes
+  bool follows_plan = false;           // to the step's end
+  std::vector<int64_t> planned_tides;  // by planned moment, where it does
   std::string note;
 };
 std::string packed(const StepSummary& summary);
@@ -91,11 +108,15 @@ class Collectives {
   // [Note: scatters are counted] This rank enqueues a scatter of this chunk's gradients. Ranks that enqueue others than
   // each other would add up what does not belong together, and wait for those that do not come.
   void note_scatter(ChunkId chunk);
-  // Bit by bit. Where ranks noted other scatters than each other, ends these and throws RankMismatch on every rank.
-  void any_over_ranks(std::vector<uint8_t>& flags);
-  // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments. One
-  // exchange, which takes a note of each rank to all others.
-  StepAgreement agree_on(Timeline& timeline, const std::string& note = {});
+  // Whether all ranks stay in the plan after a forward. One exchange.
+  bool all_stay(ForwardEnd mine);
+  // Bit by bit, where all ranks' backwards are complete; else false, and flags are as they were. Where ranks noted other
+  // scatters than each other, ends these and throws RankMismatch on every rank. One exchange.
+  bool any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine);
+  // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments; so do
+  // `planned_tides` (null: this rank has left the plan) where all followed the plan. One exchange, which takes a note of
+  // each rank to all others.
+  StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note = {});
 
  private:
   int num_ranks_ = 1;

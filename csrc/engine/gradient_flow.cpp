@@ -48,7 +48,9 @@ void GradientFlow::begin_backward() {
     chunk.folds = 0;
     chunk.complete = false;
     chunk.scattered = false;
+    chunk.done_order = 0;
   }
+  num_done_ = 0;
 }
 
 // From autograd into the chunk.
@@ -86,7 +88,9 @@ void GradientFlow::fold(ParamId param, const void* data) {
 // From the chunk to where its optimizer states are.
 
 void GradientFlow::retire_if_complete(ChunkId chunk) {
-  if (progress(chunk).complete && store_.is_dead(chunk)) retire(chunk);
+  if (!store_.is_dead(chunk)) return;
+  if (store_.layout().is_sharded()) note_done(chunk);
+  if (progress(chunk).complete) retire(chunk);
 }
 
 void GradientFlow::retire(ChunkId chunk) {
@@ -94,9 +98,8 @@ void GradientFlow::retire(ChunkId chunk) {
   progress(chunk).complete = false;  // once
   if (!memory_.array({chunk, ArrayKind::kGrad}).exists()) return;
   if (store_.layout().is_sharded()) {
-    if (pager_.replays()) return scatter(chunk);
-    note_needed_to_scatter(chunk);
     complete_here_.push_back(chunk);
+    pager_.replays() ? scatter_planned() : note_needed_to_scatter(chunk);
     return;
   }
   if (!statistics_.has(chunk) && !accumulates_) {
@@ -115,13 +118,13 @@ void GradientFlow::drop_dead_value(ArrayId param) {
   if (memory_.array(param).on_host) memory_.leave_device(param);
 }
 
-void GradientFlow::send_home(ChunkId chunk) {
+void GradientFlow::send_home(ChunkId chunk, Extent extent) {
   if (!store_.has_states_on_device(chunk)) {
     const bool stays = !accumulates_ && updates_.visits_early(chunk);
     if (!stays && !pager_.push_out(home_of(chunk))) return;
     if (!store_.layout().is_sharded()) recorder_.add({{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
   }
-  if (accumulates_) return;
+  if (accumulates_ || extent == Extent::kPartial) return;
   updates_.start_early(chunk);
   if (store_.layout().is_sharded()) return;
   // Here it leaves as well, for the new parameter does not take its place.
@@ -142,9 +145,53 @@ void GradientFlow::complete_backward() {
     chunk_progress.expected_folds = chunk_progress.folds;
     if (!store_.layout().is_sharded() && !grad.on_host) retire(chunk);  // it had more gradients before
   }
+  if (store_.layout().is_sharded()) record_done();
 }
 
 // With several ranks.
+
+void GradientFlow::note_done(ChunkId chunk) {
+  ChunkProgress& chunk_progress = progress(chunk);
+  if (chunk_progress.folds == 0) return;
+  chunk_progress.done_moment = recorder_.position();
+  chunk_progress.done_order = ++num_done_;
+}
+
+// Which gradient was a chunk's last one is known now.
+void GradientFlow::record_done() {
+  std::vector<ChunkId> done;
+  for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
+    if (progress(chunk).done_order > 0) done.push_back(chunk);
+  }
+  std::sort(done.begin(), done.end(),
+            [this](ChunkId a, ChunkId b) { return progress(a).done_order < progress(b).done_order; });
+  for (ChunkId chunk : done) {
+    recorder_.add_at(progress(chunk).done_moment, {{chunk, ArrayKind::kGrad}, AccessMode::kRetire});
+  }
+}
+
+bool GradientFlow::is_complete_here(ChunkId chunk) const {
+  return std::find(complete_here_.begin(), complete_here_.end(), chunk) != complete_here_.end();
+}
+
+void GradientFlow::scatter_planned() {
+  PlanReplay& replay = pager_.replay();
+  for (auto chunk = replay.due_scatter(); chunk && is_complete_here(*chunk); chunk = replay.due_scatter()) {
+    replay.pop_scatter();
+    forget_complete(*chunk);
+    scatter(*chunk, Extent::kComplete);
+  }
+}
+
+void GradientFlow::scatter_due() {
+  scatter_planned();
+  PlanReplay& replay = pager_.replay();
+  for (auto chunk = replay.due_scatter(); chunk; chunk = replay.due_scatter()) {
+    replay.pop_scatter();
+    scatter(*chunk, Extent::kPartial);
+    scatter_planned();
+  }
+}
 
 void GradientFlow::forget_complete(ChunkId chunk) {
   complete_here_.erase(std::remove(complete_here_.begin(), complete_here_.end(), chunk), complete_here_.end());
@@ -178,7 +225,7 @@ void GradientFlow::fill_missing(ChunkId chunk) {
   }
 }
 
-void GradientFlow::scatter(ChunkId chunk) {
+void GradientFlow::scatter(ChunkId chunk, Extent extent) {
   const ArrayId grad{chunk, ArrayKind::kGrad};
   const ArrayId shard{chunk, ArrayKind::kGradShard};
   const ArrayId param{chunk, ArrayKind::kParam};
@@ -191,14 +238,13 @@ void GradientFlow::scatter(ChunkId chunk) {
     enqueue_mean(chunk, pager_.open_for_write(shard), again);
   }
   memory_.discard(grad);
-  recorder_.add({grad, AccessMode::kRetire});
   for (ParamId id : store_.chunk(chunk).params) in_slot_[static_cast<size_t>(id)] = 0;
   const bool dead = store_.is_dead(chunk) && memory_.array(param).holds == 0;
   if (!accumulates_ && dead && pager_.next_use(param) == NextUse::kNever) {
     memory_.discard(param);
     drop_dead_value({chunk, ArrayKind::kParamShard});
   }
-  send_home(chunk);
+  send_home(chunk, extent);
 }
 
 // The ranks' mean of the chunk's gradients: this rank's shard of it into `sum`, or added there, and its statistics.
@@ -237,14 +283,14 @@ void GradientFlow::enqueue_mean(ChunkId chunk, void* sum, bool again) {
   scratch.busy = {last_scatter_, nullptr};
 }
 
-void GradientFlow::scatter_rest() {
-  complete_here_.clear();
+bool GradientFlow::scatter_rest(BackwardEnd mine) {
   const int num_params = store_.layout().num_params();
   std::vector<uint8_t> flags = gradients_.flags();
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     flags.push_back(memory_.array({chunk, ArrayKind::kGrad}).exists());
   }
-  collectives_.any_over_ranks(flags);
+  if (!collectives_.any_over_ranks(flags, mine)) return false;
+  complete_here_.clear();
   for (ParamId param = 0; param < num_params; ++param) {
     if (gradients_.in_grad(param) == (flags[static_cast<size_t>(param)] != 0)) continue;
     updates_.cancel(store_.layout().placement(param).chunk);  // an update that began without it is another one
@@ -253,6 +299,7 @@ void GradientFlow::scatter_rest() {
   for (ChunkId chunk = 0; chunk < store_.num_chunks(); ++chunk) {
     if (flags[static_cast<size_t>(num_params + chunk)] != 0) scatter(chunk);
   }
+  return true;
 }
 
 // Forgetting.

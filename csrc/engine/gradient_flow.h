@@ -12,7 +12,9 @@
 //
 // With several ranks a complete chunk's gradients become the ranks' mean, of which this rank keeps its shard
 // (kGradShard): a scatter. What is said above of retiring and accumulating holds for the shard then. A parameter that
-// has a gradient on any rank has one on all; where it has none, zeros count.
+// has a gradient on any rank has one on all; where it has none, zeros count. In a plan, chunks are scattered in the
+// plan's order ([Note: ranks in a plan], engine/rank_turns.h), and the recorder notes when each could be, so that the
+// next plan has it there.
 //
 // A parameter without a gradient in a step is "unused", and the optimizer leaves it alone.
 // Guarded by the engine's lock.
@@ -40,8 +42,11 @@ class GradientFlow {
   void retire_if_complete(ChunkId chunk);
   // Autograd is done: what is complete by now retires.
   void complete_backward();
-  // With several ranks, when their phases are over: every rank's gradients become all ranks'.
-  void scatter_rest();
+  // With several ranks, when their phases are over: every rank's gradients become all ranks'. False, and nothing is
+  // done, where a rank is in the middle of its backward (BackwardEnd::kLeavesPlan). One exchange.
+  bool scatter_rest(BackwardEnd mine);
+  // With several ranks: the plan's reduce-scatters up to the running moment, with the gradients that are there.
+  void scatter_due();
   // Whether the last backward gave gradients; if not, it is as if it had not been.
   bool keep_backward();
   // Forgets what the running micro-batch has contributed (an exception left the backward).
@@ -60,7 +65,7 @@ class GradientFlow {
   void forget_complete() { complete_here_.clear(); }
   void forget_complete(ChunkId chunk);
   // This rank's part in the ranks' mean, which all must take in the same order.
-  void scatter(ChunkId chunk);
+  void scatter(ChunkId chunk) { scatter(chunk, Extent::kComplete); }
 
   // Sum of the squares of all gradients but those of `left_out` (ascending), in parameter order; inf or NaN when any of
   // these is. Completes all statistics. Waits for the device.
@@ -71,18 +76,31 @@ class GradientFlow {
   bool accumulates() const { return accumulates_; }
 
  private:
+  enum class Extent : uint8_t {
+    kComplete,
+    kPartial,  // of this rank more may come in this backward, so no update begins
+  };
   struct ChunkProgress {
     int folds = 0;           // in this backward
     int expected_folds = 0;  // as in the backward before
     bool complete = false;
     bool scattered = false;  // in this backward
+    // When it had all its gradients and its values were dead, as known at the end of a backward: the recorder's moment,
+    // and the order among chunks; 0: not yet.
+    int64_t done_moment = -1;
+    int64_t done_order = 0;
   };
 
+  void note_done(ChunkId chunk);
+  void record_done();
+  void scatter_planned();
+  void scatter(ChunkId chunk, Extent extent);
+  bool is_complete_here(ChunkId chunk) const;
   void retire(ChunkId chunk);
   void note_needed_to_scatter(ChunkId chunk);
   void fill_missing(ChunkId chunk);
   void enqueue_mean(ChunkId chunk, void* sum, bool again);
-  void send_home(ChunkId chunk);
+  void send_home(ChunkId chunk, Extent extent = Extent::kComplete);
   void drop_dead_value(ArrayId param);
   void discard_gradients(ChunkId chunk);
   void forget(ChunkId chunk);
@@ -103,6 +121,7 @@ class GradientFlow {
   std::vector<uint8_t> in_slot_;  // by parameter: kGrad has a gradient of it
   std::vector<ChunkProgress> progress_;
   std::vector<ChunkId> complete_here_;
+  int64_t num_done_ = 0;   // in this backward, counted each time
   Event last_scatter_;     // when the gradients of all scatters so far are there
   int num_backwards_ = 0;  // since the last clear()
   bool in_backward_ = false;

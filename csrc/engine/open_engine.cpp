@@ -73,7 +73,7 @@ OpenEngine::OpenEngine(std::shared_ptr<SharedDevice> shared_device, Layout layou
       gradients(memory.store()),
       updates(pager, gradients, host_updates, disk_updates, speculation),
       flow(pager, gradients, updates, recorder, *collectives),
-      turns(pager, recorder, flow, *collectives),
+      turns(pager, flow, *collectives),
       tracker(pager, flow, turns),
       values(pager, *collectives),
       ranges(pager, values),

@@ -91,7 +91,6 @@ struct OpenEngine {
   Unfreezing unfreezing;
   bool warmed_up = false;
   bool has_new_states = false;  // of unfrozen chunks, which no complete step has placed yet
-  bool ranks_go_alike = true;   // in all steps so far
 };
 
 }  // namespace patrickstar

@@ -20,11 +20,6 @@ struct Victim {
 constexpr int64_t kStateFarness = 0;
 constexpr int64_t kLeadingStateFarness = -1;
 
-// Of what the tide leaves chunks beside states, what they keep when it is taken to be higher so that PyTorch's
-// allocator need not give memory back, which takes longer than to fetch values again that find no room; and how often.
-constexpr double kShareKeptByRaise = 0.5;
-constexpr int kMostTideRaises = 4;
-
 bool is_optimizer_state(ArrayKind kind) {
   const OptimizerArrays states = optimizer_arrays();
   return std::find(states.begin(), states.end(), kind) != states.end();
@@ -45,99 +40,13 @@ Pager::Pager(ChunkMemory& memory, DiskStates& disk, Speculation& speculation, Re
 
 Pager::~Pager() { memory_.device().leave(*this); }
 
-// Moments.
-
-void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
-  ++clock_;
-  ++memory_.counters().num_moments;
-  memory_.tracer().begin_moment(phase, acquired);
-  recorder_.begin_moment(phase, acquired, tide_of_running_moment());
-  const auto t = static_cast<size_t>(recorder_.position());
-  if (replaying_) {
-    const auto& planned = recorder_.last().moments;
-    replaying_ = t < planned.size() && planned[t].phase == phase && planned[t].acquired == acquired;
-  }
-  if (!replaying_) return;
-  ++memory_.counters().num_replayed_moments;
-  for (ArrayId id : plan_.moments[t].evict) evict_as_planned(id);
-}
-
-void Pager::settle_moment() {
-  if (replaying_) {
-    const auto& planned = plan_.moments[static_cast<size_t>(recorder_.position())];
-    for (ArrayId id : planned.evict_ahead) evict_as_planned(id);
-    postponed_.insert(postponed_.end(), planned.prefetch.begin(), planned.prefetch.end());
-    // In order: a later one must not take the link, and the slot, of an earlier one.
-    auto first_left = postponed_.begin();
-    while (first_left != postponed_.end() && prefetch(*first_left)) ++first_left;
-    postponed_.erase(postponed_.begin(), first_left);
-  }
-  // What was evicted above is not part of this moment's tide.
-  if (measures_tide()) memory_.device().take_tide_peak(*this);
-  memory_.tracer().settle_moment();
-}
-
-int64_t Pager::tide_of_running_moment() {
-  const int64_t wanted = take_worthwhile_tide();
-  if (measures_tide()) return std::max(memory_.device().take_tide_peak(*this), wanted);
-  const auto& planned = recorder_.last().moments;
-  const int64_t position = recorder_.position();
-  return position < 0 ? 0 : std::max(planned[static_cast<size_t>(position)].tide_peak_bytes, wanted);
-}
-
-int64_t Pager::take_worthwhile_tide() {
-  const int64_t wanted = memory_.backend().take_wanted_tide();
-  if (wanted == 0 || num_tide_raises_ == kMostTideRaises || payload_limit_bytes_ == INT64_MAX) return 0;
-  const int64_t states = state_bytes();
-  const auto kept = static_cast<double>(payload_limit_bytes_ - states) * kShareKeptByRaise;
-  if (memory_.backend().limit_bytes() - wanted < states + static_cast<int64_t>(kept)) return 0;
-  ++num_tide_raises_;
-  return wanted;
-}
-
-void Pager::set_plan(Plan plan, NextUse next_use) {
-  plan_ = std::move(plan);
-  next_use_ = std::move(next_use);
-  ++memory_.counters().num_plans;
-  if (!plan_.moments.empty()) return;
-  replaying_ = false;  // also in the middle of a step
-  postponed_.clear();
-}
-
-void Pager::restart_replay() {
-  replaying_ = !plan_.moments.empty();
-  postponed_.clear();
-  if (!layout().is_sharded()) return;
-  // All ranks begin alike, whatever an evaluation has left here.
-  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
-    const ArrayId id{chunk, ArrayKind::kParam};
-    if (is_evictable(id) || !memory_.array(id).slot) memory_.drop_slot(id);
-  }
-}
-
-void Pager::replay_until(int64_t end) {
-  while (replaying_ && recorder_.position() + 1 < end) {
-    const Moment& next = recorder_.last().moments[static_cast<size_t>(recorder_.position() + 1)];
-    begin_moment(next.phase, next.acquired);
-    for (ArrayId id : next.acquired) bring(id);
-    settle_moment();
-  }
-}
-
-void Pager::leave_plan() {
-  for (ArrayId id : std::exchange(postponed_, {})) {
-    const ArrayRecord& array = memory_.array(id);
-    if (memory_.is_whole(id) && !array.on_device && !array.on_host) gather(id.chunk);
-  }
-  replaying_ = false;
-}
-
 // To the device.
 
 bool Pager::prefetch(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
-  if (array.on_device) return true;
-  const bool gathers = memory_.is_whole(id) && !array.on_host;
+  const bool outlives = has_outlived_plan(id);
+  if (array.on_device && !outlives) return true;
+  const bool gathers = memory_.is_whole(id) && (!array.on_host || outlives);
   const ArrayRecord& source = gathers ? memory_.array({id.chunk, ArrayKind::kParamShard}) : array;
   if (source.on_host && memory_.backend().waits_on_host(source.host_ready)) return false;
   if (!array.slot) {
@@ -162,15 +71,17 @@ bool Pager::prefetch(ArrayId id) {
   return true;
 }
 
-bool Pager::needs_others(ArrayId id) const {
+bool Pager::needs_gather(ArrayId id) const {
   const ArrayRecord& array = memory_.array(id);
-  return memory_.is_whole(id) && !array.on_device && !array.on_host && !replays();
+  return memory_.is_whole(id) && !array.on_device && !array.on_host;
 }
 
 void Pager::bring(ArrayId id) {
   ArrayRecord& array = memory_.array(id);
   array.last_use = static_cast<uint64_t>(clock_);
-  if (array.on_device) {
+  if (moment_is_planned_ && has_outlived_plan(id)) {
+    gather_in_turn(id);
+  } else if (array.on_device) {
     memory_.counters().num_prefetch_hits += array.prefetched ? 1 : 0;
   } else {
     ++memory_.counters().num_on_demand_fetches;
@@ -244,16 +155,6 @@ Event Pager::dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging) {
   return made;
 }
 
-// [Note: the same order on every rank] What this rank put off, others have gathered already.
-void Pager::gather_in_turn(ArrayId id) {
-  for (ArrayId next = ArrayId(); next != id && !postponed_.empty();) {
-    next = postponed_.front();
-    postponed_.erase(postponed_.begin());
-    if (!memory_.array(next).on_device) gather(next.chunk);
-  }
-  if (!memory_.array(id).on_device) gather(id.chunk);
-}
-
 void Pager::gather(ChunkId chunk) {
   const ArrayId id{chunk, ArrayKind::kParam};
   const int64_t num_bytes = layout().num_bytes(id);
@@ -261,6 +162,10 @@ void Pager::gather(ChunkId chunk) {
   Backend& backend = memory_.backend();
   ArrayRecord& array = memory_.array(id);
   const ScopedHold hold(array);
+  if (take_outlived(id)) {  // its own values come once more, to where operations may be reading them
+    memory_.drop_block(id);
+    if (array.slot) array.slot.busy = {array.device_ready, backend.record(Queue::kCompute)};
+  }
   ensure_slot(id);
   char* place = static_cast<char*>(array.slot.data) + layout().sharding().rank * shard_bytes;
   backend.wait(Queue::kGather, place_shard(chunk, place, array.slot));
@@ -568,7 +473,7 @@ bool Pager::is_evictable(ArrayId id) const {
 // What would need a copy for which the host has no room is passed over at once: on a full device this runs for each
 // slot.
 bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
-  const auto num_moments = static_cast<int64_t>(plan_.moments.size());
+  const auto num_moments = static_cast<int64_t>(plan().moments.size());
   const int64_t guest_room = room == HostRoom::kFree ? memory_.arena().free_bytes() - promised_host_bytes() : INT64_MAX;
   std::vector<Victim> victims;
   for (int index = 0; index < store().num_arrays(); ++index) {
@@ -581,7 +486,7 @@ bool Pager::evict_one(Vacate what, HostRoom room, RoomFor room_for) {
     // [Note: whole values on the host]
     if (dirty && room_for == RoomFor::kLimit && layout().is_sharded() && replays()) continue;
     if (dirty && !array.block && !is_promised(id) && store().num_bytes(id) > guest_room) continue;
-    int64_t farness = next_use_.empty() ? 1 : next_use(id);
+    int64_t farness = replay_.knows_uses() ? next_use(id) : 1;
     if (dirty) farness = std::min(farness, num_moments);
     const bool leads = id.kind == store().chunk(id.chunk).leading_state();
     if (is_state) farness = leads ? kLeadingStateFarness : kStateFarness;
@@ -612,18 +517,6 @@ bool Pager::evict(ArrayId id, HostRoom room) {
   }
   ++memory_.counters().num_evictions;
   return true;
-}
-
-void Pager::evict_as_planned(ArrayId id) {
-  const ArrayRecord& array = memory_.array(id);
-  if (!memory_.is_whole(id)) {
-    evict(id, HostRoom::kFree);
-  } else if (array.holds == 0 && !array.slot) {
-    memory_.drop_block(id);
-  } else if (is_evictable(id)) {
-    memory_.drop_slot(id);
-    ++memory_.counters().num_evictions;
-  }
 }
 
 void Pager::vacate(Vacate what) {

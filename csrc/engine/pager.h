@@ -15,7 +15,7 @@
 // the step is taken from them where a home needs it, and for a guest when nothing else can leave the device.
 //
 // A moment is brought in by its caller, array by array (engine/access_tracker.h), since with several ranks some arrays
-// are other ranks' to give:
+// are other ranks' to give. There its caller has put the plan to the right place before (engine/rank_turns.h).
 //
 //   pager.begin_moment(phase, arrays);
 //   for (ArrayId id : arrays) pager.bring(id);
@@ -30,6 +30,7 @@
 #include "engine/chunk_memory.h"
 #include "engine/collectives.h"
 #include "engine/disk_states.h"
+#include "engine/plan_replay.h"
 #include "engine/speculation.h"
 #include "plan/planner.h"
 #include "trace/recorder.h"
@@ -66,12 +67,15 @@ class Pager final : public Tenant {
   // They are there: starts what the plan fetches ahead.
   void settle_moment();
   // Uses outside of a training step (evaluation, the user's own access) are no moments.
-  void begin_untracked_use() { ++clock_; }
+  void begin_untracked_use() {
+    ++clock_;
+    moment_is_planned_ = false;
+  }
 
   // Makes sure that the value is on the device (uploading, deriving or gathering it) and that compute waits for it.
   void bring(ArrayId id);
-  // Whether bring() would need a gather that the other ranks do not expect ([Note: the same order on every rank]).
-  bool needs_others(ArrayId id) const;
+  // Whether bring() needs an all-gather.
+  bool needs_gather(ArrayId id) const;
   // A slot that the compute queue may write, with the array's present value if it has one.
   void* open_for_write(ArrayId id);
   // Makes sure that the value is in host memory and complete there.
@@ -116,19 +120,20 @@ class Pager final : public Tenant {
   void set_plan(Plan plan, NextUse next_use);
   void set_payload_limit(int64_t payload_limit_bytes) { payload_limit_bytes_ = payload_limit_bytes; }
   void restart_replay();
-  // Does what is left to do of the planned moments up to the `end`-th, as if somebody used what they use.
-  void replay_until(int64_t end);
-  // What comes until the step is over is fetched on demand. With several ranks all must; what one has put off of the
-  // plan is gathered first.
+  // With several ranks: this rank's part in the next planned moment, which its own model leaves out.
+  void skip_moment();
+  // With several ranks: all-gathers that the plan had earlier and that found no room; the first `most` of them.
+  void gather_postponed(size_t most = SIZE_MAX);
+  // The rest of the step is fetched on demand. With several ranks all must call it at the same position of the plan.
   void leave_plan();
-  const Plan& plan() const { return plan_; }
-  // The next moment is taken for the planned one.
-  bool is_replaying() const { return replaying_; }
-  // The running step goes as planned so far, on all ranks.
-  bool replays() const { return replaying_ && recorder_.position() >= 0; }
+  PlanReplay& replay() { return replay_; }
+  const PlanReplay& replay() const { return replay_; }
+  const Plan& plan() const { return replay_.plan(); }
+  // The running step has followed its plan so far, on all ranks.
+  bool replays() const { return replay_.is_running(); }
   // Highest tide since the running moment began; while a replay makes measuring needless, the planned one.
   int64_t tide_of_running_moment();
-  int64_t next_use(ArrayId id) const { return next_use_.after(id, recorder_.position()); }
+  int64_t next_use(ArrayId id) const { return replay_.next_use(id, recorder_.position()); }
 
   // Fetches it ahead of its use where there is room. False when it is too early: what makes the host's copy is still
   // running, or there is no room for what all ranks gather.
@@ -151,7 +156,9 @@ class Pager final : public Tenant {
   // [Note: enough in one piece] (backend/cuda_pressure.cpp). What the tide would have needed, where that leaves chunks
   // most of what they have beside states; 0 else.
   int64_t take_worthwhile_tide();
-  bool measures_tide() const { return !replaying_ || memory_.device().backend().measures_tide_freely(); }
+  bool measures_tide() const { return !replays() || memory_.device().backend().measures_tide_freely(); }
+  void begin_planned();
+  void settle_planned();
   // `staging`: of a quantised chunk, as take_staging() gives it.
   void fetch_into_slot(ArrayId id, Slot staging);
   // [Note: staging] The codes of a quantised chunk that is on the host come up into device memory of their own, which
@@ -163,6 +170,11 @@ class Pager final : public Tenant {
   Event dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging);
   // With several ranks, in a replay: gathers what was postponed, up to the chunk.
   void gather_in_turn(ArrayId id);
+  // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent for
+  // the plan's next all-gather, as on the other ranks, and leave when the operation is over.
+  bool has_outlived_plan(ArrayId id) const;
+  bool take_outlived(ArrayId id);
+  void drop_outlived();
   Event place_shard(ChunkId chunk, void* place, Slot& slot);
   // Also where another engine must make room.
   Slot acquire(int64_t num_bytes, SlotFit fit = SlotFit::kLoose);
@@ -195,11 +207,11 @@ class Pager final : public Tenant {
   Speculation& speculation_;
   Recorder& recorder_;
   Collectives& collectives_;
-  Plan plan_;
-  NextUse next_use_;
-  bool replaying_ = false;
+  PlanReplay replay_;
+  bool moment_is_planned_ = false;  // the running one
   bool running_ = false;
   std::vector<ArrayId> postponed_;    // prefetches that came too early
+  std::vector<ArrayId> outlived_;     // has_outlived_plan()
   std::vector<uint8_t> keeps_place_;  // by chunk: on the host
   int64_t payload_limit_bytes_ = INT64_MAX;
   int num_tide_raises_ = 0;

@@ -1,6 +1,64 @@
 #include "engine/rank_turns.h"
 
+#include "common/check.h"
+
 namespace patrickstar {
+
+void RankTurns::begin_forward(CallSharing sharing) {
+  sharing_ = sharing;
+  begin_phase(Phase::kForward);
+}
+
+void RankTurns::begin_backward() { begin_phase(Phase::kBackward); }
+
+// In a plan, a rank that makes another call must be found here: the others would wait for its collectives.
+void RankTurns::begin_phase(Phase phase) {
+  if (!is_shared() || !pager_.replays()) return;
+  collectives_.exchange("its beginning", {});
+  if (!pager_.replay().begin_phase(phase)) pager_.leave_plan();
+}
+
+void RankTurns::follow_plan(Phase phase, const std::vector<ArrayId>& acquired) {
+  if (!is_shared() || !pager_.replays()) return;
+  bool is_there = true;
+  for (ArrayId id : acquired) is_there = is_there && !pager_.needs_gather(id);
+  const PlanReplay::Place place = pager_.replay().find(phase, acquired, is_there);
+  switch (place.fit) {
+    case PlanReplay::Fit::kNext:
+    case PlanReplay::Fit::kLater:
+      skip_until(place.moment);
+      gradients_.scatter_due();
+      break;
+    case PlanReplay::Fit::kBetween:
+      break;
+    case PlanReplay::Fit::kNone:
+      leave_plan(phase);
+      break;
+  }
+}
+
+void RankTurns::skip_until(int64_t end) {
+  while (pager_.replay().position() + 1 < end) {
+    gradients_.scatter_due();
+    pager_.skip_moment();
+  }
+}
+
+void RankTurns::leave_plan(Phase phase) {
+  PS_CHECK(
+      sharing_ == CallSharing::kOwn, StateError,
+      "in the middle of a call that ranks share (sequence_parallel, tensor_parallel), the model of this rank needs "
+      "parameters that it did not need before, and the others cannot be asked for them there; let ranks that share "
+      "calls go the same way through the model, or train without sharing them");
+  skip_until(pager_.replay().phase_end());
+  gradients_.scatter_due();
+  if (phase == Phase::kForward) {
+    all_stay(ForwardEnd::kLeavesPlan);
+  } else {
+    gradients_.scatter_rest(BackwardEnd::kLeavesPlan);
+    pager_.leave_plan();
+  }
+}
 
 void RankTurns::need(ChunkId chunk) {
   ++pager_.memory().counters().num_on_demand_fetches;
@@ -13,35 +71,49 @@ void RankTurns::finish_phase() {
   }
 }
 
-bool RankTurns::can_repeat_forward() const {
-  return !pager_.layout().is_sharded() || !pager_.is_replaying() || recorder_.expected_forward_end().has_value();
-}
-
 bool RankTurns::finish_forward() {
-  if (!pager_.layout().is_sharded()) return true;
+  if (!is_shared()) return true;
   const bool replayed = pager_.replays();
-  if (replayed && (!recorder_.expected_forward_end().has_value() || all_came_through(true))) return true;
+  if (replayed) {
+    skip_until(pager_.replay().phase_end());
+    const bool varied = pager_.replay().course() == PlanReplay::Course::kVarying;
+    if (all_stay(varied ? ForwardEnd::kLeavesPlan : ForwardEnd::kStays)) return true;
+  }
   finish_phase();
   return !replayed;
 }
 
 void RankTurns::undo_forward() {
-  if (pager_.layout().is_sharded() && pager_.is_replaying()) {
-    pager_.replay_until(*recorder_.expected_forward_end());
-    all_came_through(false);
+  if (is_shared() && pager_.replays()) {
+    skip_until(pager_.replay().phase_end());
+    all_stay(ForwardEnd::kLeavesPlan);
   } else {
     pager_.leave_plan();
   }
 }
 
-bool RankTurns::all_came_through(bool mine) {
-  static const std::string kFailed = "it ran out of memory";
-  for (const std::string& theirs : collectives_.exchange("how the forward went", mine ? "" : kFailed)) {
-    if (theirs != kFailed) continue;
+bool RankTurns::all_stay(ForwardEnd mine) {
+  if (collectives_.all_stay(mine)) return true;
+  pager_.leave_plan();
+  return false;
+}
+
+void RankTurns::finish_backward() {
+  if (!is_shared()) return;
+  if (pager_.replays()) {
+    skip_until(pager_.replay().phase_end());
+    gradients_.scatter_due();
+    if (gradients_.scatter_rest(BackwardEnd::kComplete)) return;
     pager_.leave_plan();
-    return false;
   }
-  return true;
+  finish_phase();
+  gradients_.scatter_rest(BackwardEnd::kComplete);
+}
+
+bool RankTurns::may_plan_after(StepAgreement::Ways ways) {
+  const bool apart = ways == StepAgreement::Ways::kApart;
+  if (apart && sharing_ == CallSharing::kShared) shared_calls_vary_ = true;
+  return !apart && !shared_calls_vary_;
 }
 
 ChunkId RankTurns::take_turn(ChunkId needed) {
@@ -50,6 +122,7 @@ ChunkId RankTurns::take_turn(ChunkId needed) {
     gradients_.forget_complete(chunk);
     gradients_.scatter(chunk);
   }
+  pager_.gather_postponed();
   if (round.needed != RankRound::kNone) pager_.gather(round.needed);
   return round.needed;
 }

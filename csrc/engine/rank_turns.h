@@ -1,13 +1,25 @@
-// Takes turns with the other ranks where no plan says whose chunk is next ([Note: the same order on every rank]): does
-// what a round of negotiation has decided, whether this rank needs it or not.
+// Keeps this rank in step with the others that share its chunks ([Note: the same order on every rank]).
 //
-// [Note: a forward run again] While ranks replay a plan, the others gather what it says and nothing once more. So a
-// rank whose forward ran out of memory first takes its part in what the plan has left of that forward, without
-// computing. Then, as at the end of each forward of a replay, the ranks tell each other how theirs went. Where one
-// failed, all leave the plan until the step is over: it makes its forward again, and the others take turns with it.
+// [Note: ranks in a plan] While ranks replay a plan, each of them enqueues the plan's all-gathers and reduce-scatters,
+// and no others, in the plan's order, whatever its own model uses (engine/plan_replay.h):
+//
+//   a planned moment that the model leaves out   is taken part in, before a later one or at the end of the phase
+//   a chunk that the plan does not bring here    the rank takes its part in the rest of the phase, then asks for it
+//   a planned reduce-scatter                     has the gradients that are there; later ones are added by another one
+//
+// At the end of each phase all ranks tell each other how theirs went, in one exchange. Where one needs more than the
+// plan gives, or its forward varied so that its backward may come in another order, all leave the plan until the step is
+// over, and take turns. So no rank waits for a collective that another one does not enqueue.
+//
+// [Note: a forward run again] A forward that ran out of memory is such a case: the rank takes its part in what the plan
+// has left of it without computing, and makes the forward again when all have left the plan.
+//
+// Without a plan, ranks take turns: each says in a round what it needs, and all do what the round has decided.
 //
 // Guarded by the engine's lock.
 #pragma once
+
+#include <vector>
 
 #include "engine/collectives.h"
 #include "engine/gradient_flow.h"
@@ -15,34 +27,55 @@
 
 namespace patrickstar {
 
+// How a call of the module concerns other ranks beyond their chunks.
+enum class CallSharing : uint8_t {
+  kOwn,     // each rank's calls are its own
+  kShared,  // ranks wait for each other in the middle of a call (shared sequences or matrices)
+};
+
 class RankTurns {
  public:
-  RankTurns(Pager& pager, Recorder& recorder, GradientFlow& gradients, Collectives& collectives)
-      : pager_(pager), recorder_(recorder), gradients_(gradients), collectives_(collectives) {}
+  RankTurns(Pager& pager, GradientFlow& gradients, Collectives& collectives)
+      : pager_(pager), gradients_(gradients), collectives_(collectives) {}
 
-  // Returns when the chunk's gather is enqueued.
+  // Both throw RankMismatch where another rank makes another call.
+  void begin_forward(CallSharing sharing);
+  void begin_backward();
+  // A moment is about to begin: brings the plan to it, or has all ranks leave the plan. Throws StateError where calls
+  // are shared and the rank would have to leave the plan in the middle of one.
+  void follow_plan(Phase phase, const std::vector<ArrayId>& acquired);
+
+  // Without a plan: returns when the chunk's all-gather is enqueued.
   void need(ChunkId chunk);
-  // The forward or backward is over here: returns when it is over on all ranks.
+  // Without a plan: the forward or backward is over here; returns when it is over on all ranks.
   void finish_phase();
 
-  // [Note: a forward run again]. Whether one that fails now can be.
-  bool can_repeat_forward() const;
-  // A forward of training that came through is over on all ranks. False when they have left the plan for one that
-  // failed.
+  // A forward of training came through. Returns when it is over on all ranks; false when they have left the plan.
   bool finish_forward();
-  // One that failed here, and will be made again.
+  // A forward that failed here, and will be made again.
   void undo_forward();
+  // The gradients of all ranks are all ranks' when it returns.
+  void finish_backward();
+  // Whether the step after one in which ranks went such ways may have a plan; the same on all ranks. Where calls are
+  // shared, none has from the first one on in which they went apart, since nobody could leave it in the middle of a call.
+  bool may_plan_after(StepAgreement::Ways ways);
 
  private:
-  // Whether all did; if not, the plan has been left.
-  bool all_came_through(bool mine);
+  bool is_shared() const { return pager_.layout().is_sharded(); }
+  void begin_phase(Phase phase);
+  // This rank's part in the planned moments up to the `end`-th, and in the reduce-scatters before that.
+  void skip_until(int64_t end);
+  void leave_plan(Phase phase);
+  // Whether all ranks stay in the plan; if not, it has been left.
+  bool all_stay(ForwardEnd mine);
   // What was gathered; RankRound::kNone when all ranks' phases are over.
   ChunkId take_turn(ChunkId needed);
 
   Pager& pager_;
-  Recorder& recorder_;
   GradientFlow& gradients_;
   Collectives& collectives_;
+  CallSharing sharing_ = CallSharing::kOwn;
+  bool shared_calls_vary_ = false;
 };
 
 }  // namespace patrickstar

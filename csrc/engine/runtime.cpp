@@ -11,21 +11,24 @@ namespace patrickstar {
 namespace {
 
 void forget_running_step(OpenEngine& open) {
+  open.pager.replay().end_step();
   open.recorder.abandon_step();
   open.memory.tracer().abandon();
-}
-
-// With several ranks, what decisions are made from must be the same on all: `timeline` becomes so. What the others say.
-std::vector<std::string> agree_on(OpenEngine& open, Timeline& timeline, const std::string& note) {
-  StepAgreement agreement = open.collectives->agree_on(timeline, note);
-  open.ranks_go_alike = open.ranks_go_alike && agreement.alike;
-  return std::move(agreement.notes);
 }
 
 // Nothing is trained: no step of an optimizer ends one of its own.
 bool is_frozen(const Layout& layout) {
   const auto& chunks = layout.chunks();
   return std::none_of(chunks.begin(), chunks.end(), [](const ChunkSpec& chunk) { return chunk.trainable; });
+}
+
+// The timeline, with its tides where `tides` are lower.
+Timeline with_tides(Timeline timeline, const std::vector<int64_t>& tides) {
+  for (size_t t = 0; t < tides.size(); ++t) {
+    int64_t& peak = timeline.moments[t].tide_peak_bytes;
+    peak = std::max(peak, tides[t]);
+  }
+  return timeline;
 }
 
 LimitPolicy policy_between_calls(const OpenEngine& open) {
@@ -90,9 +93,16 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     if (open.memory.store().param_state(param) != State::kFree || exists)
       open.memory.store().move_param(param, exists ? State::kHold : State::kFree);
   }
-  if (open.recorder.position() < 0) return open.memory.tracer().abandon();
+  // Of several ranks one that used no chunk takes part in what all of them decide.
+  const bool any_moment = open.recorder.position() >= 0;
+  if (!any_moment && !open.layout().is_sharded()) return open.memory.tracer().abandon();
   const bool first = !open.warmed_up;
-  const Timeline previous = open.recorder.last();
+  Timeline previous = open.recorder.last();
+  const PlanReplay::Course course = open.pager.replay().course();
+  const bool is_exact = any_moment && (!open.pager.replays() || course == PlanReplay::Course::kExact);
+  std::vector<int64_t> planned_tides = open.pager.replay().tides();
+  std::vector<int64_t>* const followed = open.pager.replays() ? &planned_tides : nullptr;
+  open.pager.replay().end_step();
   // The optimizer's own moment is not counted: no activations live then, and on CUDA the slots that it makes for
   // optimizer states would be taken for tide.
   open.recorder.finish_step();
@@ -103,16 +113,19 @@ void finish_step(OpenEngine& open, StepOutcome outcome) {
     choose_speculation(open);
   }
   Timeline last = open.recorder.last();
+  const PlanVote mine = open.planner.vote(previous, is_exact ? StepWay::kAsRecorded : StepWay::kAsBefore);
+  const StepAgreement agreement = open.collectives->agree_on(last, followed, packed(mine));
   std::vector<PlanVote> votes;
-  for (const std::string& note : agree_on(open, last, packed(open.planner.vote(previous)))) {
+  for (const std::string& note : agreement.notes) {
     votes.push_back(unpacked_vote(note, static_cast<size_t>(open.layout().num_chunks())));
   }
   const PlanVote all = agreed(votes);
+  if (agreement.ways == StepAgreement::Ways::kAsPlanned) last = with_tides(previous, planned_tides);
   open.recorder.set_last(std::move(last));
-  open.memory.tracer().end_step(open.recorder.last(), outcome);
+  is_exact ? open.memory.tracer().end_step(open.recorder.last(), outcome) : open.memory.tracer().abandon();
   open.residency.set_ranks_fragments(all.fragment_bytes);
   open.residency.limit_payloads(open.recorder.last());
-  if (!open.ranks_go_alike) return open.planner.forget_plan();  // all ranks found so
+  if (!open.turns.may_plan_after(agreement.ways)) return open.planner.forget_plan();  // all ranks found so
   const bool holds = open.planner.end_step(previous, all);
   if (!holds) leave_to_gradients(open);  // the tide may have risen
   if (holds && open.residency.leave_to_device(open.pager.plan())) open.updates.forget_choice();
@@ -357,7 +370,8 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
   open->tracker.set_tracking(tracking);
   open->tracker.set_phase(Phase::kForward);
   const bool first = attempt == Attempt::kFirst || attempt == Attempt::kOnly;
-  if (tracking == Tracking::kTraining && open->recorder.position() < 0 && first) {
+  const bool begins_step = open->recorder.position() < 0 && !open->pager.replays();
+  if (tracking == Tracking::kTraining && begins_step && first) {
     open->device->take_tide_peak(open->pager);
     open->pager.restart_replay();
     open->memory.arena().release_reused();
@@ -366,10 +380,13 @@ void Runtime::begin_forward(Tracking tracking, Attempt attempt) {
     open->memory.tracer().begin_step();
   }
   if (!first) open->device->take_tide_peak(open->pager);
-  if (tracking == Tracking::kTraining) open->recorder.begin_forward();
-  // In a replay with other ranks, chunks can make room by the host: what is missing is measured.
-  const bool last = attempt == Attempt::kLast || attempt == Attempt::kOnly ||
-                    (open->layout().is_sharded() && open->pager.is_replaying());
+  if (tracking == Tracking::kTraining) {
+    open->recorder.begin_forward();
+    open->turns.begin_forward(attempt == Attempt::kOnly ? CallSharing::kShared : CallSharing::kOwn);
+  }
+  // With a plan of several ranks, chunks can make room by the host: what is missing is measured.
+  const bool has_plan = open->pager.replay().course() != PlanReplay::Course::kNone;
+  const bool last = attempt == Attempt::kLast || attempt == Attempt::kOnly || (open->layout().is_sharded() && has_plan);
   open->backend().set_limit_policy(last ? LimitPolicy::kMeasure : policy_between_calls(*open));
 }
 
@@ -379,8 +396,8 @@ void Runtime::end_forward() {
   open->tracker.release_all();
   if (training) {
     if (!open->turns.finish_forward()) open->memory.tracer().abandon();
-    open->recorder.end_forward();
-  } else if (open->layout().is_sharded() && !open->pager.replays()) {
+    open->recorder.end_phase();
+  } else if (open->layout().is_sharded()) {
     open->turns.finish_phase();
   }
   open->pager.set_running(false);
@@ -427,6 +444,7 @@ void Runtime::begin_backward(const std::vector<GroupOptions>& expected_groups, d
   open->tracker.set_tracking(Tracking::kTraining);
   open->tracker.set_phase(Phase::kBackward);
   open->backend().set_limit_policy(LimitPolicy::kMeasure);
+  open->turns.begin_backward();
   open->flow.begin_backward();
 }
 
@@ -446,10 +464,8 @@ void Runtime::end_backward() {
   const Entry open = compute();
   open->tracker.release_all();
   open->flow.complete_backward();
-  if (open->layout().is_sharded()) {
-    if (!open->pager.replays()) open->turns.finish_phase();
-    open->flow.scatter_rest();
-  }
+  open->turns.finish_backward();
+  open->recorder.end_phase();
   open->updates.fetch_gradients();
   open->pager.set_running(false);
   open->tracker.set_tracking(Tracking::kUntracked);
@@ -467,14 +483,10 @@ bool Runtime::keep_joint_backward() {
   return false;
 }
 
-bool Runtime::can_repeat_forward() {
-  const Entry open(*this);
-  return open->turns.can_repeat_forward();
-}
-
 void Runtime::meet_ranks() {
   const Entry open = compute();
-  if (open->layout().is_sharded() && !open->pager.replays()) open->turns.finish_phase();
+  const bool is_planned = open->pager.replays() && open->tracker.tracking() == Tracking::kTraining;
+  if (open->layout().is_sharded() && !is_planned) open->turns.finish_phase();
 }
 
 int64_t Runtime::tide_bytes() { return Entry(*this)->backend().tide_bytes(); }
@@ -558,14 +570,14 @@ double Runtime::prepare_step(std::vector<ParamId> left_out) {
   const double sum = open->flow.sum_of_squares(left_out);
   open->recorder.note_tide(open->pager.tide_of_running_moment());
   const bool is_time_to_return = open->residency.is_time_to_return();
-  if (open->recorder.position() < 0) return sum;
+  if (open->recorder.position() < 0 && !open->layout().is_sharded()) return sum;
   if (!open->warmed_up || open->has_new_states) {
     Timeline timeline = open->recorder.running();
-    agree_on(*open, timeline, {});
+    open->collectives->agree_on(timeline, nullptr);
     place_states(*open, timeline);
   } else if (open->residency.is_settling()) {
     Timeline timeline = open->recorder.running();
-    agree_on(*open, timeline, {});
+    open->collectives->agree_on(timeline, nullptr);
     if (open->residency.has_room_for_more(timeline)) fill_margin(*open, timeline);
   } else if (is_time_to_return) {
     fill_margin(*open, open->recorder.running());

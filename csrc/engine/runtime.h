@@ -131,9 +131,6 @@ class Runtime final : public UseListener {
   // The last backward was that of another engine's loss ([Note: joint backward], patrickstar/engine/session.py):
   // whether it gave this one gradients. If not, it counts for nothing; where nothing is trained it ends the step.
   bool keep_joint_backward();
-  // The forward ran out of device memory: whether it can be made again, as far as other ranks are concerned; and as if
-  // it had not begun. Its activations are gone by then.
-  bool can_repeat_forward();
   // Within a forward or a backward, at a point where all ranks come to wait for each other by other means than the
   // engine's: returns when they have, each served with what it needed on the way. In a replay nobody has to be waited
   // for.
@@ -153,6 +150,7 @@ class Runtime final : public UseListener {
   void await_activation(Stash::Ticket ticket);
   // Any thread, also after close().
   void drop_activation(Stash::Ticket ticket);
+  // The forward ran out of device memory and will be made again: as if it had not begun. Its activations are gone.
   void undo_forward();
   // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
   void set_visits(const std::vector<bool>& chunks, int64_t piece_numel);

@@ -74,8 +74,8 @@ void StepPlanner::begin_step() {
   stage_ = Stage::kAsked;
 }
 
-PlanVote StepPlanner::vote(const Timeline& previous) {
-  const bool alike = same_way(previous, recorder_.last());
+PlanVote StepPlanner::vote(const Timeline& previous, StepWay way) {
+  const bool alike = way == StepWay::kAsBefore || same_way(previous, recorder_.last());
   measure(alike);
   return {can_measure(alike), !pager_.plan().moments.empty(), update_times(),
           pager_.memory().backend().fragment_bytes(), own_times_};
@@ -85,6 +85,12 @@ bool StepPlanner::can_measure(bool alike) const {
   if (stage_ != Stage::kUnmeasured) return true;
   const bool may_go_alike = alike || num_steps_ == 0;
   return may_go_alike && residency_.prefetches_far() && !pager_.memory().arena().is_preparing();
+}
+
+void StepPlanner::forget_times() {
+  own_times_.reset();
+  times_.reset();
+  if (stage_ == Stage::kMeasured) stage_ = Stage::kUnmeasured;
 }
 
 void StepPlanner::measure(bool alike) {
@@ -104,8 +110,9 @@ bool StepPlanner::end_step(const Timeline& previous, const PlanVote& agreed) {
   all_can_measure_ = agreed.can_measure;
   agreed_updates_ = agreed.updates;
   if (stage_ == Stage::kAsked && traces_.is_ready(TraceReader::kPlanner)) stage_ = Stage::kTraced;
-  if (!same_way(previous, recorder_.last())) times_.reset();
-  if (agreed.times) {
+  if (!same_way(previous, recorder_.last())) {
+    forget_times();
+  } else if (agreed.times) {
     own_times_.reset();
     times_ = agreed.times;
   }

@@ -34,6 +34,12 @@
 
 namespace patrickstar {
 
+// What a step that was recorded says of the model's way.
+enum class StepWay : uint8_t {
+  kAsRecorded,
+  kAsBefore,  // it followed a plan, but not moment by moment: no new way, and no times of its moments
+};
+
 class StepPlanner {
  public:
   StepPlanner(Pager& pager, Recorder& recorder, Collectives& collectives, const Residency& residency, Updates& updates,
@@ -42,7 +48,7 @@ class StepPlanner {
   // A training step begins.
   void begin_step();
   // It is recorded; the step before it went as `previous` says. What this rank alone knows of the next plan.
-  PlanVote vote(const Timeline& previous);
+  PlanVote vote(const Timeline& previous, StepWay way);
   // All ranks have voted, the timeline is as they agree, and the trace of the step is complete.
   // Returns whether the plan holds for the next step as well.
   bool end_step(const Timeline& previous, const PlanVote& agreed);
@@ -71,6 +77,7 @@ class StepPlanner {
 
   // The traced step becomes this rank's times, if it went as usual.
   void measure(bool alike);
+  void forget_times();
   bool can_measure(bool alike) const;
   // As early as things here allow.
   std::vector<UpdateAt> update_times() const;

@@ -48,9 +48,11 @@ void Recorder::begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t 
   copies_.emplace_back();
 }
 
-void Recorder::add(Access access) {
-  if (running_.moments.empty()) return;
-  auto& accesses = running_.moments.back().accesses;
+void Recorder::add(Access access) { add_at(position(), access); }
+
+void Recorder::add_at(int64_t position, Access access) {
+  if (position < 0) return;
+  auto& accesses = running_.moments[static_cast<size_t>(position)].accesses;
   const bool known = std::any_of(accesses.begin(), accesses.end(), [&](const Access& other) {
     return other.array == access.array && other.mode == access.mode;
   });
@@ -80,12 +82,6 @@ void Recorder::abandon_step() {
   absent_.clear();
   copies_.clear();
   forward_begin_ = 0;
-}
-
-std::optional<int64_t> Recorder::expected_forward_end() const {
-  const size_t forward = running_.forward_ends.size();
-  if (forward >= last_.forward_ends.size()) return std::nullopt;
-  return last_.forward_ends[forward];
 }
 
 NextUse::NextUse(const Timeline& timeline, int num_arrays) : uses_(static_cast<size_t>(num_arrays)) {

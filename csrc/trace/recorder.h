@@ -8,8 +8,8 @@
 // Guarded by the runtime's lock.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "common/timeline.h"
@@ -20,13 +20,15 @@ class Recorder {
  public:
   // `tide_peak` is the highest tide since the moment before began.
   void begin_moment(Phase phase, std::vector<ArrayId> acquired, int64_t tide_peak);
-  // A forward begins, or is over.
   void begin_forward() { forward_begin_ = running_.moments.size(); }
-  void end_forward() { running_.forward_ends.push_back(static_cast<int64_t>(running_.moments.size())); }
+  // A forward or a backward is over.
+  void end_phase() { running_.phase_ends.push_back(static_cast<int64_t>(running_.moments.size())); }
   // As if the running forward had not begun.
   void undo_forward();
   // Adds an access to the running moment; dropped when no moment has begun.
   void add(Access access);
+  // Adds an access to the `position`-th moment of the running step.
+  void add_at(int64_t position, Access access);
   // The running moment's tide was at least so high.
   void note_tide(int64_t tide_peak);
   // So many bytes of activations are away from the device from now on.
@@ -48,8 +50,6 @@ class Recorder {
   const Timeline& running() const { return running_; }
   // Index of the running moment in the step; -1 before the first.
   int64_t position() const { return static_cast<int64_t>(running_.moments.size()) - 1; }
-  // How many moments the step has when the running forward is over, if it goes as last(); none when that is not known.
-  std::optional<int64_t> expected_forward_end() const;
 
  private:
   Timeline running_;

@@ -459,7 +459,7 @@ class Session:
                 try:
                     return self._forward(call, signals, attempt)
                 except torch.OutOfMemoryError as error:
-                    if not start.can_repeat() or not self.runtime.can_repeat_forward:
+                    if not start.can_repeat():
                         raise
                     # The error itself is let go of: its traceback keeps the activations alive.
                     logger.warning(

@@ -308,7 +308,7 @@ def _plain_arrays(arrays: Sequence[tuple[int, _C.ArrayKind]]) -> list[list[Any]]
 def _plain_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
     accesses = [[chunk, kind.name, mode.name] for chunk, kind, mode in moment["accesses"]]
     plain = {"phase": moment["phase"].name, "accesses": accesses, "tide_peak_bytes": moment["tide_peak_bytes"]}
-    return plain | _forward_ends(moment)
+    return plain | _phase_ends(moment)
 
 
 def _core(array: Sequence[Any]) -> tuple[int, _C.ArrayKind]:
@@ -324,9 +324,9 @@ def _core_moment(moment: Mapping[str, Any]) -> dict[str, Any]:
         "phase": _C.Phase.__members__[moment["phase"]],
         "accesses": [(*_core(access), _C.AccessMode.__members__[access[2]]) for access in moment["accesses"]],
         "tide_peak_bytes": int(moment["tide_peak_bytes"]),
-    } | _forward_ends(moment)
+    } | _phase_ends(moment)
 
 
-def _forward_ends(moment: Mapping[str, Any]) -> dict[str, int]:
-    """How many forwards are over after the moment, where any is."""
-    return {"ends_forwards": int(moment["ends_forwards"])} if "ends_forwards" in moment else {}
+def _phase_ends(moment: Mapping[str, Any]) -> dict[str, int]:
+    """The number of forwards and backwards that are over after the moment, where any is."""
+    return {"ends_phases": int(moment["ends_phases"])} if "ends_phases" in moment else {}

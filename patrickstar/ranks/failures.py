@@ -8,9 +8,10 @@ rank before it, which watches its heartbeat, within the timeout.
 [Note: the store's server] Without torchrun's agent the store ends with rank 0's process. So a rank that stops lingers
 until the others' watches have had time to read why.
 
-[Note: what each rank was doing] A heartbeat carries the call that its rank is in. Where one rank waits for another that
-does something else (one has a batch more, or saves while the others train), nothing breaks, and the wait ends with the
-timeout: the error then says what each of them was doing.
+[Note: what each rank was doing] A heartbeat carries the call that its rank is in, and each new call sends one. Where
+one rank waits for another that does something else (one has a batch more, or saves while the others train), nothing
+breaks, and the wait ends with the timeout: the error then says what each of them was doing. So it does after a rank was
+killed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DisagreementError(_C.StateError):
 
 _CLOSED = "closed"
 _BEAT_SECONDS = 0.5
+_LEAST_BEAT_SECONDS = 0.02  # between heartbeats, however fast calls follow each other
 _GRACE_SECONDS = 2.0  # for the notice of a rank whose connections broke before it could post
 _LINGER_SECONDS = 3 * _BEAT_SECONDS  # [Note: the store's server] for the other ranks' watches to read the notice
 _STORE_ERRORS = (RuntimeError, OSError)
@@ -117,14 +119,24 @@ class FailureWatch:
         self._timeout_seconds = timeout_seconds
         self._members = tuple(members)
         self._prefix = prefix
-        self.activity = "opening the groups"
-        """What this rank is doing."""
+        self._activity = "opening the groups"
         self._last_beat: bytes = b""
         self._last_beat_at = time.monotonic()
         self._process = os.getpid()
         self._finished = threading.Event()
+        self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def activity(self) -> str:
+        """The call that this rank is in; the others are told when it changes."""
+        return self._activity
+
+    @activity.setter
+    def activity(self, activity: str) -> None:
+        self._activity = activity
+        self._news.set()
 
     def watch_also(self, communicator: _C.collective.Communicator) -> None:
         """From now on for errors, and collectives that do not end. `stop_all` stops it as well by now."""
@@ -158,6 +170,7 @@ class FailureWatch:
         if self._finished.is_set() or os.getpid() != self._process:
             return
         self._finished.set()
+        self._news.set()
         self._thread.join(_GRACE_SECONDS)
         with contextlib.suppress(*_STORE_ERRORS):
             self._store.set(self._key(self._rank), _CLOSED)
@@ -169,7 +182,9 @@ class FailureWatch:
 
     def _run(self) -> None:
         beat = 0
-        while not self._finished.wait(min(_BEAT_SECONDS, self._timeout_seconds / 4)):
+        while not self._finished.wait(_LEAST_BEAT_SECONDS):
+            self._news.wait(min(_BEAT_SECONDS, self._timeout_seconds / 4))
+            self._news.clear()
             beat += 1
             try:
                 self._store.set(self._key(self._rank), f"{beat} {self.activity}")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from patrickstar import StateError, torch_scope
+from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
 from tests.models import MODELS, Case
 from tests.training import ADAM, make_config
@@ -414,22 +414,39 @@ class LosingLayer(nn.Linear):
         return LosingLinear.apply(x, self.weight, self.bias, lost)
 
 
-def lose_gradients(lost: str, losing_rank: int) -> tuple[str, float]:
-    """What is said where ranks have gradients of other parameters than each other in a replay, and when."""
+LOSING_STEPS = 6
+
+
+def losing_batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def lose_gradients(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
+    """Training in which, from the fourth step on, a layer of one rank gives no gradients of what is ``lost``."""
+    rank, _ = rank_and_size()
     torch.manual_seed(0)
     config = make_config("fp32", default_chunk_size=4160, rank_timeout_seconds=20)  # a chunk for each layer
     engine, optimizer = initialize_engine(lambda: LosesGradients(lost, losing_rank), 0, config)
-    begin = 0.0
-    try:
-        with engine:
-            for _ in range(5):
-                begin = time.monotonic()
-                optimizer.zero_grad()
-                engine.backward(engine(torch.randn(8, 64)))
-                optimizer.step()
-    except StateError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "trained", 0.0
+    with engine:
+        for step in range(LOSING_STEPS):
+            optimizer.zero_grad()
+            engine.backward(engine(losing_batch(step, rank)))
+            optimizer.step()
+        return engine.state_dict()
+
+
+def lose_gradients_plain(lost: str, losing_rank: int) -> dict[str, torch.Tensor]:
+    """The mean of two ranks' gradients, with plain PyTorch; one that is lost counts as zero."""
+    torch.manual_seed(0)
+    module = LosesGradients("", 0)
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    for step in range(LOSING_STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            module.lost, module.calls = lost if rank == losing_rank else "", step
+            (module(losing_batch(step, rank)) / 2).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def times_of_whole_model(release_after_init: bool, num_models: int) -> list[tuple[float, float]]:

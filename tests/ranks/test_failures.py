@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
+from torch import nn
 
+from patrickstar import StateError
 from patrickstar.runtime import initialize_engine
 from tests.distributed import rank_outcomes, run_ranks
 from tests.models import MODELS
-from tests.ranks.runs import lose_gradients, rank_and_size, rows
+from tests.ranks.runs import rank_and_size, rows
 from tests.training import make_config
 
 
-def train_until_rank_1_is_lost(before: str) -> None:
+def train_until_rank_1_is_lost(inside: str) -> None:
     rank, _ = rank_and_size()
 
     def die(moment: str, step: int) -> None:
-        if (rank, step, moment) == (1, 3, before):
+        if (rank, step, moment) == (1, 3, inside):
+            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
     case = MODELS["gpt2"]
@@ -31,22 +35,70 @@ def train_until_rank_1_is_lost(before: str) -> None:
         generator = torch.Generator().manual_seed(1)
         for step in range(6):
             optimizer.zero_grad()
-            die("forward", step)
+            first_layer = engine.module.transformer.h[0].register_forward_pre_hook(
+                lambda module, args, step=step: die("forward", step)
+            )
             loss = case.loss(engine(**rows(case.batch(generator))))
-            die("backward", step)
+            first_layer.remove()
+            loss.register_hook(lambda grad, step=step: die("backward", step))
             engine.backward(loss)
             die("step", step)
             optimizer.step()
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
-def test_a_rank_that_is_killed_in_training(moment):
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        ("forward", "forward of step 4"),
+        ("backward", "backward of step 4"),
+        ("step", "the user's code after backward of step 4"),
+    ],
+)
+def test_the_error_says_in_which_call_a_rank_was_killed(moment, call):
     survivor, lost = rank_outcomes(2, train_until_rank_1_is_lost, moment, timeout_seconds=100)
     print(survivor.error)
     assert lost.returncode == -signal.SIGKILL
     assert survivor.returncode == 1
     assert survivor.error.startswith("RankFailure: ")
-    assert "rank 1" in survivor.error
+    assert f"rank 1 in {call}" in survivor.error
+
+
+class Skips(nn.Module):
+    """A layer for a rank that leaves out a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def leave_out_a_backward() -> tuple[str, float]:
+    """The error of a rank of which rank 1 makes no backward in the fourth step, and the seconds until it is raised."""
+    rank, _ = rank_and_size()
+    config = make_config("fp32", device_memory="170KB", default_chunk_size=4160, rank_timeout_seconds=60)
+    engine, optimizer = initialize_engine(Skips, 0, config)
+    begin = 0.0
+    try:
+        with engine:
+            for step in range(5):
+                begin = time.monotonic()
+                loss = engine(torch.ones(2, 64))
+                if (rank, step) != (1, 3):
+                    engine.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    except StateError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "trained", 0.0
+
+
+def test_a_rank_that_leaves_out_a_backward_is_named_at_once():
+    for error, seconds in run_ranks(2, leave_out_a_backward):
+        assert error.startswith("RankMismatch: ")
+        assert "rank 0 is in backward of step 4" in error and "rank 1 is in forward of step 4" in error
+        assert seconds < 30  # half of the timeout
 
 
 def train_until_rank_1_raises() -> None:
@@ -68,13 +120,3 @@ def test_an_error_between_two_calls_of_the_engine_ends_all_ranks():
     assert at_fault.error == "ValueError: the batch is bad"
     assert other.error.startswith("RankFailure: rank 0 stops in")
     assert "ValueError: the batch is bad" in other.error
-
-
-@pytest.mark.parametrize(("lost", "counts"), [("bias", (32, 31)), ("weight and bias", (32, 30))])
-def test_ranks_that_add_up_other_gradients_are_told_how_many(lost, counts):
-    """In the fourth step, which replays a plan; at once, and not by timeout. The one that finds it later may be told
-    by the other."""
-    for message, seconds in run_ranks(2, lose_gradients, lost, 1):
-        assert "RankMismatch: in this backward ranks that share chunks added up" in message
-        assert "rank 0: {}, rank 1: {} times".format(*counts) in message
-        assert seconds < 15  # of a timeout of 20

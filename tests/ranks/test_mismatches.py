@@ -38,28 +38,20 @@ EXCHANGES = {
 """What a rank can be waiting in for the others, by the call that it makes."""
 PAIRS = list(itertools.product(EXCHANGES, EXCHANGES))
 NUM_GROUPS = 5
-# Of a wait for a rank that does something else; long enough for processes that share two cores to get there together.
-TIMEOUT_SECONDS = 4.0
 SAVED_TOO_EARLY = "save_checkpoint between backward and step"
 _RANK_IN = re.compile(r"rank (\d) (?:is )?in ([a-z_ ]+) of step")
 
 
 class Layers(nn.Module):
-    """Two layers, and a statistic if wanted."""
-
-    def __init__(self, with_buffer: bool):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        if with_buffer:
-            self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self, "count") and self.training:
-            self.count += 1
         return self.layers(x).square().mean()
 
 
-def make_calls(pairs: list[tuple[str, str]], with_buffer: bool, folder: str) -> list[str]:
+def make_calls(pairs: list[tuple[str, str]], folder: str) -> list[str]:
     """This rank's error for each pair of calls: the first of them is rank 0's, the second all others'."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -68,7 +60,7 @@ def make_calls(pairs: list[tuple[str, str]], with_buffer: bool, folder: str) -> 
     errors = []
     for calls in pairs:
         try:
-            run(calls[min(rank, 1)], calls, with_buffer, folder)
+            run(calls[min(rank, 1)], calls, folder)
             errors.append("")
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
@@ -77,13 +69,13 @@ def make_calls(pairs: list[tuple[str, str]], with_buffer: bool, folder: str) -> 
     return errors
 
 
-def run(call: str, calls: tuple[str, ...], with_buffer: bool, folder: str) -> None:
+def run(call: str, calls: tuple[str, ...], folder: str) -> None:
     """Two steps, and what of a third comes before ``calls``; this rank's ``call``; then the end of a script, where
     values are read and the engine is closed.
     """
     torch.manual_seed(0)
     config = make_config("fp32", default_chunk_size=8192, rank_timeout_seconds=60)
-    engine, optimizer = initialize_engine(lambda: Layers(with_buffer), 0, config)
+    engine, optimizer = initialize_engine(lambda: Layers(), 0, config)
     with engine:
         x = torch.ones(2, 32)
 
@@ -96,8 +88,6 @@ def run(call: str, calls: tuple[str, ...], with_buffer: bool, folder: str) -> No
         if "step" in calls:  # of gradients
             engine.backward(engine(x))
         loss = engine(x) if "backward" in calls else None
-        if left(calls[0]) != left(calls[1]):
-            engine._session.ranks._watch._timeout_seconds = TIMEOUT_SECONDS
         if call == "forward":
             engine(x)
         elif call == "backward":
@@ -138,7 +128,7 @@ def check(calls: tuple[str, str], errors: tuple[str, ...]) -> None:
             own = "StateError: " if calls[min(rank, 1)] == "save_checkpoint" else "RankFailure: "
             if error.startswith(own) and SAVED_TOO_EARLY in error:
                 continue
-        assert error.startswith(("RankMismatch: ", "RankFailure: "))
+        assert "RankMismatch: " in error  # or who found it told this rank
         named = dict(_RANK_IN.findall(error))
         assert named.keys() == set(map(str, range(len(errors))))
         assert len(set(named.values())) > 1
@@ -146,9 +136,9 @@ def check(calls: tuple[str, str], errors: tuple[str, ...]) -> None:
             assert call in by_rank[int(other)][together:]
 
 
-def check_all(num_ranks: int, pairs: list[tuple[str, str]], with_buffer: bool, folder: str) -> None:
+def check_all(num_ranks: int, pairs: list[tuple[str, str]], folder: str) -> None:
     def run_group(group: list[tuple[str, str]]) -> list[list[str]]:
-        return run_ranks(num_ranks, make_calls, group, with_buffer, folder, timeout_seconds=300)
+        return run_ranks(num_ranks, make_calls, group, folder, timeout_seconds=300)
 
     num_groups = min(NUM_GROUPS, len(pairs) // 5)
     groups = [pairs[index::num_groups] for index in range(num_groups)]
@@ -161,11 +151,6 @@ def check_all(num_ranks: int, pairs: list[tuple[str, str]], with_buffer: bool, f
 
 def test_every_pair_of_calls_on_two_and_on_three_ranks(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(check_all, size, PAIRS, False, str(tmp_path / str(size))) for size in (2, 3)]
+        runs = [pool.submit(check_all, size, PAIRS, str(tmp_path / str(size))) for size in (2, 3)]
     for run_of_size in runs:
         run_of_size.result()
-
-
-def test_pairs_of_calls_with_buffers(tmp_path):
-    """Then a forward begins with an exchange."""
-    check_all(2, PAIRS[1::6], True, str(tmp_path))

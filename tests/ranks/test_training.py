@@ -282,7 +282,7 @@ def test_a_forward_that_ran_out_of_memory_is_repeated(failures, limit, undisturb
         assert one["losses"] == other["losses"]
         assert_same_state(one["state"], other["state"])
         print(one["replayed"], other["replayed"])
-        assert other["replayed"] > one["replayed"] / 2
+        assert other["replayed"] >= one["replayed"] / 2
 
 
 def test_a_forward_is_repeated_in_a_first_step_that_replays_a_kept_plan(tmp_path, undisturbed):

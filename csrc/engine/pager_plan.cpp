@@ -1,0 +1,156 @@
+// The part of the pager that follows a plan (engine/pager.h).
+#include <algorithm>
+#include <utility>
+
+#include "engine/pager.h"
+
+namespace patrickstar {
+
+namespace {
+
+// Of what the tide leaves chunks beside states, what they keep when it is taken to be higher so that PyTorch's
+// allocator need not give memory back, which takes longer than to fetch values again that find no room; and how often.
+constexpr double kShareKeptByRaise = 0.5;
+constexpr int kMostTideRaises = 4;
+
+}  // namespace
+
+void Pager::begin_moment(Phase phase, const std::vector<ArrayId>& acquired) {
+  ++clock_;
+  ++memory_.counters().num_moments;
+  memory_.tracer().begin_moment(phase, acquired);
+  recorder_.begin_moment(phase, acquired, tide_of_running_moment());
+  moment_is_planned_ = replay_.is_running() && replay_.is_next(phase, acquired);
+  if (moment_is_planned_) {
+    ++memory_.counters().num_replayed_moments;
+    begin_planned();
+  } else if (replay_.is_running()) {
+    layout().is_sharded() ? replay_.note_between() : leave_plan();
+  }
+}
+
+void Pager::settle_moment() {
+  if (moment_is_planned_) settle_planned();
+  // What was evicted above is not part of this moment's tide.
+  if (measures_tide()) memory_.device().take_tide_peak(*this);
+  memory_.tracer().settle_moment();
+}
+
+void Pager::skip_moment() {
+  replay_.note_skipped();
+  const std::vector<ArrayId> acquired = replay_.next_moment().acquired;
+  begin_planned();
+  for (ArrayId id : acquired) {
+    if (needs_gather(id) || has_outlived_plan(id)) gather_in_turn(id);
+  }
+  settle_planned();
+}
+
+void Pager::begin_planned() {
+  replay_.advance();
+  drop_outlived();
+  for (ArrayId id : replay_.current().evict) evict_as_planned(id);
+}
+
+void Pager::settle_planned() {
+  const MomentPlan& planned = replay_.current();
+  for (ArrayId id : planned.evict_ahead) evict_as_planned(id);
+  postponed_.insert(postponed_.end(), planned.prefetch.begin(), planned.prefetch.end());
+  // In order: a later one must not take the link, and the slot, of an earlier one.
+  auto first_left = postponed_.begin();
+  while (first_left != postponed_.end() && prefetch(*first_left)) ++first_left;
+  postponed_.erase(postponed_.begin(), first_left);
+}
+
+int64_t Pager::tide_of_running_moment() {
+  const int64_t wanted = take_worthwhile_tide();
+  const int64_t tide = measures_tide() ? memory_.device().take_tide_peak(*this) : replay_.planned_tide();
+  const int64_t peak = std::max(tide, wanted);
+  replay_.note_tide(peak);
+  return peak;
+}
+
+int64_t Pager::take_worthwhile_tide() {
+  const int64_t wanted = memory_.backend().take_wanted_tide();
+  if (wanted == 0 || num_tide_raises_ == kMostTideRaises || payload_limit_bytes_ == INT64_MAX) return 0;
+  const int64_t states = state_bytes();
+  const auto kept = static_cast<double>(payload_limit_bytes_ - states) * kShareKeptByRaise;
+  if (memory_.backend().limit_bytes() - wanted < states + static_cast<int64_t>(kept)) return 0;
+  ++num_tide_raises_;
+  return wanted;
+}
+
+void Pager::set_plan(Plan plan, NextUse next_use) {
+  replay_.set_plan(std::move(plan), std::move(next_use));
+  ++memory_.counters().num_plans;
+  if (!replay_.has_plan()) postponed_.clear();
+}
+
+void Pager::restart_replay() {
+  replay_.restart(recorder_.last());
+  postponed_.clear();
+  outlived_.clear();
+  if (!layout().is_sharded()) return;
+  // All ranks begin alike, whatever an evaluation has left here.
+  for (ChunkId chunk = 0; chunk < store().num_chunks(); ++chunk) {
+    const ArrayId id{chunk, ArrayKind::kParam};
+    if (is_evictable(id) || !memory_.array(id).slot) memory_.drop_slot(id);
+  }
+}
+
+void Pager::leave_plan() {
+  gather_postponed();
+  outlived_.clear();
+  replay_.leave();
+}
+
+// [Note: the same order on every rank] What this rank put off, others have gathered already.
+void Pager::gather_in_turn(ArrayId id) {
+  const auto end = std::find(postponed_.begin(), postponed_.end(), id);
+  gather_postponed(end == postponed_.end() ? postponed_.size() : static_cast<size_t>(end - postponed_.begin()) + 1);
+  if (needs_gather(id) || has_outlived_plan(id)) gather(id.chunk);
+}
+
+void Pager::gather_postponed(size_t most) {
+  for (size_t count = std::min(most, postponed_.size()); count > 0; --count) {
+    const ArrayId id = postponed_.front();
+    postponed_.erase(postponed_.begin());
+    if (needs_gather(id) || has_outlived_plan(id)) gather(id.chunk);
+  }
+}
+
+void Pager::evict_as_planned(ArrayId id) {
+  const ArrayRecord& array = memory_.array(id);
+  if (!memory_.is_whole(id)) {
+    evict(id, HostRoom::kFree);
+  } else if (array.holds > 0) {
+    outlived_.push_back(id);
+  } else if (!array.slot) {
+    memory_.drop_block(id);
+  } else if (is_evictable(id)) {
+    memory_.drop_slot(id);
+    ++memory_.counters().num_evictions;
+  }
+}
+
+bool Pager::has_outlived_plan(ArrayId id) const {
+  return std::find(outlived_.begin(), outlived_.end(), id) != outlived_.end();
+}
+
+bool Pager::take_outlived(ArrayId id) {
+  const auto found = std::find(outlived_.begin(), outlived_.end(), id);
+  if (found == outlived_.end()) return false;
+  outlived_.erase(found);
+  return true;
+}
+
+void Pager::drop_outlived() {
+  const auto is_over = [this](ArrayId id) {
+    if (memory_.array(id).holds > 0) return false;
+    memory_.drop_slot(id);
+    return true;
+  };
+  outlived_.erase(std::remove_if(outlived_.begin(), outlived_.end(), is_over), outlived_.end());
+}
+
+}  // namespace patrickstar
