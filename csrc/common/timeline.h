@@ -40,7 +40,8 @@ struct ActivationCopies {
 
 struct Timeline {
   std::vector<Moment> moments;
-  // By phase (a forward or a backward), in their order: how many moments the step had when it was over. Empty: not known.
+  // By phase (a forward or a backward), in their order: how many moments the step had when it was over. Empty: not
+  // known.
   std::vector<int64_t> phase_ends;
 };
 

@@ -110,12 +110,12 @@ class Collectives {
   void note_scatter(ChunkId chunk);
   // Whether all ranks stay in the plan after a forward. One exchange.
   bool all_stay(ForwardEnd mine);
-  // Bit by bit, where all ranks' backwards are complete; else false, and flags are as they were. Where ranks noted other
-  // scatters than each other, ends these and throws RankMismatch on every rank. One exchange.
+  // Bit by bit, where all ranks' backwards are complete; else false, and flags are as they were. Where ranks noted
+  // other scatters than each other, ends these and throws RankMismatch on every rank. One exchange.
   bool any_over_ranks(std::vector<uint8_t>& flags, BackwardEnd mine);
   // The tides of `timeline` become the highest of all ranks, moment by moment where these saw the same moments; so do
-  // `planned_tides` (null: this rank has left the plan) where all followed the plan. One exchange, which takes a note of
-  // each rank to all others.
+  // `planned_tides` (null: this rank has left the plan) where all followed the plan. One exchange, which takes a note
+  // of each rank to all others.
   StepAgreement agree_on(Timeline& timeline, std::vector<int64_t>* planned_tides, const std::string& note = {});
 
  private:

@@ -170,8 +170,8 @@ class Pager final : public Tenant {
   Event dequantize(ChunkId chunk, void* to, Slot& slot, Slot staging);
   // With several ranks, in a replay: gathers what was postponed, up to the chunk.
   void gather_in_turn(ArrayId id);
-  // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent for
-  // the plan's next all-gather, as on the other ranks, and leave when the operation is over.
+  // With several ranks: the plan has evicted values that an operation of this rank still holds. They count as absent
+  // for the plan's next all-gather, as on the other ranks, and leave when the operation is over.
   bool has_outlived_plan(ArrayId id) const;
   bool take_outlived(ArrayId id);
   void drop_outlived();

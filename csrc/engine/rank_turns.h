@@ -8,8 +8,8 @@
 //   a planned reduce-scatter                     has the gradients that are there; later ones are added by another one
 //
 // At the end of each phase all ranks tell each other how theirs went, in one exchange. Where one needs more than the
-// plan gives, or its forward varied so that its backward may come in another order, all leave the plan until the step is
-// over, and take turns. So no rank waits for a collective that another one does not enqueue.
+// plan gives, or its forward varied so that its backward may come in another order, all leave the plan until the step
+// is over, and take turns. So no rank waits for a collective that another one does not enqueue.
 //
 // [Note: a forward run again] A forward that ran out of memory is such a case: the rank takes its part in what the plan
 // has left of it without computing, and makes the forward again when all have left the plan.
@@ -57,7 +57,8 @@ class RankTurns {
   // The gradients of all ranks are all ranks' when it returns.
   void finish_backward();
   // Whether the step after one in which ranks went such ways may have a plan; the same on all ranks. Where calls are
-  // shared, none has from the first one on in which they went apart, since nobody could leave it in the middle of a call.
+  // shared, none has from the first one on in which they went apart, since nobody could leave it in the middle of a
+  // call.
   bool may_plan_after(StepAgreement::Ways ways);
 
  private:

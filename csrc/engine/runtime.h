@@ -152,8 +152,9 @@ class Runtime final : public UseListener {
   void drop_activation(Stash::Ticket ticket);
   // The forward ran out of device memory and will be made again: as if it had not begun. Its activations are gone.
   void undo_forward();
-  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
+  // By chunk, or empty: whether the device makes the host's update, in pieces of so many elements (engine/visits.h).
   void set_visits(const std::vector<bool>& chunks, int64_t piece_numel);
+  // Pushes off the device what can leave it and gives cached memory back, before another try of what ran out of memory.
   void vacate_device(Vacate what);
   // An exception left the forward: what it held is released. Gradients of earlier backwards stay.
   void abort_forward();

@@ -320,7 +320,7 @@ void Player::retire(ArrayId id, size_t moment) {
   if (where == UpdateAt::kDiskAtRetire) update_through_disk(id.chunk, ready);
 }
 
-// The norm, then OptimizerStep::apply: values that were updated on the host are not on the device any more.
+// The norm, then Updates::apply: values that were updated on the host are not on the device any more.
 void Player::finish_step() {
   wait({scatter_end_, kOnCollective});
   launch_ = {std::max(launch_.at, compute_end_) + rates_.synchronize_seconds, kOnLaunch};
@@ -457,7 +457,7 @@ void Player::update_through_disk(ChunkId chunk, double begin) {
   times(ArrayId{chunk, ArrayKind::kParam}.index()).on_host_at = {disk_adam_end_, kOnHostUpdate};
 }
 
-// As Pager::replay: one whose value is still being made holds back those after it until the next moment.
+// Pager::settle_planned: one whose value is still being made holds back those after it until the next moment.
 void Player::prefetch(const std::vector<ArrayId>& arrays) {
   for (ArrayId id : arrays) postponed_.push_back(id.index());
   const auto is_made = [this](const ArrayTimes& array) {
@@ -469,7 +469,7 @@ void Player::prefetch(const std::vector<ArrayId>& arrays) {
   }
 }
 
-// As Pager::fetch_postponed: what was put off comes before what is needed now, since all ranks gather in one order.
+// Pager::gather_in_turn: what was put off comes before what is needed now, since all ranks gather in one order.
 void Player::bring_postponed(int last) {
   while (!postponed_.empty() && !times(last).on_device) {
     bring(postponed_.front());

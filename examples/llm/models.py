@@ -101,7 +101,7 @@ def with_lora(model: nn.Module, rank: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UsageError("--lora needs PEFT: pip install 'patrickstar[examples]'") from error
+        raise UsageError("--lora needs PEFT: in a clone, pip install '.[examples]'") from error
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 

@@ -74,7 +74,7 @@ def _client_module() -> Any:
     try:
         return importlib.import_module("patrickstar.ones.cluster.client")
     except ImportError as error:
-        raise ImportError(f"{error}; the scheduler needs Ray: pip install 'patrickstar[ones]'") from error
+        raise ImportError(f"{error}; the scheduler needs Ray: in a clone, pip install '.[ones]'") from error
 
 
 def _start(options: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m patricks
 
         config = _config(options)
     except ImportError as error:
-        parser.error(f"{error}; pip install 'patrickstar[transformers]' brings what it needs")
+        parser.error(f"{error}; in a clone, pip install '.[transformers]' brings what it needs")
     except ValueError as error:
         parser.error(str(error))
     elastic = None if options.global_batch is None else ElasticTraining(global_batch=options.global_batch)

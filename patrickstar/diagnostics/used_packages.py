@@ -23,7 +23,7 @@ class UsedPackage:
     purpose: str
     """The part of PatrickStar that needs it, in words for ``python -m patrickstar.env``."""
     extra: str
-    """``pip install 'patrickstar[extra]'`` brings it; or :data:`REQUIRED`."""
+    """``pip install '.[extra]'`` in a clone brings it; or :data:`REQUIRED`."""
     minimum: tuple[int, ...]
     """The first version that works."""
     below: tuple[int, ...] | None = None

@@ -115,7 +115,7 @@ def from_pretrained(
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("from_pretrained needs transformers: pip install 'patrickstar[transformers]'") from error
+        raise ImportError("from_pretrained needs transformers: in a clone, pip install '.[transformers]'") from error
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{os.fspath(folder)} has no config.json; give a folder that save_pretrained wrote")
     values = SafetensorsFolder(folder)

@@ -175,7 +175,7 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"{error}; pictures need matplotlib: pip install 'patrickstar[ones]'") from error
+        raise ImportError(f"{error}; pictures need matplotlib: in a clone, pip install '.[ones]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()

@@ -41,7 +41,7 @@ def write_profile(trace: dict[str, Any], step: int, folder: Path, layers: ChunkL
     try:
         from patrickstar.profiling.picture import draw
     except ImportError as error:
-        logger.warning("profile: no picture, because %s; pip install 'patrickstar[profile]' brings matplotlib", error)
+        logger.warning("profile: no picture, because %s; in a clone, pip install '.[profile]' brings matplotlib", error)
         return [trace_file, text_file]
     draw(trace, step, picture, layers)
     return [trace_file, text_file, picture]

@@ -200,7 +200,7 @@ def test_without_matplotlib(result, tmp_path, monkeypatch, caplog):
     files = write_profile(result.trace, 5, tmp_path, result.layers)
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert [file.name for file in files] == ["step5.trace.json", "step5.txt"]
-    assert "pip install 'patrickstar[profile]'" in caplog.text
+    assert "pip install '.[profile]'" in caplog.text
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow), 4])

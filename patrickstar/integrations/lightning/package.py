@@ -18,8 +18,8 @@ def _find() -> ModuleType:
             if error.name is None or not name.startswith(error.name):
                 raise
     raise ImportError(
-        "patrickstar.integrations.lightning needs Lightning, which is not installed; run "
-        'pip install "patrickstar[lightning]"'
+        "patrickstar.integrations.lightning needs Lightning, which is not installed; "
+        "in a clone, pip install '.[lightning]'"
     )
 
 

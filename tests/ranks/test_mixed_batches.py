@@ -1,0 +1,102 @@
+"""Mixtures of experts and vision-language models of transformers on ranks whose batches differ after planned steps: no
+images on one of them, or tokens that reach other experts. Losses and parameters are those of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from patrickstar.runtime import initialize_engine
+from tests.distributed import run_ranks
+from tests.ranks.mixed_models import FAMILIES, batch, build
+from tests.ranks.runs import rank_and_size
+from tests.ranks.ways import SMOOTH_ADAM
+from tests.training import make_config
+
+NUM_COMMON, NUM_STEPS = 2, 6
+
+
+def batches(family: str, step: int, accumulate: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    """The first steps are alike; later the ranks have images and many tokens in turn."""
+    is_common = step < NUM_COMMON
+    return [
+        batch(
+            family, 100 * step + 10 * part + (0 if is_common else rank), is_common, is_common or (step + rank) % 2 == 0
+        )
+        for part in range(accumulate)
+    ]
+
+
+def train_families(families: list[str], accumulate: int, checkpointing: bool) -> list[dict[str, Any]]:
+    rank, _ = rank_and_size()
+    dist.init_process_group("gloo")
+    found = []
+    for family in families:
+        torch.manual_seed(0)
+        options = {"default_chunk_size": 1024, "device_memory": "2MiB", "rank_timeout_seconds": 30}
+        config = make_config("fp32", **options)
+        config["optimizer"]["params"] = dict(SMOOTH_ADAM)
+        engine, optimizer = initialize_engine(build(family), 0, config)
+        losses = []
+        with engine:
+            engine.train()
+            if checkpointing:
+                engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+            for step in range(NUM_STEPS):
+                optimizer.zero_grad()
+                for inputs in batches(family, step, accumulate, rank):
+                    loss = engine(**inputs, use_cache=False).loss
+                    engine.backward(loss / accumulate)
+                    losses.append(loss.item())
+                optimizer.step()
+            report = engine.report()
+            found.append({"losses": losses, "state": engine.state_dict(), "replayed": report["num_replayed_moments"]})
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Losses by rank, and the state."""
+    torch.manual_seed(0)
+    module = build(family)().train()
+    optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)
+    losses: list[list[float]] = [[] for _ in range(num_ranks)]
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for rank in range(num_ranks):
+            for inputs in batches(family, step, accumulate, rank):
+                loss = module(**inputs, use_cache=False).loss
+                (loss / (num_ranks * accumulate)).backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+    return losses, {name: value.detach() for name, value in module.state_dict().items()}
+
+
+def check(families: list[str], num_ranks: int, accumulate: int, checkpointing: bool) -> None:
+    by_rank = run_ranks(num_ranks, train_families, families, accumulate, checkpointing, timeout_seconds=600)
+    for index, family in enumerate(families):
+        losses, state = train_plain(family, num_ranks, accumulate)
+        for rank, runs in enumerate(by_rank):
+            run = runs[index]
+            gap = max(abs(mine - wanted) / wanted for mine, wanted in zip(run["losses"], losses[rank], strict=True))
+            print(f"{family}, rank {rank}: loss off by {gap:.1e}; {run['replayed']} moments by plan")
+            assert gap < 5e-6, family
+            for name, value in state.items():
+                torch.testing.assert_close(run["state"][name], value, rtol=1e-4, atol=5e-6, msg=f"{family}: {name}")
+
+
+def test_batches_without_images_and_tokens_of_other_experts():
+    check(["Llava", "Qwen3Moe"], 2, 1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "accumulate", "checkpointing"), [(2, 1, False), (2, 2, True), (3, 1, True), (4, 2, False)]
+)
+def test_all_families(num_ranks, accumulate, checkpointing):
+    check(FAMILIES, num_ranks, accumulate, checkpointing)
