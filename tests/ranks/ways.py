@@ -17,7 +17,6 @@ from patrickstar.runtime import initialize_engine
 from tests.ranks.runs import rank_and_size
 from tests.training import make_config
 
-HIDDEN = 16
 SMOOTH_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.01}
 """With an eps above which a gradient's rounding error is as small in the update."""
 NUM_BLOCKS = 6
@@ -38,16 +37,16 @@ class Way:
 class Blocks(nn.Module):
     """Blocks in any order, a mixture whose experts are slices of one parameter, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.stem = nn.Linear(HIDDEN, HIDDEN)
+        self.stem = nn.Linear(hidden, hidden)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
+            nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden))
             for _ in range(NUM_BLOCKS)
         )
-        self.up = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 4)
-        self.down = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 4)
-        self.head = nn.Linear(HIDDEN, HIDDEN)
+        self.up = nn.Parameter(torch.randn(4, hidden, hidden) / hidden**0.5)
+        self.down = nn.Parameter(torch.randn(4, hidden, hidden) / hidden**0.5)
+        self.head = nn.Linear(hidden, hidden)
 
     def forward(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         x = torch.tanh(self.stem(x))
@@ -115,15 +114,17 @@ class Ways:
         return cls(tuple(steps))
 
 
-def batches(ways: Ways) -> list[list[list[torch.Tensor]]]:
+def batches(ways: Ways, hidden: int) -> list[list[list[torch.Tensor]]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        [[torch.randn(4, HIDDEN, generator=generator) for _ in ranks] for ranks in micro_batches]
+        [[torch.randn(4, hidden, generator=generator) for _ in ranks] for ranks in micro_batches]
         for micro_batches in ways.steps
     ]
 
 
-def train_ways(all_ways: list[Ways], options: dict[str, Any], forgets_plans: bool = False) -> list[dict[str, Any]]:
+def train_ways(
+    all_ways: list[Ways], options: dict[str, Any], forgets_plans: bool = False, hidden: int = 16
+) -> list[dict[str, Any]]:
     """This rank's training of each. With ``forgets_plans`` every step goes without a plan."""
     rank, size = rank_and_size()
     if size > 1:
@@ -133,10 +134,10 @@ def train_ways(all_ways: list[Ways], options: dict[str, Any], forgets_plans: boo
         torch.manual_seed(0)
         config = make_config("fp32", **{"default_chunk_size": 1200, "rank_timeout_seconds": 60, **options})
         config["optimizer"]["params"] = dict(SMOOTH_ADAM)
-        engine, optimizer = initialize_engine(Blocks, 0, config)
+        engine, optimizer = initialize_engine(lambda: Blocks(hidden), 0, config)
         losses = []
         with engine:
-            for micro_batches, data in zip(ways.steps, batches(ways), strict=True):
+            for micro_batches, data in zip(ways.steps, batches(ways, hidden), strict=True):
                 optimizer.zero_grad()
                 for by_rank, inputs in zip(micro_batches, data, strict=True):
                     loss = engine(inputs[rank], by_rank[rank])
@@ -153,13 +154,13 @@ def train_ways(all_ways: list[Ways], options: dict[str, Any], forgets_plans: boo
     return found
 
 
-def train_ways_plain(ways: Ways, rank: int = 0) -> dict[str, Any]:
+def train_ways_plain(ways: Ways, rank: int = 0, hidden: int = 16) -> dict[str, Any]:
     """The mean of the ranks' gradients, with plain PyTorch; losses of ``rank``."""
     torch.manual_seed(0)
-    module = Blocks()
+    module = Blocks(hidden)
     optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)
     losses = []
-    for micro_batches, data in zip(ways.steps, batches(ways), strict=True):
+    for micro_batches, data in zip(ways.steps, batches(ways, hidden), strict=True):
         optimizer.zero_grad()
         for by_rank, inputs in zip(micro_batches, data, strict=True):
             for index, (way, x) in enumerate(zip(by_rank, inputs, strict=True)):
