@@ -104,7 +104,8 @@ def test_models(name):
 def test_against_one_process():
     """float32 against torch.optim on the CPU: other kernels and another order of the sum, so only close."""
     task = Task("gpt2", steps=10)
-    state = run([task])[0][0]["state"]
-    error = relative_error(state, train_plain(task, NUM_RANKS))
-    print(f"{NUM_RANKS} ranks: parameters within {error:.1e} of one process's on the CPU")
+    size = min(NUM_RANKS, 2)  # a row of the batch each
+    state = run([task], size)[0][0]["state"]
+    error = relative_error(state, train_plain(task, size))
+    print(f"{size} ranks: parameters within {error:.1e} of one process's on the CPU")
     assert error < 1e-3

@@ -20,6 +20,8 @@ from tests.tensor2d.test_products import LIMITS, errors_of_products
 
 pytestmark = pytest.mark.gpu
 
+MOST_LINE_RANKS = 3  # the models have 6 heads and samples of 6 tokens
+
 
 def add_up_in_float32():
     """cuBLAS may split a product of 16 bits along its inner dimension and add its parts up in 16 bits, unless it is
@@ -83,22 +85,27 @@ def check(errors, by_model):
         assert {key: value for key, value in gaps.items() if not value <= 1e-10} == {}, name
 
 
+def of_line(on_gpus):  # noqa: F811
+    num_ranks, *where = on_gpus
+    return min(num_ranks, MOST_LINE_RANKS), *where
+
+
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 def test_products_and_models_over_the_lines_of_an_engine(on_gpus, axis):  # noqa: F811
-    for found in run(on_gpus, over_own_groups, axis):
+    for found in run(of_line(on_gpus), over_own_groups, axis):
         check(*found)
 
 
 @pytest.mark.parametrize("axis", ["rows", "columns"])
 def test_training_in_bfloat16_as_one_process(on_gpus, axis):  # noqa: F811
-    of_all = run(on_gpus, train_over_own_groups, axis)
+    of_all = run(of_line(on_gpus), train_over_own_groups, axis)
     print(of_all[0])
     assert len({tuple(found for _, found in losses) for losses in of_all}) == 1
     assert all(found == pytest.approx(expected, rel=0.03) for expected, found in of_all[0])
     assert of_all[0][-1][1] < of_all[0][0][1] - 0.1
 
 
-MESHES = [mesh for mesh in ((1, 2), (2, 1), (2, 2), (1, 4)) if mesh[0] * mesh[1] <= NUM_RANKS] or [(1, 1)]
+MESHES = [mesh for mesh in ((1, 2), (2, 1), (2, 2), (1, 3)) if mesh[0] * mesh[1] <= NUM_RANKS] or [(1, 1)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), MESHES)
