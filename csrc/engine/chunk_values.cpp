@@ -12,8 +12,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kCopyGrain = int64_t{4} << 20;  // bytes
-
 // Of a parameter on its way through host memory.
 constexpr int64_t kPieceNumel = int64_t{1} << 20;
 constexpr int64_t kStagedNumel = int64_t{4} << 20;  // where the host alone is to have it, by all threads
@@ -43,47 +41,58 @@ ParamValues part(ParamValues values, const ParamShard& shard) {
 void ChunkValues::write(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
-  PS_CHECK(memory_.array({chunk, ArrayKind::kParam}).holds == 0, StateError, store_.param_name(param),
-           " cannot be written while a module that uses it runs; write it between steps");
+  const ChunkSpec& spec = layout.chunk(chunk);
+  const bool in_use = kind == ArrayKind::kMaster && is_in_use(chunk);
+  PS_CHECK(!in_use || !spec.is_quantized(), StateError, store_.param_name(param),
+           " is quantised, and cannot be written while a module that uses it runs; write it between steps");
+  if (spec.is_quantized()) return write_quantized(param, values);
+  write_own(param, kind, part(values, layout.shard_of(param)), home);
+  if (in_use) replace_in_use(param, values);
+}
+
+void ChunkValues::write_own(ParamId param, ArrayKind kind, ParamValues values, Tier home) {
+  const Layout& layout = store_.layout();
+  const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
   const ChunkSpec& spec = layout.chunk(chunk);
-  if (spec.is_quantized()) return write_quantized(param, values);
-  values = part(values, shard);
   if (!spec.trainable) return write_cast(param, {chunk, layout.param_home()}, values);
   if (spec.is_in_split(kind)) return write_split(param, kind, values, home);
   if (kind == ArrayKind::kMaster && !spec.states.has(kind)) return write_bare(param, values, home);
   pager_.ensure_state({chunk, kind}, home);
   if (spec.states.of(kind) != StateType::kFloat32) return write_compressed(param, kind, values);
-  write_bytes({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
+  bytes_.write({chunk, kind}, float_bytes(shard.offset), {values.data, values.where}, float_bytes(shard.numel));
   if (kind == ArrayKind::kMaster) discard_compute_values(chunk);
+}
+
+// [Note: written in use] Operations and autograd's saved views read the slot, so the new values are put into it, whole
+// on every rank.
+void ChunkValues::replace_in_use(ParamId param, ParamValues values) {
+  const Layout& layout = store_.layout();
+  const Placement& placement = layout.placement(param);
+  const DType dtype = layout.chunk(placement.chunk).dtype;
+  const int64_t total = layout.param(param).numel;
+  std::vector<float> staged(static_cast<size_t>(std::min(kPieceNumel, total)));
+  std::vector<char> rounded(staged.size() * static_cast<size_t>(element_size(dtype)));
+  for (int64_t begin = 0; begin < total; begin += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, total - begin);
+    bytes_.copy_to_host(staged.data(), {values.data + begin, values.where}, float_bytes(numel));
+    memory_.host_compute().cast_from_float(staged.data(), rounded.data(), dtype, numel);
+    bytes_.enqueue_to_slot({placement.chunk, ArrayKind::kParam}, (placement.offset + begin) * element_size(dtype),
+                           rounded.data(), numel * element_size(dtype));
+    memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
+  }
 }
 
 void ChunkValues::write_quantized(ParamId param, ParamValues values) {
   if (values.where == Tier::kHost) return quantized_.write(param, values.data);
   std::vector<float> staged(static_cast<size_t>(store_.layout().param(param).numel));
-  copy_to_host(staged.data(), {values.data, values.where}, float_bytes(static_cast<int64_t>(staged.size())));
+  bytes_.copy_to_host(staged.data(), {values.data, values.where}, float_bytes(static_cast<int64_t>(staged.size())));
   quantized_.write(param, staged.data());
 }
 
-void ChunkValues::write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
-  ArrayRecord& record = memory_.array(id);
-  if (record.on_device) {
-    memory_.await_on_device(id);
-    if (num_bytes > 0) {
-      memory_.backend().copy(Queue::kCompute, static_cast<char*>(record.slot.data) + offset_bytes, from.data,
-                             num_bytes);
-    }
-    memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
-    record.set_on_device();
-  } else {
-    pager_.bring_to_host(id);
-    copy_to_host(static_cast<char*>(record.block.data) + offset_bytes, from, num_bytes);
-    record.set_on_host();
-  }
-}
-
-// It is where the leading state is, and nowhere else.
+// It is where the leading state is, and nowhere else; but in use it stays where it was brought.
 void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
+  if (is_in_use(chunk)) return;
   const ArrayId param{chunk, store_.layout().param_home()};
   const ChunkSpec& spec = store_.chunk(chunk);
   if (memory_.array({chunk, spec.leading_state()}).exists()) {
@@ -111,11 +120,10 @@ void ChunkValues::make_stored(ArrayId id, Tier home) {
 void ChunkValues::write_stored(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes) {
   ArrayRecord& record = memory_.array(id);
   if (!record.on_device || num_bytes == 0) {
-    if (num_bytes > 0) write_bytes(id, offset_bytes, from, num_bytes);
+    if (num_bytes > 0) bytes_.write(id, offset_bytes, from, num_bytes);
     return;
   }
-  memory_.await_on_device(id);
-  memory_.backend().copy(Queue::kCompute, static_cast<char*>(record.slot.data) + offset_bytes, from.data, num_bytes);
+  bytes_.enqueue_to_slot(id, offset_bytes, from.data, num_bytes);
   record.set_on_device();
 }
 
@@ -133,19 +141,20 @@ void ChunkValues::write_split(ParamId param, ArrayKind kind, ParamValues values,
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
     const ArrayId variance{chunk, ArrayKind::kVariance};
-    copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
-    if (lends_sign) read_bytes(variance, float_bytes(first), signs, float_bytes(numel));
+    bytes_.copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
+    if (lends_sign) bytes_.read(variance, float_bytes(first), signs, float_bytes(numel));
     if (kind == ArrayKind::kVariance) {
       for (size_t i = 0; i < static_cast<size_t>(numel); ++i) {
         piece.variance[i] = std::copysign(piece.values[i], piece.variance[i]);
       }
     } else {
       memory_.host_compute().split_master(piece.values.data(), piece.param.data(), piece.lower.data(), signs, numel);
-      write_bytes({chunk, layout.param_home()}, half_bytes(first), {piece.param.data(), Tier::kHost},
-                  half_bytes(numel));
-      write_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost}, half_bytes(numel));
+      bytes_.write({chunk, layout.param_home()}, half_bytes(first), {piece.param.data(), Tier::kHost},
+                   half_bytes(numel));
+      bytes_.write({chunk, ArrayKind::kMaster}, half_bytes(first), {piece.lower.data(), Tier::kHost},
+                   half_bytes(numel));
     }
-    if (lends_sign) write_bytes(variance, float_bytes(first), {signs, Tier::kHost}, float_bytes(numel));
+    if (lends_sign) bytes_.write(variance, float_bytes(first), {signs, Tier::kHost}, float_bytes(numel));
   }
 }
 
@@ -169,7 +178,7 @@ void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamVa
     const int64_t numel = std::min(most, shard.numel - begin);
     const float* master = values.data + begin;
     if (is_staged) {
-      copy_to_host(staged.data(), {master, values.where}, float_bytes(numel));
+      bytes_.copy_to_host(staged.data(), {master, values.where}, float_bytes(numel));
       master = staged.data();
     }
     memory_.host_compute().split_master(master, param + begin, lower + begin,
@@ -187,13 +196,13 @@ void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
-    if (lends_sign) read_bytes({chunk, ArrayKind::kVariance}, float_bytes(first), signs, float_bytes(numel));
+    if (lends_sign) bytes_.read({chunk, ArrayKind::kVariance}, float_bytes(first), signs, float_bytes(numel));
     if (kind == ArrayKind::kVariance) {
       for (int64_t i = 0; i < numel; ++i) values[begin + i] = std::fabs(piece.variance[static_cast<size_t>(i)]);
       continue;
     }
-    read_bytes({chunk, layout.param_home()}, half_bytes(first), piece.param.data(), half_bytes(numel));
-    read_bytes({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
+    bytes_.read({chunk, layout.param_home()}, half_bytes(first), piece.param.data(), half_bytes(numel));
+    bytes_.read({chunk, ArrayKind::kMaster}, half_bytes(first), piece.lower.data(), half_bytes(numel));
     memory_.host_compute().join_master(piece.param.data(), piece.lower.data(), signs, values + begin, numel);
   }
 }
@@ -208,10 +217,10 @@ void ChunkValues::write_bare(ParamId param, ParamValues values, Tier home) {
   SplitPiece piece(shard.numel);
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
-    copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
+    bytes_.copy_to_host(piece.values.data(), {values.data + begin, values.where}, float_bytes(numel));
     memory_.host_compute().cast_from_float(piece.values.data(), piece.param.data(), dtype, numel);
-    write_bytes({chunk, layout.param_home()}, half_bytes(shard.offset + begin), {piece.param.data(), Tier::kHost},
-                half_bytes(numel));
+    bytes_.write({chunk, layout.param_home()}, half_bytes(shard.offset + begin), {piece.param.data(), Tier::kHost},
+                 half_bytes(numel));
   }
 }
 
@@ -228,13 +237,13 @@ void ChunkValues::write_compressed(ParamId param, ArrayKind kind, ParamValues va
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
-    copy_to_host(piece.data(), {values.data + begin, values.where}, float_bytes(numel));
+    bytes_.copy_to_host(piece.data(), {values.data + begin, values.where}, float_bytes(numel));
     memory_.host_compute().compress_state(piece.data(), type, stored.data(), scales.data(), numel,
                                           {0, 0, shard.begin + begin});
-    write_bytes(id, state_offset(type, first), {stored.data(), Tier::kHost}, state_offset(type, numel));
+    bytes_.write(id, state_offset(type, first), {stored.data(), Tier::kHost}, state_offset(type, numel));
     if (!is_8_bit(type)) continue;
-    write_bytes(id, scales_offset(spec.shard_numel, first), {scales.data(), Tier::kHost},
-                float_bytes(num_state_blocks(numel)));
+    bytes_.write(id, scales_offset(spec.shard_numel, first), {scales.data(), Tier::kHost},
+                 float_bytes(num_state_blocks(numel)));
   }
 }
 
@@ -250,29 +259,21 @@ void ChunkValues::read_compressed(ParamId param, ArrayKind kind, float* values) 
   for (int64_t begin = 0; begin < shard.numel; begin += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, shard.numel - begin);
     const int64_t first = shard.offset + begin;
-    read_bytes(id, state_offset(type, first), stored.data(), state_offset(type, numel));
+    bytes_.read(id, state_offset(type, first), stored.data(), state_offset(type, numel));
     if (is_8_bit(type)) {
-      read_bytes(id, scales_offset(spec.shard_numel, first), scales.data(), float_bytes(num_state_blocks(numel)));
+      bytes_.read(id, scales_offset(spec.shard_numel, first), scales.data(), float_bytes(num_state_blocks(numel)));
     }
     memory_.host_compute().expand_state(type, stored.data(), scales.data(), values + begin, numel);
   }
 }
 
-void ChunkValues::discard_compute_values(ChunkId chunk) {
-  memory_.discard({chunk, ArrayKind::kParam});
-  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
-}
+bool ChunkValues::is_in_use(ChunkId chunk) const { return memory_.array({chunk, ArrayKind::kParam}).holds > 0; }
 
-void ChunkValues::copy_to_host(void* to, ParamBytes from, int64_t num_bytes) {
-  if (from.where == Tier::kDevice) {
-    memory_.backend().copy(Queue::kCompute, to, from.data, num_bytes);
-    memory_.backend().synchronize(memory_.backend().record(Queue::kCompute));
-    return;
-  }
-  memory_.device().pool().parallel_for(num_bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
-    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from.data) + begin,
-                static_cast<size_t>(end - begin));
-  });
+// In use its slot stays ([Note: written in use]).
+void ChunkValues::discard_compute_values(ChunkId chunk) {
+  const ArrayId param{chunk, ArrayKind::kParam};
+  is_in_use(chunk) ? memory_.drop_block(param) : memory_.discard(param);
+  if (store_.layout().is_sharded()) memory_.discard({chunk, ArrayKind::kParamShard});
 }
 
 void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
@@ -280,6 +281,9 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
   const ParamShard shard = layout.shard_of(param);
   const DType dtype = layout.chunk(id.chunk).dtype;
   ArrayRecord& record = memory_.array(id);
+  const bool in_use = is_in_use(id.chunk);
+  const bool holds_slot = in_use && id.kind == ArrayKind::kParam;
+  if (holds_slot && !record.on_host) return;  // [Note: written in use]
   if (record.exists()) {
     pager_.bring_to_host(id);
   } else {
@@ -294,16 +298,17 @@ void ChunkValues::write_cast(ParamId param, ArrayId id, ParamValues values) {
       const int64_t numel = std::min(most, shard.numel - begin);
       const float* from = values.data + begin;
       if (!staged.empty()) {
-        copy_to_host(staged.data(), {from, values.where}, float_bytes(numel));
+        bytes_.copy_to_host(staged.data(), {from, values.where}, float_bytes(numel));
         from = staged.data();
       }
       memory_.host_compute().cast_from_float(from, data + begin * element_size(dtype), dtype, numel);
     }
   }
+  if (holds_slot) return;
   memory_.drop_slot(id);
   record.set_on_host();
   if (!store_.chunk(id.chunk).trainable && store_.home(id.chunk) == Tier::kDevice) settle_on_device(id);
-  if (id.kind == ArrayKind::kParamShard) memory_.discard({id.chunk, ArrayKind::kParam});
+  if (id.kind == ArrayKind::kParamShard && !in_use) memory_.discard({id.chunk, ArrayKind::kParam});
 }
 
 // [Note: homes on the host] A frozen value that the host has no memory for was a guest there.
@@ -342,22 +347,8 @@ void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   } else if (kind != ArrayKind::kGradSum && layout.chunk(id.chunk).states.of(kind) != StateType::kFloat32) {
     read_compressed(param, kind, values);
   } else {
-    read_bytes(id, float_bytes(shard.offset), values, float_bytes(shard.numel));
+    bytes_.read(id, float_bytes(shard.offset), values, float_bytes(shard.numel));
   }
-}
-
-void ChunkValues::read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes) {
-  const ArrayRecord& record = memory_.array(id);
-  if (!record.on_device) {
-    pager_.bring_to_host(id);
-    std::memcpy(to, static_cast<const char*>(record.block.data) + offset_bytes, static_cast<size_t>(num_bytes));
-    return;
-  }
-  memory_.await_on_device(id);
-  memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-  memory_.backend().copy(Queue::kDownload, to, static_cast<const char*>(memory_.array(id).slot.data) + offset_bytes,
-                         num_bytes);
-  memory_.backend().synchronize(memory_.backend().record(Queue::kDownload));
 }
 
 void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
@@ -368,7 +359,7 @@ void ChunkValues::read_cast(ParamId param, ArrayId id, float* values) {
   const ArrayRecord& record = memory_.array(id);
   if (record.on_device && !record.on_host) {
     std::vector<char> rounded(static_cast<size_t>(shard.numel * element_size(dtype)));
-    read_bytes(id, offset, rounded.data(), static_cast<int64_t>(rounded.size()));
+    bytes_.read(id, offset, rounded.data(), static_cast<int64_t>(rounded.size()));
     return memory_.host_compute().cast_to_float(rounded.data(), dtype, values, shard.numel);
   }
   pager_.bring_to_host(id);
@@ -410,8 +401,8 @@ void ChunkValues::write_gradient(ParamId param, ArrayKind source, ParamValues va
   values = part(values, shard);
   if (source != ArrayKind::kGradSum) return write_cast(param, id, values);
   pager_.bring_to_host(id);
-  copy_to_host(static_cast<float*>(memory_.array(id).block.data) + shard.offset, {values.data, values.where},
-               float_bytes(shard.numel));
+  bytes_.copy_to_host(static_cast<float*>(memory_.array(id).block.data) + shard.offset, {values.data, values.where},
+                      float_bytes(shard.numel));
   memory_.drop_slot(id);
   memory_.array(id).set_on_host();
 }

@@ -5,6 +5,7 @@
 // Guarded by the engine's lock.
 #pragma once
 
+#include "engine/array_bytes.h"
 #include "engine/pager.h"
 #include "engine/quantized_values.h"
 
@@ -16,20 +17,20 @@ struct ParamValues {
   Tier where;  // on the device: complete when the compute queue gets there
 };
 
-// The same of any type.
-struct ParamBytes {
-  const void* data;
-  Tier where;
-};
-
 class ChunkValues {
  public:
   ChunkValues(Pager& pager, Collectives& collectives)
-      : pager_(pager), memory_(pager.memory()), store_(pager.store()), collectives_(collectives), quantized_(pager) {}
+      : pager_(pager),
+        memory_(pager.memory()),
+        store_(pager.store()),
+        collectives_(collectives),
+        bytes_(pager),
+        quantized_(pager) {}
 
   // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
-  // `home`. `values` may be freed afterwards. Throws StateError while a module that uses the parameter runs, and
-  // ArgumentError where a value that is not finite is to be quantised.
+  // `home`. `values` may be freed afterwards. While operations use the chunk, new values take the old ones' place in its
+  // slot. Throws StateError where such a chunk is quantised, and ArgumentError where a value that is not finite is to be
+  // quantised.
   void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as
   // zeros. Throws ArgumentError for a state of a frozen parameter.
@@ -48,7 +49,11 @@ class ChunkValues {
   void write_gradient(ParamId param, ArrayKind source, ParamValues values);
 
  private:
+  bool is_in_use(ChunkId chunk) const;
+  // `values` are all of the parameter's.
+  void replace_in_use(ParamId param, ParamValues values);
   // These see this rank's part alone.
+  void write_own(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   // [Note: split masters] A master, or a variance beside one, in pieces that pass through host memory.
   void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   void split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values);
@@ -60,9 +65,6 @@ class ChunkValues {
   // [Note: states of fewer bytes], likewise.
   void write_compressed(ParamId param, ArrayKind kind, ParamValues values);
   void read_compressed(ParamId param, ArrayKind kind, float* values);
-  // Bytes of an array, on the tier where it is; returns when they are there.
-  void read_bytes(ArrayId id, int64_t offset_bytes, void* to, int64_t num_bytes);
-  void write_bytes(ArrayId id, int64_t offset_bytes, ParamBytes from, int64_t num_bytes);
   void write_cast(ParamId param, ArrayId id, ParamValues values);
   void write_quantized(ParamId param, ParamValues values);
   void settle_on_device(ArrayId id);
@@ -71,13 +73,12 @@ class ChunkValues {
   // Completes `values`, of which this rank's part is there.
   void gather(ParamId param, float* values);
   void discard_compute_values(ChunkId chunk);
-  // Returns when they are there.
-  void copy_to_host(void* to, ParamBytes from, int64_t num_bytes);
 
   Pager& pager_;
   ChunkMemory& memory_;
   ChunkStore& store_;
   Collectives& collectives_;
+  ArrayBytes bytes_;
   QuantizedValues quantized_;
 };
 
