@@ -48,7 +48,11 @@ void register_uses(py::module_& module) {
   py::class_<UseObserver, std::shared_ptr<UseObserver>>(module, "UseObserver", "See bind/use_observer.h.")
       .def(py::init<py::object, py::object>(), py::arg("listener"), py::arg("find_nodes"))
       .def("forget_scopes", &UseObserver::forget_scopes)
-      .def("touch", &UseObserver::touch);
+      .def("touch", &UseObserver::touch)
+      .def_property_readonly("is_between_calls", &UseObserver::is_between_calls)
+      .def("was_read", &UseObserver::was_read)
+      .def("note_read", &UseObserver::note_read)
+      .def("forget_reads", &UseObserver::forget_reads);
   py::enum_<Way>(module, "Way", "What a function does with a parameter's memory.")
       .value("LOOK", Way::kLook)
       .value("READ", Way::kRead)

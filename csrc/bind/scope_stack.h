@@ -34,6 +34,7 @@ class ScopeStack {
   // An operation in the innermost scope used `params` (maybe none is open). Says whether autograd saw the operation,
   // and so may need them again.
   bool note_use(const std::vector<ParamId>& params);
+  bool empty() const { return scopes_.empty(); }
   // Drops what an exception left open.
   void clear() { scopes_.clear(); }
 

@@ -69,10 +69,16 @@ py::object TorchFunction::read(Way way, const Arguments& arguments, py::handle f
   }
   const bool may_share = Py_TYPE(result.ptr()) != tensor_type_ || way == Way::kAlias ||
                          c10::InferenceMode::is_enabled() || result.attr(is_view_)().cast<bool>();
-  if (!may_share) return result;
-  py::list known;
-  for (const Argument& argument : arguments) known.append(argument.handle);
-  return as_view_(result, func, known);
+  py::object given = result;
+  if (may_share) {
+    py::list known;
+    for (const Argument& argument : arguments) known.append(argument.handle);
+    given = as_view_(result, func, known);
+  }
+  if (given.is(result)) {  // no view, whose values nobody has read yet
+    for (const EngineUse& use : uses) use.observer->note_read(use.params);
+  }
+  return given;
 }
 
 void TorchFunction::collect(py::handle value, Arguments& arguments) const {

@@ -76,6 +76,20 @@ std::optional<Scope> UseObserver::close_scope(const void* caller, py::handle out
   return scope;
 }
 
+bool UseObserver::was_read(ParamId param) const {
+  const auto index = static_cast<size_t>(param);
+  return index < read_.size() && read_[index] != 0;
+}
+
+void UseObserver::note_read(const std::vector<ParamId>& params) {
+  if (!is_between_calls()) return;
+  for (ParamId param : params) {
+    const auto index = static_cast<size_t>(param);
+    if (index >= read_.size()) read_.resize(index + 1, 0);
+    read_[index] = 1;
+  }
+}
+
 void UseObserver::touch(const std::vector<ParamId>& params) {
   const py::gil_scoped_release release;
   listens_.touch(params);

@@ -59,6 +59,14 @@ class UseObserver {
   // Drops what an exception left open.
   void forget_scopes() { scopes_.clear(); }
 
+  // No call of a module is under way: what is read or written then is the user's own access.
+  bool is_between_calls() const { return scopes_.empty(); }
+  // Values of `params` were given to the user; those that operations read within calls do not count.
+  void note_read(const std::vector<ParamId>& params);
+  // Whether that is so since forget_reads().
+  bool was_read(ParamId param) const;
+  void forget_reads() { read_.clear(); }
+
   // The user reads the memory of `params` outside of any operation.
   void touch(const std::vector<ParamId>& params);
   // Around an operation that uses `params`: its result's backward acquires them again.
@@ -71,6 +79,7 @@ class UseObserver {
   pybind11::object listener_;
   UseListener& listens_;
   ScopeStack scopes_;
+  std::vector<uint8_t> read_;  // by parameter, as far as one was read
   pybind11::object find_nodes_;
   pybind11::object tensor_type_;
   pybind11::object scratch_;  // see [Note: hooks on nodes]

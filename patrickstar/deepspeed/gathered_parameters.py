@@ -108,6 +108,7 @@ class _Gathered:
             self._view = param.data
             dtype, device = self._view.dtype, self._view.device
             self._values = session.states.value(param).to(device=device, dtype=dtype)
+        self._handle.uses.note_read([self._handle.id])
         become_ordinary(param, self._values.clone())
 
     def change(self) -> _Change | None:
@@ -152,9 +153,10 @@ class _Gathered:
         """Puts changed elements into the float32 value."""
         differs, values = change
         with _C.HostAllocations():
-            whole = self._session.states.value(self._param)
+            masters = self._session.states.value(self._param)
+            whole = masters.to(self._values.dtype).float()
             whole[differs] = values
-        self._session.states.set_value(self._param, whole)
+        self._session.observer.replace_values(self._handle, masters, whole)
 
 
 def _of_rank(

@@ -337,6 +337,7 @@ class Session:
             zero_grad=self.zero_grad,
             compile=self.compile,
             read_value=self.states.user_value,
+            load_exactly=self.observer.overwritten.exactly,
         )
         self._teardown.callback(self._converted.restore)
         self._trained = TrainedParams(
@@ -554,6 +555,8 @@ class Session:
         self.gradients.forget()
         self._trained.drop_left_gradients()
         self.managed.keep_gradients()
+        if self.config.optimizer.speculation is Speculation.COMMIT:
+            self.observer.overwritten.forget()
         self.runtime.begin_backward(expected_options, self.gradients.chunk_factor / scale)
         self._is_inside = True
 
@@ -637,6 +640,7 @@ class Session:
             clip = min(1.0, ratio)
             self.managed.step(param_groups, clip / scale)
             self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale, ratio)
+            self.observer.overwritten.forget()
         else:
             self.runtime.skip_step()
             if self.scaler is None:

@@ -100,9 +100,9 @@ class AdoptedParams:
         if not self._storages:
             self._storages = [self._bind_storage(chunk) for chunk in range(len(self._chunks))]
         for param_id in ids:
-            chunk, offset = self.layout.placement(param_id)
+            chunk, _ = self.layout.placement(param_id)
             self._untrimmed_bytes += self.specs[param_id].param.nbytes
-            self._adopt(param_id, chunk, offset)
+            self._adopt(param_id)
             self._taken.add(param_id)
             self._missing[chunk] -= 1
             if self._missing[chunk] == 0:
@@ -117,29 +117,19 @@ class AdoptedParams:
         self.runtime.bind_storage(chunk, storage._cdata)
         return storage
 
-    def _adopt(self, param_id: int, chunk: int, offset: int) -> None:
-        spec, storage = self.specs[param_id], self._storages[chunk]
-        param, data = spec.param, self.source(param_id)
-        handle = ParamHandle(
-            id=param_id,
+    def _adopt(self, param_id: int) -> None:
+        spec, data = self.specs[param_id], self.source(param_id)
+        former = FormerHandle(
             name=spec.name,
-            chunk=chunk,
-            storage=storage._cdata,
             shape=data.shape,
             stride=data.stride(),
-            offset=offset,
             trainable=spec.trained,
             original_dtype=data.dtype,
             original_device=spec.original_device,
-            observer=self._observer,
-            uses=self._observer.uses,
         )
+        handle = self._handle_of(param_id, former)
         self._observer.write_values(handle, _C.ArrayKind.MASTER, data)
-        with torch.no_grad():
-            view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
-            view.set_(storage, offset, data.shape, data.stride())
-        param.grad = None  # of a backward before the engine was built: autograd would add to it
-        become_chunked(param, view, handle)
+        self._become_view(param_id, handle)
 
     def host_bytes_when_released(self) -> int:
         """What ordinary parameters on the CPU will take, in bytes."""
@@ -240,28 +230,33 @@ class AdoptedParams:
         fill()
         for chunk, params in enumerate(self._chunks):
             for param_id in params:
-                was, offset = former[param_id], self.layout.placement(param_id)[1]
-                self._become_view(param_id, chunk, offset, was)
+                self._become_view(param_id, self._handle_of(param_id, former[param_id]))
                 self._taken.add(param_id)
             self._missing[chunk] = 0
             self.runtime.seal_storage(chunk)
 
-    def _become_view(self, param_id: int, chunk: int, offset: int, was: FormerHandle) -> None:
-        spec, storage = self.specs[param_id], self._storages[chunk]
-        handle = ParamHandle(
+    def _handle_of(self, param_id: int, former: FormerHandle) -> ParamHandle:
+        chunk, offset = self.layout.placement(param_id)
+        begin, numel, _ = self.layout.shard_of(param_id)
+        return ParamHandle(
             id=param_id,
             chunk=chunk,
-            storage=storage._cdata,
+            storage=self._storages[chunk]._cdata,
             offset=offset,
+            share=slice(begin, begin + numel),
+            dtype=self.specs[param_id].compute_dtype,
             observer=self._observer,
             uses=self._observer.uses,
-            **vars(was),
+            **vars(former),
         )
+
+    def _become_view(self, param_id: int, handle: ParamHandle) -> None:
+        param, storage = self.specs[param_id].param, self._storages[handle.chunk]
         with torch.no_grad():
-            view = torch.empty(0, dtype=spec.compute_dtype, device=storage.device)
-            view.set_(storage, offset, was.shape, was.stride)
-        spec.param.grad = None
-        become_chunked(spec.param, view, handle)
+            view = torch.empty(0, dtype=handle.dtype, device=storage.device)
+            view.set_(storage, handle.offset, handle.shape, handle.stride)
+        param.grad = None  # of a backward before the engine was built: autograd would add to it
+        become_chunked(param, view, handle)
 
     def _give_back(self, param_id: int, values: torch.Tensor | None) -> None:
         param = self.specs[param_id].param

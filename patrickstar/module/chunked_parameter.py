@@ -6,11 +6,6 @@ through ``__torch_function__`` here, which tells the observer *before* the opera
 after it which node of the autograd graph will need it again. So uses are observed, not assumed: functional weight
 tying, a module that reads another's weights, an expert that is used now and then, a user who prints a weight between
 two steps.
-
-[Note: writes] An operation that writes parameters (``p.mul_``, ``nn.init.normal_(p)``, ``p.data = ...``,
-``torch._foreach_mul_(params, 0.5)``, ``torch.add(a, b, out=p)``) is carried out on their float32 values and written
-back there, so nothing is lost when the compute copy is derived again. Which arguments it writes its schema says, where
-it has one, else its name. What is not found so is refused (csrc/bind/torch_function.h).
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.module.parameter_writes import carry_out_write, may_write
 
 if TYPE_CHECKING:
     from patrickstar.module.observer import Observer
@@ -54,6 +50,10 @@ class ParamHandle:
     """Its strides in elements; dense, in the memory order the user gave it."""
     offset: int
     """Its offset in the chunk in elements."""
+    share: slice
+    """This rank's share of its elements, in memory order."""
+    dtype: torch.dtype
+    """The dtype in which it computes."""
     trainable: bool
     """Whether it is trained: it required a gradient and was in a group of the optimizer when the engine was built, or
     came to be so (:mod:`patrickstar.engine.trained_params`)."""
@@ -114,25 +114,6 @@ _ALIASING = {
     torch.detach,
     torch.Tensor.alias if hasattr(torch.Tensor, "alias") else torch.detach,
 }
-_UNSUPPORTED_IN_PLACE = {
-    "set_",
-    "resize_",
-    "resize_as_",
-    "share_memory_",
-    "as_strided_",
-    "detach_",
-    "rename_",
-    "swap_tensors",
-}
-_IN_PLACE_OPERATORS = {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-}
-_IN_PLACE_OPERATORS.add("__setitem__")
-
-
-def _is_chunked(value: Any) -> bool:
-    return isinstance(value, (ChunkedParameter, ChunkedView))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,16 +123,9 @@ def _dispatch_way(func: Callable[..., Any]) -> _C.Way:
         return _C.Way.LOOK
     if func in _ALIASING:
         return _C.Way.ALIAS
-    if _may_write(func):
+    if may_write(func):
         return _C.Way.MAY_WRITE
     return _C.Way.READ_ONCE if func in _NO_VALUE_IN_BACKWARD else _C.Way.READ
-
-
-def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out what writes parameters; ``NotImplemented`` when ``func`` writes none."""
-    with _DisableTorchFunction():
-        targets = _written(func, args, kwargs)
-        return _write_through(targets, func, args, kwargs) if targets else NotImplemented
 
 
 def _refuse(func: Callable[..., Any], handle: ParamHandle) -> None:
@@ -184,130 +158,6 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
             return result
         return type(result)(items) if type(result) in (list, tuple) else type(result)(tuple(items))
     return result
-
-
-def _may_write(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` writes some of its arguments, beside ``out``."""
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema.is_mutable
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS or func == _DATA_SET
-
-
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The chunked parameters and views that ``func`` writes."""
-    places = [kwargs["out"]] if "out" in kwargs else []
-    if isinstance(func, torch._ops.OpOverload):
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "out":
-                places.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    elif _may_write(func):  # torch.nn.init passes its tensor by keyword, torch._foreach_mul_ has a list
-        places.append(args[0] if args else next(iter(kwargs.values()), None))
-    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
-    return [item for item in flat if _is_chunked(item)]
-
-
-def _write_through(targets: list[Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out an operation that writes ``targets`` on their float32 values; see [Note: writes]."""
-    name = getattr(func, "__name__", "")
-    for target in targets:
-        _check_may_be_written(target, func, name)
-    copies = _Float32Copies()
-    places = {id(target): copies.place_of(target) for target in targets}
-
-    def replaced(value: Any) -> Any:
-        if id(value) in places:
-            return places[id(value)]
-        if isinstance(value, ChunkedParameter):
-            return copies.place_of(value)
-        if isinstance(value, ChunkedView):
-            value._patrickstar.uses.touch([value._patrickstar.id])
-        return type(value)(replaced(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-    with torch.no_grad():
-        if func == _DATA_SET:
-            _check_same_shape(targets[0], args[1])
-            places[id(targets[0])].copy_(replaced(args[1]))
-            result = None
-        else:
-            arguments = [replaced(value) for value in args]
-            keywords = {key: replaced(value) for key, value in kwargs.items()}
-            if "out" in keywords:  # of the dtype that the result has
-                keywords["out"] = _map_tensors(keywords["out"], lambda out: _out_like(out, places, targets))
-            result = func(*arguments, **keywords)
-            if "out" in keywords:
-                _copy_out(keywords["out"], kwargs["out"], places)
-        copies.write_back(dict.fromkeys(target._patrickstar for target in targets))
-    if func == _DATA_SET or name == "__setitem__" or result is None:
-        return None
-    return kwargs["out"] if "out" in kwargs else targets[0]
-
-
-class _Float32Copies:
-    """The float32 values of parameters that one operation reads and writes, each once."""
-
-    def __init__(self) -> None:
-        self._values: dict[ParamHandle, torch.Tensor] = {}
-
-    def place_of(self, target: Any) -> torch.Tensor:
-        """The values of a parameter, or the part of them that a view shows, on its device."""
-        handle: ParamHandle = target._patrickstar
-        if handle not in self._values:
-            self._values[handle] = handle.observer.read_values(handle, _C.ArrayKind.MASTER).to(target.device)
-        values = self._values[handle]
-        if isinstance(target, ChunkedParameter):
-            return values
-        return values.as_strided(target.shape, target.stride(), target.storage_offset() - handle.offset)
-
-    def write_back(self, handles: Iterable[ParamHandle]) -> None:
-        """Those of these parameters become their values."""
-        for handle in handles:
-            handle.observer.write_values(handle, _C.ArrayKind.MASTER, self._values[handle])
-
-
-def _check_may_be_written(target: Any, func: Callable[..., Any], name: str) -> None:
-    handle: ParamHandle = target._patrickstar
-    if name in _UNSUPPORTED_IN_PLACE:
-        raise RuntimeError(
-            f"{handle.name}: {name} would take the parameter out of its chunk; copy the values instead (param.copy_)"
-        )
-    by_init = getattr(func, "__module__", None) == "torch.nn.init"  # switches gradients off itself, later
-    if (
-        torch.is_grad_enabled()
-        and func != _DATA_SET
-        and not by_init
-        and (target.requires_grad or target.grad_fn is not None)
-    ):
-        raise RuntimeError(
-            f"{handle.name}: a leaf parameter that requires grad is used in an in-place operation; use torch.no_grad()"
-        )
-
-
-def _check_same_shape(target: Any, values: torch.Tensor) -> None:
-    if values.shape != target.shape:
-        raise RuntimeError(
-            f"{target._patrickstar.name}.data has shape {tuple(target.shape)}, the new tensor {tuple(values.shape)}; "
-            "they must agree"
-        )
-
-
-def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    return type(value)(function(item) for item in value) if isinstance(value, (list, tuple)) else function(value)
-
-
-def _out_like(out: torch.Tensor, places: dict[int, torch.Tensor], targets: list[Any]) -> torch.Tensor:
-    """For a parameter's float32 place, memory of the parameter's dtype, which functions check."""
-    for target in targets:
-        if places[id(target)] is out:
-            return torch.empty_like(out, dtype=target.dtype)
-    return out
-
-
-def _copy_out(computed: Any, given: Any, places: dict[int, torch.Tensor]) -> None:
-    pairs = zip(computed, given, strict=True) if isinstance(given, (list, tuple)) else [(computed, given)]
-    for values, target in pairs:
-        if id(target) in places:
-            places[id(target)].copy_(values)
 
 
 class ChunkedParameter(nn.Parameter):
@@ -383,7 +233,7 @@ class ChunkedView(torch.Tensor):
 
 
 _torch_function = _C.torch_function(
-    types=(ChunkedParameter, ChunkedView), way_of=_dispatch_way, write=_write, refuse=_refuse, as_view=_as_view
+    types=(ChunkedParameter, ChunkedView), way_of=_dispatch_way, write=carry_out_write, refuse=_refuse, as_view=_as_view
 )
 ChunkedParameter.__torch_function__ = ChunkedView.__torch_function__ = _torch_function
 

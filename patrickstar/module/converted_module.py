@@ -10,6 +10,7 @@ in the same way; within a forward, and in a recomputation during backward, the c
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,9 +20,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.module.compiled.door import Call, Door
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler
+
+LoadExactly = Callable[[Iterable[ParamHandle]], contextlib.AbstractContextManager[None]]
 
 
 class ConvertedModule:
@@ -34,6 +37,7 @@ class ConvertedModule:
         zero_grad: forgets all gradients.
         compile: compiles a module inside: ``compile(module, compiler)``.
         read_value: a parameter's value, as a new CPU tensor of the dtype that the user's module has.
+        load_exactly: around a write of float32 values to these parameters.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ConvertedModule:
         zero_grad: Callable[[], None],
         compile: Callable[[nn.Module, Compiler], None],
         read_value: Callable[[nn.Parameter], torch.Tensor],
+        load_exactly: LoadExactly,
     ):
         self._doors = [Door(entry, call, note_caller) for entry in _holding_everything(module)]
         for door in self._doors:
@@ -62,6 +67,7 @@ class ConvertedModule:
         for child in self._owners:
             if type(child)._save_to_state_dict is nn.Module._save_to_state_dict:
                 child._save_to_state_dict = _SaveToStateDict(child)
+            child.__dict__["_load_from_state_dict"] = _LoadFromStateDict(child, load_exactly)
 
     def restore(self) -> None:
         """The module as it was."""
@@ -72,6 +78,7 @@ class ConvertedModule:
             child.__dict__.pop("compile", None)
         for child in self._owners:
             child.__dict__.pop("_save_to_state_dict", None)
+            child.__dict__.pop("_load_from_state_dict", None)
         self._doors.clear()
         self._compilable.clear()
         self._owners.clear()
@@ -150,6 +157,37 @@ class _SaveToStateDict:
 
     def __reduce__(self) -> Any:
         return _ordinary_save_to_state_dict, (self._module,)
+
+
+class _LoadFromStateDict:
+    """Loads a module's own part of a state dict. Values of 32 bits or more are masters, and become the parameters'
+    masters as they are, whatever was read before. The method of a copy of the module is the ordinary one.
+    """
+
+    def __init__(self, module: nn.Module, load_exactly: LoadExactly):
+        self._module = module
+        self._load_exactly = load_exactly
+
+    def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        module = self._module
+        wide = [
+            param._patrickstar
+            for name, param in module._parameters.items()
+            if isinstance(param, ChunkedParameter) and _is_wide(state_dict.get(prefix + name))
+        ]
+        with self._load_exactly(wide):
+            type(module)._load_from_state_dict(module, state_dict, prefix, *args)
+
+    def __reduce__(self) -> Any:
+        return _ordinary_load_from_state_dict, (self._module,)
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.itemsize >= 4
+
+
+def _ordinary_load_from_state_dict(module: nn.Module) -> Any:
+    return types.MethodType(type(module)._load_from_state_dict, module)
 
 
 def _ordinary_save_to_state_dict(module: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ParamHandle
+from patrickstar.module.overwritten_masters import OverwrittenMasters
 
 
 class Observer:
@@ -22,6 +23,7 @@ class Observer:
         """``runtime`` is the core, or what stands in for it (:class:`patrickstar.planning.uses.UseRecorder`)."""
         self._runtime = runtime
         self.uses = _C.UseObserver(runtime, _nodes)
+        self.overwritten = OverwrittenMasters(self.uses)
 
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
         """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""
@@ -42,6 +44,14 @@ class Observer:
                 ).copy_(source)
         where = _C.Tier.DEVICE if source.device.type == "cuda" else _C.Tier.HOST
         self._runtime.write_values(handle.id, kind, source.data_ptr(), where)
+
+    def replace_values(self, handle: ParamHandle, masters: torch.Tensor, values: torch.Tensor) -> None:
+        """The user's ``values`` take the place of ``masters``; what a read of these gave keeps them ([Note: put back]).
+        Float32 tensors on the CPU with the parameter's shape and strides; ``values`` may be changed.
+        """
+        self.overwritten.put_back(handle, masters, values)
+        self.overwritten.keep(handle, masters)
+        self.write_values(handle, _C.ArrayKind.MASTER, values)
 
     def has_gradient(self, handle: ParamHandle) -> bool:
         """Whether the parameter has a folded gradient."""

@@ -60,8 +60,11 @@ class ParamStates:
         value = self.value(param)
         if not isinstance(param, ChunkedParameter):
             return value
+        handle = param._patrickstar
+        if handle.original_dtype.itemsize < value.itemsize:
+            handle.uses.note_read([handle.id])
         with _C.HostAllocations(), torch.no_grad():
-            return value.to(param._patrickstar.original_dtype)
+            return value.to(handle.original_dtype)
 
     def set_value(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Sets it from a tensor of its shape, of any float dtype and device."""

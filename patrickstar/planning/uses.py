@@ -186,15 +186,19 @@ class UseRecorder(_C.UseListener):
         """The backward of a use that ran in [begin, end] is about to start."""
         self.uses.append(Use(Call.ENTER_BACKWARD, params, begin=begin, end=end))
 
-    def read_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
-        """Does nothing: parameters on the meta device have no values."""
-
-    def write_values(self, param: int, kind: _C.ArrayKind, values: int) -> None:
-        """Does nothing: parameters on the meta device have no values."""
-
     def has_gradient(self, param: int) -> bool:
         """Always False: gradients are not kept here."""
         return False
+
+
+class _MetaObserver(Observer):
+    """Parameters on the meta device have no values: an operation that writes one writes nothing."""
+
+    def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
+        return torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="meta")
+
+    def write_values(self, handle: ParamHandle, kind: _C.ArrayKind, values: torch.Tensor) -> None:
+        pass
 
 
 class _CostMode(TorchDispatchMode):
@@ -384,7 +388,7 @@ def trace_uses(
         divisions: of sequences and matrices among ranks; those that are not there this one has whole.
     """
     recorder = UseRecorder()
-    observer = Observer(recorder)  # type: ignore[arg-type]
+    observer = _MetaObserver(recorder)  # type: ignore[arg-type]
     module.train()
     managed = ManagedParams(module, params.managed, compute_dtype, torch.device("meta"))
     got_gradient: set[int] = set()
@@ -454,6 +458,8 @@ def _adopt(spec: ChunkedSpec, index: int, observer: Observer) -> None:
         shape=shape,
         stride=stride,
         offset=0,
+        share=slice(0, param.numel()),
+        dtype=spec.compute_dtype,
         trainable=spec.trained,
         original_dtype=original,
         original_device=param.device,

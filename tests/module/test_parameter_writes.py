@@ -87,6 +87,8 @@ ARRIVE = {
     "view of a view": lambda m: m.a.weight.view(-1)[2:9].reshape(7, 1).add_(0.3),
     "chunk": lambda m: m.a.weight.chunk(2)[1].mul_(0.3),
     "unbind": lambda m: m.a.weight.unbind(1)[0].mul_(0.3),
+    "index_add_ of values of its dtype": lambda m: m.a.weight.index_add_(0, torch.tensor([2, 1]), rounded(m)[:2]),
+    "foreach beside another": lambda m: torch._foreach_mul_([rounded(m), m.a.weight], 0.3),
     "index_add_": lambda m: m.a.weight.index_add_(0, torch.tensor([1, 1]), VALUES[:2]),
     "masked_fill_": lambda m: m.a.weight.masked_fill_(VALUES > 0, 0.3),
     "initialisation": lambda m: nn.init.constant_(m.a.weight, 0.3),

@@ -11,6 +11,7 @@ from patrickstar.planning.meta_operations import MetaOperations
 from patrickstar.planning.timeline import make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
+from tests.engine.test_writes_in_use import case_of
 from tests.models import MODELS
 from tests.training import make_config
 
@@ -97,6 +98,11 @@ def test_same_moments_with_recomputation(name):
     real, meta = (moments(MODELS[name], True, False) for moments in (real_moments, meta_moments))
     assert structure(meta) == structure(real)
     assert peak(meta) == pytest.approx(peak(real), rel=0.10)
+
+
+def test_a_forward_that_writes_parameters_uses_them_no_longer():
+    writing, reading = (structure(meta_moments(case_of(clamps), False, False)) for clamps in (True, False))
+    assert len(writing) >= len(reading) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lora", "lstm", "conv_net", "mixture_of_experts"])

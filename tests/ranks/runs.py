@@ -35,6 +35,8 @@ class Task:
     """Of its section ``optimizer``."""
     on_host: bool = False
     """All optimizer states on the host."""
+    swaps: bool = False
+    """Between steps all values are read, others are written, and those that were read are put back."""
     visits: bool = False
     """From the second step on the device makes the host's updates, in small pieces ([Note: visits])."""
 
@@ -83,7 +85,18 @@ def train(task: Task) -> dict[str, Any]:
                 losses.append(loss.item())
             optimizer.step()
             norms.append(engine.report()["grad_norm"])
+            if task.swaps:
+                swap(engine.module)
         return {"losses": losses, "norms": norms, "state": engine.state_dict(), "report": engine.report()}
+
+
+@torch.no_grad()
+def swap(module: nn.Module) -> None:
+    params = list(module.parameters())
+    kept = [param.clone() for param in params]
+    for values in ([value * 0.99 for value in kept], kept):
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
 
 
 def rows(batch: dict[str, Any]) -> dict[str, Any]:

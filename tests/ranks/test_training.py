@@ -99,12 +99,14 @@ def test_precisions_and_accumulation():
     tasks.append(Task("gpt2", "bf16", on_host=True, optimizer={"speculation": "commit"}))
     tasks.append(Task("gpt2", "bf16"))
     tasks.append(Task("gpt2", "bf16", optimizer={"speculation": "commit"}, options={"default_chunk_size": 16384}))
+    tasks.append(Task("gpt2", "bf16", swaps=True))
     results = run(2, tasks)
     for first in (0, 2, 4, 6):
         for rank in range(2):
             assert_same(results[first][rank], results[first + 1][rank])
     for rank in range(2):
         assert_same(results[7][rank], results[8][rank])
+        assert_same(results[7][rank], results[9][rank])
     for committed in (results[6][0]["report"], results[8][0]["report"]):
         assert committed["num_committed_updates"] > 0
     assert results[8][0]["report"]["num_device_state_chunks"] == results[8][0]["report"]["num_chunks"]
