@@ -28,9 +28,9 @@ class ChunkValues {
         quantized_(pager) {}
 
   // kMaster of a frozen parameter means its compute value. An optimizer array that does not exist yet is made on
-  // `home`. `values` may be freed afterwards. While operations use the chunk, new values take the old ones' place in its
-  // slot. Throws StateError where such a chunk is quantised, and ArgumentError where a value that is not finite is to be
-  // quantised.
+  // `home`. `values` may be freed afterwards. While operations use the chunk, new values take the old ones' place in
+  // its slot. Throws StateError where such a chunk is quantised, and ArgumentError where a value that is not finite is
+  // to be quantised.
   void write(ParamId param, ArrayKind kind, ParamValues values, Tier home);
   // With several ranks all must read, in the same order. `values` is host memory. A moment that was never made reads as
   // zeros. Throws ArgumentError for a state of a frozen parameter.

@@ -14,12 +14,13 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.module.compiled.door import Call, Door
 from patrickstar.module.compiled.dynamo import Compiler, make_compiler
@@ -52,38 +53,37 @@ class ConvertedModule:
         load_exactly: LoadExactly,
     ):
         self._doors = [Door(entry, call, note_caller) for entry in _holding_everything(module)]
-        for door in self._doors:
-            door.module.__dict__["zero_grad"] = _ZeroGrad(door.module, zero_grad)
-        self._compilable = [child for child in module.modules() if type(child).compile is nn.Module.compile]
-        for child in self._compilable:
-            child.__dict__["compile"] = _Compile(child, compile)
-        hook = _StateDictHook(read_value, _tied(module))
-        self._owners = [
+        owners = [
             child
             for child in module.modules()
             if any(isinstance(param, ChunkedParameter) for param in child._parameters.values())
         ]
-        self._handles: list[RemovableHandle] = [child.register_state_dict_post_hook(hook) for child in self._owners]
-        for child in self._owners:
-            if type(child)._save_to_state_dict is nn.Module._save_to_state_dict:
-                child._save_to_state_dict = _SaveToStateDict(child)
-            child.__dict__["_load_from_state_dict"] = _LoadFromStateDict(child, load_exactly)
+        hook = _StateDictHook(read_value, _tied(module))
+        self._handles: list[RemovableHandle] = [child.register_state_dict_post_hook(hook) for child in owners]
+        self._methods: list[_InstanceMethod] = [
+            *(_ZeroGrad(door.module, zero_grad) for door in self._doors),
+            *(_Compile(child, compile) for child in module.modules() if type(child).compile is nn.Module.compile),
+            *(
+                _SaveToStateDict(child)
+                for child in owners
+                if type(child)._save_to_state_dict is nn.Module._save_to_state_dict
+            ),
+            *(_LoadFromStateDict(child, load_exactly) for child in owners),
+            *(_Apply(child) for child in module.modules()),
+        ]
+        for method in self._methods:
+            method.put_on()
 
     def restore(self) -> None:
         """The module as it was."""
         for door in self._doors:
             door.open()
-            door.module.__dict__.pop("zero_grad", None)
-        for child in self._compilable:
-            child.__dict__.pop("compile", None)
-        for child in self._owners:
-            child.__dict__.pop("_save_to_state_dict", None)
-            child.__dict__.pop("_load_from_state_dict", None)
-        self._doors.clear()
-        self._compilable.clear()
-        self._owners.clear()
+        for method in self._methods:
+            method.take_off()
         for handle in self._handles:
             handle.remove()
+        self._doors.clear()
+        self._methods.clear()
         self._handles.clear()
 
 
@@ -103,31 +103,48 @@ def _tied(module: nn.Module) -> set[nn.Parameter]:
     return {param for param, count in names.items() if count > 1}
 
 
-class _ZeroGrad:
-    """``module.zero_grad``; that of a copy of the module is the ordinary one."""
+class _InstanceMethod:
+    """In the place of a method of one module. A copy of the module has the ordinary method."""
+
+    name: ClassVar[str]
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def put_on(self) -> None:
+        """Calls of the module's method come here from now on."""
+        self._module.__dict__[self.name] = self
+
+    def take_off(self) -> None:
+        """They go to the ordinary one."""
+        self._module.__dict__.pop(self.name, None)
+
+    def __reduce__(self) -> Any:
+        return _ordinary_method, (self._module, self.name)
+
+
+def _ordinary_method(module: nn.Module, name: str) -> Any:
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class _ZeroGrad(_InstanceMethod):
+    name = "zero_grad"
 
     def __init__(self, module: nn.Module, zero_grad: Callable[[], None]):
-        self._module = module
+        super().__init__(module)
         self._zero_grad = zero_grad
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._zero_grad()
 
-    def __reduce__(self) -> Any:
-        return _ordinary_zero_grad, (self._module,)
 
+class _Compile(_InstanceMethod):
+    """``module.compile``, after which the engine still knows what the module uses."""
 
-def _ordinary_zero_grad(module: nn.Module) -> Any:
-    return types.MethodType(type(module).zero_grad, module)
-
-
-class _Compile:
-    """``module.compile``, after which the engine still knows what the module uses; that of a copy of the module is the
-    ordinary one.
-    """
+    name = "compile"
 
     def __init__(self, module: nn.Module, compile: Callable[[nn.Module, Compiler], None]):
-        self._module = module
+        super().__init__(module)
         self._compile = compile
 
     def __call__(self, **options: Any) -> None:
@@ -135,37 +152,28 @@ class _Compile:
         if compiler is not None:
             self._compile(self._module, compiler)
 
-    def __reduce__(self) -> Any:
-        return _ordinary_compile, (self._module,)
 
-
-def _ordinary_compile(module: nn.Module) -> Any:
-    return types.MethodType(type(module).compile, module)
-
-
-class _SaveToStateDict:
+class _SaveToStateDict(_InstanceMethod):
     """What a module's ``state_dict`` puts into it of its own, which `_StateDictHook` replaces: nothing is read, so no
-    chunk need be on the device. That of a copy of the module is the ordinary one.
+    chunk need be on the device.
     """
 
-    def __init__(self, module: nn.Module):
-        self._module = module
+    name = "_save_to_state_dict"
 
     def __call__(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             nn.Module._save_to_state_dict(self._module, destination, prefix, keep_vars)
 
-    def __reduce__(self) -> Any:
-        return _ordinary_save_to_state_dict, (self._module,)
 
-
-class _LoadFromStateDict:
+class _LoadFromStateDict(_InstanceMethod):
     """Loads a module's own part of a state dict. Values of 32 bits or more are masters, and become the parameters'
-    masters as they are, whatever was read before. The method of a copy of the module is the ordinary one.
+    masters as they are, whatever was read before.
     """
 
+    name = "_load_from_state_dict"
+
     def __init__(self, module: nn.Module, load_exactly: LoadExactly):
-        self._module = module
+        super().__init__(module)
         self._load_exactly = load_exactly
 
     def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -178,20 +186,76 @@ class _LoadFromStateDict:
         with self._load_exactly(wide):
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
 
-    def __reduce__(self) -> Any:
-        return _ordinary_load_from_state_dict, (self._module,)
-
 
 def _is_wide(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.itemsize >= 4
 
 
-def _ordinary_load_from_state_dict(module: nn.Module) -> Any:
-    return types.MethodType(type(module)._load_from_state_dict, module)
+class _Apply(_InstanceMethod):
+    """``module.to``, ``half``, ``cuda`` and the like, which give each tensor of a module to a function. Parameters in
+    chunks stay what they are. A function that would give one another dtype, device or memory is refused before it
+    changes anything.
+    """
+
+    name = "_apply"
+    _is_running = False
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module
+        if self._is_running:  # a module that holds its engine, which holds it
+            return module
+        _check_application(module, function)
+        params, module._parameters = module._parameters, _OrdinaryParameters(module._parameters)
+        self._is_running = True
+        try:
+            return type(module)._apply(module, function, recurse)
+        finally:
+            self._is_running = False
+            params.update(module._parameters)
+            module._parameters = params
 
 
-def _ordinary_save_to_state_dict(module: nn.Module) -> Any:
-    return types.MethodType(type(module)._save_to_state_dict, module)
+class _OrdinaryParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters, of which a walk sees those that are not in chunks."""
+
+    def items(self) -> Any:
+        return [(name, param) for name, param in super().items() if not isinstance(param, ChunkedParameter)]
+
+
+def _check_application(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises StateError where ``function`` would change a parameter in a chunk, as it changes a tensor like it."""
+    seen: set[tuple[Any, ...]] = set()
+    for param in module.parameters():
+        if not isinstance(param, ChunkedParameter):
+            continue
+        kind = (param.dtype, param.device, param.dim())
+        if kind in seen:
+            continue
+        seen.add(kind)
+        with _C.HostAllocations(), torch.no_grad():
+            tensor = torch.empty((1,) * param.dim(), dtype=param.dtype, device=param.device)
+            changed = function(tensor)
+        if changed is not tensor or (tensor.device.type == "cpu" and tensor.is_shared()):
+            raise _C.StateError(_refusal(param._patrickstar.name, tensor, changed))
+
+
+def _refusal(name: str, tensor: torch.Tensor, changed: torch.Tensor) -> str:
+    if changed.dtype != tensor.dtype:
+        return (
+            f"{name} would become {changed.dtype}, but an open engine computes with it in {tensor.dtype} and keeps its "
+            "float32 value. Choose the dtype in the configuration (bf16, fp16), or convert the module before the "
+            "engine is built or after engine.close()"
+        )
+    if changed.device != tensor.device:
+        return (
+            f"{name} would move to {changed.device}, but an open engine moves parameters itself, between host memory "
+            f"and {tensor.device}. Leave .to(device), .cuda() and .cpu() out; engine.close() gives the module back in "
+            "the memory that it had"
+        )
+    return (
+        f"{name} would get other memory, but an open engine keeps it in a chunk. Do that before the engine is built or "
+        "after engine.close()"
+    )
 
 
 class _StateDictHook:

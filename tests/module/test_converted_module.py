@@ -201,3 +201,43 @@ def test_a_walk_through_all_parameters():
             for name, norm in norms.items():
                 torch.testing.assert_close(norm, expected[name].norm())
         assert engine.report()["device_peak_bytes"] <= 90_000
+
+
+CONVERSIONS = {
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "float": lambda m: m.float(),
+    "to float32": lambda m: m.to(torch.float32),
+    "of a part": lambda m: m.transformer.h[0].half(),
+    "to another device": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "share_memory": lambda m: m.share_memory(),
+}
+
+
+def test_conversions_of_an_open_module_are_refused():
+    """Before anything is changed; those that change nothing pass, and leave chunks where they are."""
+    engine, _ = built("gpt2", precision="bf16", device_memory=1_000_000, default_chunk_size=8192)
+    with engine:
+        module = engine.module
+        module.register_buffer("shift", torch.rand(3))
+        expected = engine.state_dict()
+        for name, convert in CONVERSIONS.items():
+            for owner in (module, engine):
+                with pytest.raises(StateError, match="would (become|move to|get other memory)") as refused:
+                    convert(owner if name != "of a part" else module)
+            print(f"{name}: {refused.value}")
+            assert_same_bits(engine.state_dict(), expected, name)
+        fetches = engine.report()["num_on_demand_fetches"]
+        for convert in (
+            lambda m: m.bfloat16(),
+            lambda m: m.to("cpu"),
+            lambda m: m.cpu(),
+            lambda m: m.to(engine.device),
+        ):
+            assert convert(module) is module
+        assert engine.report()["num_on_demand_fetches"] == fetches
+        assert module.shift.dtype == torch.bfloat16  # an ordinary tensor of the user's
+        assert copy.deepcopy(module).half().transformer.wte.weight.dtype == torch.float16
+    assert "_apply" not in module.__dict__
+    assert module.half().transformer.wte.weight.dtype == torch.float16
