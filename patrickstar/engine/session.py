@@ -28,6 +28,7 @@ from patrickstar.engine.core_setup import build_core, current_plan
 from patrickstar.engine.divided_matrices import Matrices
 from patrickstar.engine.error_texts import explain_failed_backward, explain_lack_of_memory, first_sentence
 from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForwards
+from patrickstar.engine.gradient_reads import GradientReads
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
 from patrickstar.engine.notebook import running_statement
@@ -35,6 +36,7 @@ from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
 from patrickstar.engine.run_log import NoRunLog
 from patrickstar.engine.step_gradients import StepGradients
+from patrickstar.engine.teardown import Teardown
 from patrickstar.engine.trained_params import TrainedParams
 from patrickstar.machine.allocator import ExpandableSegments
 from patrickstar.machine.budgets import Budgets
@@ -94,30 +96,6 @@ class Vacated:
     """Of the host, that the former core had, for the next one; given back to the system when nobody has it."""
     segments: ExpandableSegments
     """The allocator's mode, until the next core has it: what PyTorch's cache holds stays there."""
-
-
-class _Teardown:
-    """What closing undoes, the last first, each also when another one fails."""
-
-    def __init__(self) -> None:
-        self._parts: list[Callable[[], object]] = []
-
-    def callback(self, undo: Callable[[], object]) -> None:
-        """Adds a call to what :meth:`close` does, before those that were added earlier."""
-        self._parts.append(undo)
-
-    def close(self) -> None:
-        """Does all of it. Raises the first failure; those after it, which may come of it, are logged."""
-        first: BaseException | None = None
-        while self._parts:
-            try:
-                self._parts.pop()()
-            except BaseException as error:
-                if first is not None:
-                    logger.warning("closing the engine failed further: %s: %s", type(error).__name__, error)
-                first = first or error
-        if first is not None:
-            raise first
 
 
 class Session:
@@ -216,7 +194,7 @@ class Session:
             chunk_numel,
             kept_memory,
         )
-        self._teardown = _Teardown()
+        self._teardown = Teardown()
         self._teardown.callback(self.matrices.close)
         self._segments = core.segments
         self._teardown.callback(core.segments.close)
@@ -345,6 +323,16 @@ class Session:
         )
         self._teardown.callback(self._trained.remove)
         self._trained.attach()
+        self._gradient_reads = GradientReads(
+            module,
+            self.observer,
+            self.states,
+            self.managed,
+            self._prepare_to_read_gradients,
+            lambda: self._is_inside,
+            self._trained.got_gradient,
+            self.config.optimizer.speculation is Speculation.COMMIT,
+        )
         self._profiler = make_profiler(
             self.runtime,
             self.config.profile,
@@ -427,6 +415,7 @@ class Session:
         kind = "forward" if training else "evaluation forward"
         with deferred_signals() as signals:
             if training:
+                self._gradient_reads.forget()
                 self._trained.follow(lambda: self.guard(kind))
             with self.guard(kind):
                 if training:
@@ -553,6 +542,7 @@ class Session:
         if self._profiler is not None:
             self._profiler.begin_backward()
         self.gradients.forget()
+        self._gradient_reads.forget()
         self._trained.drop_left_gradients()
         self.managed.keep_gradients()
         if self.config.optimizer.speculation is Speculation.COMMIT:
@@ -617,6 +607,10 @@ class Session:
         with deferred_signals(), self.guard("the norm of all gradients"):
             return self.gradients.norm(self.gradient_scale)
 
+    def _prepare_to_read_gradients(self) -> float:
+        self.grad_norm()
+        return self.gradient_scale
+
     def step(self, param_groups: list[dict[str, Any]], options: list[CoreOptions]) -> None:
         """One optimizer step: managed parameters with ``param_groups``, chunks with the same as ``options``. A signal
         that comes meanwhile is delivered when the step is over.
@@ -631,13 +625,14 @@ class Session:
         scale = self.gradient_scale
         norm = self.gradients.norm(scale)
         finite = math.isfinite(norm)
+        ratio = self.gradients.clip_ratio(scale)
+        clip = min(1.0, ratio)
+        self._gradient_reads.keep(scale, clip if finite else 1.0)
         committed = self.config.optimizer.speculation is Speculation.COMMIT
         self.outcome = StepOutcome(grad_norm=norm, applied=finite or committed)
         if committed and not finite:
             logger.warning('the gradients are not finite, and are applied: optimizer.speculation is "commit"')
         if self.outcome.applied:
-            ratio = self.gradients.clip_ratio(scale)
-            clip = min(1.0, ratio)
             self.managed.step(param_groups, clip / scale)
             self.runtime.apply_step(options, clip * self.gradients.chunk_factor / scale, ratio)
             self.observer.overwritten.forget()
@@ -652,7 +647,6 @@ class Session:
         self.num_steps += 1
         self._gradient_scale = None
         self.gradients.end_step()
-        self.managed.zero_grad()
         if self._hooks.is_learning:
             self._hooks.finish_learning(self._trained.got_gradient() | self._trained.untrained_at_first)
         self.stage = Stage.IDLE
@@ -680,6 +674,7 @@ class Session:
             self.runtime.clear_gradients()
             self._gradient_scale = None
             self.gradients.end_step()
+            self._gradient_reads.forget()
             self.managed.zero_grad()
             self.run_log.note_zero_grad()
             if self.stage is Stage.BACKWARDED:

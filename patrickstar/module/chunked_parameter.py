@@ -171,38 +171,37 @@ class ChunkedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, while autograd holds it; folded gradients cannot be read here.
+        """The gradient that autograd holds, or a copy of what the chunk has ([Note: gradients after a step]).
 
         Raises:
-            RuntimeError: the gradient was folded into its chunk.
+            RuntimeError: it cannot be had now.
         """
         with _DisableTorchFunction():
             grad = _GRAD_GET(self)
         handle = self.__dict__.get("_patrickstar")
-        if grad is None and handle is not None and handle.observer.has_gradient(handle):
-            raise RuntimeError(
-                f"the gradient of {handle.name} is in PatrickStar's chunks, not in .grad; the global norm is "
-                "model.report()['grad_norm'] "
-                "after step(), clipping is the config key 'gradient_clipping', and optimizer.zero_grad() forgets "
-                "gradients"
-            )
-        return grad
+        return grad if grad is not None or handle is None else handle.observer.gradients.read(handle)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         handle = self.__dict__.get("_patrickstar")
         if handle is not None and value is not None:
             raise RuntimeError(
-                f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set, only dropped (grad = None)"
+                f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set here, only dropped "
+                "(grad = None). Set it by patrickstar.utils.safe_set_full_grad(param, value)"
             )
         if handle is not None:
             handle.observer.clear_gradient(handle)
+            handle.observer.gradients.drop(handle)
         with _DisableTorchFunction():
             _GRAD_SET(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def retain_grad(self) -> None:
+        """From now on ``.grad`` can be read after each step, until ``zero_grad`` or the next forward."""
+        self._patrickstar.observer.gradients.retain(self._patrickstar)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter."""

@@ -52,7 +52,8 @@ class ConvertedModule:
         read_value: Callable[[nn.Parameter], torch.Tensor],
         load_exactly: LoadExactly,
     ):
-        self._doors = [Door(entry, call, note_caller) for entry in _holding_everything(module)]
+        entries = list(_holding_everything(module))
+        self._doors = [Door(entry, call, note_caller) for entry in entries]
         owners = [
             child
             for child in module.modules()
@@ -62,6 +63,7 @@ class ConvertedModule:
         self._handles: list[RemovableHandle] = [child.register_state_dict_post_hook(hook) for child in owners]
         self._methods: list[_InstanceMethod] = [
             *(_ZeroGrad(door.module, zero_grad) for door in self._doors),
+            *(_ZeroGradOfPart(child) for child in module.modules() if child not in entries),
             *(_Compile(child, compile) for child in module.modules() if type(child).compile is nn.Module.compile),
             *(
                 _SaveToStateDict(child)
@@ -136,6 +138,16 @@ class _ZeroGrad(_InstanceMethod):
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._zero_grad()
+
+
+class _ZeroGradOfPart(_InstanceMethod):
+    """That of a module inside, which looks at no gradient: not all can be read at any time."""
+
+    name = "zero_grad"
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        for param in self._module.parameters():
+            param.grad = None
 
 
 class _Compile(_InstanceMethod):

@@ -13,6 +13,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ParamHandle
+from patrickstar.module.gradient_reads import GradientReader, NoGradients
 from patrickstar.module.overwritten_masters import OverwrittenMasters
 
 
@@ -24,6 +25,8 @@ class Observer:
         self._runtime = runtime
         self.uses = _C.UseObserver(runtime, _nodes)
         self.overwritten = OverwrittenMasters(self.uses)
+        self.gradients: GradientReader = NoGradients()
+        """What ``param.grad`` is."""
 
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
         """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""

@@ -48,7 +48,7 @@ _COPYING = {"copy_", "_foreach_copy_", "index_copy_", "index_put_", "masked_scat
 def carry_out_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carries out what writes parameters, or copies them into float32 tensors; ``NotImplemented`` for all else."""
     with torch._C.DisableTorchFunctionSubclass():
-        written = _written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         if any(map(_is_chunked, written)):
             return _write_through(written, func, args, kwargs)
         return _copy_masters(func, args, kwargs)
@@ -66,7 +66,7 @@ def _is_chunked(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and "_patrickstar" in value.__dict__
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that ``func`` writes, as far as chunked ones can be among them."""
     places = [kwargs["out"]] if "out" in kwargs else []
     if isinstance(func, torch._ops.OpOverload):

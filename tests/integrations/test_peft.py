@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from patrickstar import _C
@@ -16,7 +16,7 @@ from tests.bits import assert_same_bits
 from tests.integrations.compatibility import MORE, PAGE, ROWS, batches, build, page, train_in_engine, train_plain
 from tests.integrations.trainer_runs import Tokens, arguments, engine_config, gpt2
 from tests.models import llama
-from tests.training import make_config
+from tests.training import ADAM, make_config
 
 
 def fresh_base():
@@ -83,6 +83,41 @@ def test_generation_between_steps():
             plain = build(row).eval()
             plain.load_state_dict(state)
             assert torch.equal(plain.generate(input_ids=tokens, **options), generated)
+
+
+def adaptive(steps):
+    """AdaLoRA, which takes ranks away from the second step on."""
+    config = AdaLoraConfig(
+        init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=steps, target_modules=["q_proj", "v_proj"]
+    )
+    return get_peft_model(fresh_base(), config)
+
+
+def train_adaptively(model, optimizer, backward, steps):
+    losses = []
+    for step, batch in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        backward(loss)
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        losses.append(loss.item())
+    return losses
+
+
+def test_ranks_that_adapt_to_gradients():
+    """AdaLoRA reads them after each step."""
+    plain = adaptive(steps=6)
+    optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], **ADAM)
+    expected = train_adaptively(plain, optimizer, torch.Tensor.backward, 6)
+    engine, optimizer = initialize_engine(lambda: adaptive(steps=6), 0, make_config(device_memory=600_000))
+    with engine:
+        assert train_adaptively(engine.module, optimizer, engine.backward, 6) == pytest.approx(expected, rel=1e-6)
+        state = engine.state_dict()
+        masked = {name for name, value in plain.state_dict().items() if "lora_E" in name and bool((value == 0).any())}
+        assert len(masked) > 0
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_merging_after_the_engine():

@@ -1,0 +1,131 @@
+"""When the user may read ``param.grad`` of an open engine, and what of it is kept after a step.
+
+[Note: gradients after a step] In plain PyTorch a gradient is there from its backward to ``zero_grad``. In chunks it is
+there until the step, which puts the new parameter in its place. So:
+
+* between backward and step ``.grad`` is a copy of what the step will use, before clipping;
+* after the step it is a copy of what the step has used, of parameters whose ``retain_grad()`` was called. It is dropped
+  by ``zero_grad`` and when the next forward or backward begins. Of other parameters a read raises an error.
+
+AdaLoRA reads gradients of its adapters after each step (``update_and_allocate``), so they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
+from patrickstar.module.gradient_reads import GradientCopy
+from patrickstar.module.managed import ManagedParams
+from patrickstar.module.observer import Observer
+from patrickstar.module.param_states import ParamStates
+
+
+class GradientReads:
+    """Of one engine, whose optimizer updates in the step, or ``commits`` updates in backward. With several ranks all
+    must read, in the same order, and retain the same.
+
+    Args:
+        module: the user's, with its parameters in chunks.
+        observer: hears of reads from now on.
+        states: gives gradients.
+        managed: parameters that PyTorch keeps, whose gradients stay until they are forgotten here.
+        prepare: makes the norm of all gradients, as the step does, and gives their loss scale.
+        is_inside: whether a forward or a backward runs.
+        got_gradient: ids of parameters that ever got one.
+        commits: whether updates are committed in backward, which uses gradients up.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        observer: Observer,
+        states: ParamStates,
+        managed: ManagedParams,
+        prepare: Callable[[], float],
+        is_inside: Callable[[], bool],
+        got_gradient: Callable[[], set[int]],
+        commits: bool,
+    ):
+        self._observer = observer
+        self._states = states
+        self._managed = managed
+        self._prepare = prepare
+        self._is_inside = is_inside
+        self._got_gradient = got_gradient
+        self._commits = commits
+        self._params = {p._patrickstar.id: p for p in module.parameters() if isinstance(p, ChunkedParameter)}
+        self._retained = set() if commits else {param._patrickstar.id for param in _read_after_steps(module)}
+        self._after_step: dict[int, torch.Tensor | None] | None = None
+        """What ``.grad`` is after a step; None: no step was made since the last forward, backward or ``zero_grad``."""
+        observer.gradients = self
+
+    def read(self, handle: ParamHandle) -> torch.Tensor | None:
+        """See :class:`patrickstar.module.gradient_reads.GradientReader`."""
+        if self._observer.has_gradient(handle):
+            if self._commits or self._is_inside():
+                raise RuntimeError(self._refusal(handle, "now"))
+            gradient = self._copy(handle, self._prepare())
+            return None if gradient is None else GradientCopy.of(gradient, handle.name)
+        if self._after_step is None:
+            return None
+        if handle.id not in self._after_step and handle.trainable and handle.id in self._got_gradient():
+            raise RuntimeError(self._refusal(handle, "any more"))
+        return self._after_step.get(handle.id)
+
+    def retain(self, handle: ParamHandle) -> None:
+        """See :class:`patrickstar.module.gradient_reads.GradientReader`.
+
+        Raises:
+            RuntimeError: updates are committed in backward, which uses gradients up.
+        """
+        if self._commits:
+            raise RuntimeError(self._refusal(handle, "after a step"))
+        self._retained.add(handle.id)
+
+    def drop(self, handle: ParamHandle) -> None:
+        """See :class:`patrickstar.module.gradient_reads.GradientReader`."""
+        if self._after_step is not None:
+            self._after_step[handle.id] = None
+
+    def keep(self, loss_scale: float, clip: float) -> None:
+        """A step is about to use the gradients, multiplied by ``clip``; their norm is known."""
+        self._after_step = {}
+        for param_id in sorted(self._retained):
+            gradient = self._copy(self._params[param_id]._patrickstar, loss_scale)
+            self._after_step[param_id] = gradient if gradient is None else gradient.mul_(clip)
+
+    def forget(self) -> None:
+        """``zero_grad``, a forward or a backward: what is left of the last step's gradients is dropped."""
+        if self._after_step is not None:
+            self._after_step = None
+            self._managed.zero_grad()
+
+    def _copy(self, handle: ParamHandle, loss_scale: float) -> torch.Tensor | None:
+        param = self._params[handle.id]
+        gradient = self._states.gradient(param, loss_scale)
+        return None if gradient is None else gradient.to(param.device, handle.dtype)
+
+    def _refusal(self, handle: ParamHandle, when: str) -> str:
+        text = f"the gradient of {handle.name} is in PatrickStar's chunks, not in .grad, and cannot be read {when}"
+        if self._commits:
+            return f'{text}: optimizer.speculation is "commit", which uses it up in backward; set it to "auto"'
+        return (
+            f"{text}. Read it between the last backward and the step (.grad, or "
+            "patrickstar.utils.safe_get_full_grad(param)), or call param.retain_grad() once, which keeps it after each "
+            "step; the global norm is model.report()['grad_norm']"
+        )
+
+
+def _read_after_steps(module: nn.Module) -> list[ChunkedParameter]:
+    """The adapters of PEFT's AdaLoRA."""
+    return [
+        param
+        for child in module.modules()
+        if callable(getattr(type(child), "update_and_allocate", None))
+        for name, param in child.named_parameters()
+        if "lora_" in name and isinstance(param, ChunkedParameter) and param._patrickstar.trainable
+    ]

@@ -1,0 +1,102 @@
+"""``param.grad`` of chunked parameters: copies of what chunks have, which say so where code would change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from patrickstar.module.parameter_writes import may_write, written_tensors
+
+if TYPE_CHECKING:
+    from patrickstar.module.chunked_parameter import ParamHandle
+
+
+class GradientReader(Protocol):
+    """Gives the gradients of an engine's parameters to the user."""
+
+    def read(self, handle: ParamHandle) -> torch.Tensor | None:
+        """The parameter's gradient, of its dtype and on its device; None where plain PyTorch has none.
+
+        Raises:
+            RuntimeError: it cannot be had now.
+        """
+
+    def retain(self, handle: ParamHandle) -> None:
+        """From now on the gradient can be read after each step."""
+
+    def drop(self, handle: ParamHandle) -> None:
+        """The user wants to see none."""
+
+
+class NoGradients:
+    """Of a module whose engine is not built yet."""
+
+    def read(self, handle: ParamHandle) -> torch.Tensor | None:
+        """There is none."""
+        return None
+
+    def retain(self, handle: ParamHandle) -> None:
+        """Does nothing."""
+
+    def drop(self, handle: ParamHandle) -> None:
+        """Does nothing."""
+
+
+class GradientCopy(torch.Tensor):
+    """A copy of a gradient that is in a chunk. An operation that would write it is refused, since the step would not
+    see that; results are ordinary tensors, but for views.
+    """
+
+    _patrickstar_name: str
+
+    @staticmethod
+    def of(gradient: torch.Tensor, name: str) -> GradientCopy:
+        """``gradient`` of the parameter ``name``, with the same memory."""
+        copy = gradient.as_subclass(GradientCopy)
+        copy._patrickstar_name = name
+        return copy
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs ``func``; parameters among its arguments are the other class's to bring in."""
+        kwargs = kwargs or {}
+        if may_write(func) or "out" in kwargs:
+            for target in written_tensors(func, args, kwargs):
+                if isinstance(target, GradientCopy):
+                    raise RuntimeError(_refusal(target._patrickstar_name))
+        if not all(issubclass(cls, other) for other in types):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            source = next((arg for arg in args if isinstance(arg, GradientCopy)), None)
+            if source is not None and type(result) is torch.Tensor and _share_memory(result, source):
+                return GradientCopy.of(result, source._patrickstar_name)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is an ordinary tensor."""
+        return memo.setdefault(id(self), self.detach().clone().as_subclass(torch.Tensor))
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickles as an ordinary tensor."""
+        return self.detach().clone().as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"the gradient of {name} is in PatrickStar's chunks, and .grad is a copy: it cannot be changed in place. Clip "
+        "by the configuration's 'gradient_clipping' or engine.clip_grad_norm_(max_norm); set a gradient by "
+        "patrickstar.utils.safe_set_full_grad(param, value)"
+    )
