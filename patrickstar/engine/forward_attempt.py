@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.module.observed_buffers import BufferPlace, buffer_places
+from patrickstar.engine.module_state import ModuleState, NotedState
+from patrickstar.module.forward_writes import ForwardWrites
+from patrickstar.module.observed_buffers import BufferPlace, ObservedBuffer, buffer_places
+from patrickstar.module.observer import Observer
+from patrickstar.module.preprocess import ManagedParam
 
 # Buffers changed in place that take more than this together are not copied: every forward would take longer.
 MOST_COPIED_BYTES = 64 << 20
 
 
 class RepeatableForwards:
-    """Forwards of ``module``, and what it takes to undo one: the random numbers drawn, the buffers it changed.
+    """Forwards of ``module``, and what it takes to undo one: random numbers drawn, buffers and attributes changed,
+    parameters written.
 
     Running statistics, and whatever an earlier forward changed in place, are copied to host memory before each forward.
     Other buffers that a forward changes so cannot be undone; what it assigns always can.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device):
+    def __init__(
+        self,
+        module: nn.Module,
+        managed: Sequence[ManagedParam],
+        observer: Observer,
+        device: torch.device,
+        num_ranks: int,
+    ):
+        self._module = module
+        self._managed = [item.param for item in managed]
+        self._writes = ForwardWrites(MOST_COPIED_BYTES if num_ranks == 1 else 0)
+        observer.forward_writes = self._writes
+        self._state = ModuleState(module, self._managed)
+        self._has_run = False
         self._device = device
         self._places = buffer_places(module)
         statistics = [place.buffers.get(place.name) for place in self._places if place.is_statistic]
@@ -29,10 +48,15 @@ class RepeatableForwards:
 
     def begin(self) -> ForwardAttempt:
         """What the forward that begins now starts from."""
-        return ForwardAttempt(self._device, self._places, self._changing.values())
+        self._writes.begin()
+        return ForwardAttempt(self._device, self._places, self._changing.values(), self._state.note(), self._writes)
 
     def end(self, attempt: ForwardAttempt) -> None:
         """``attempt`` came through: what it changed in place is copied from the next forward on."""
+        self._writes.end()
+        if not self._has_run:  # attributes that the first forward makes
+            self._has_run = True
+            self._state = ModuleState(self._module, self._managed)
         changing = {*self._changing, *map(id, attempt.changed_in_place())}
         present = [place.buffers.get(place.name) for place in self._places]  # no longer those that were replaced
         self._changing = {id(buffer): buffer for buffer in present if buffer is not None and id(buffer) in changing}
@@ -41,26 +65,48 @@ class RepeatableForwards:
 
 
 class ForwardAttempt:
-    """The random numbers and buffers that a forward started from; ``changing`` are the buffers to copy."""
+    """What a forward started from: random numbers, buffers, the module's other state. ``changing`` are the buffers to
+    copy, ``writes`` hears of parameters that are written.
+    """
 
-    def __init__(self, device: torch.device, places: list[BufferPlace], changing: Iterable[torch.Tensor]):
+    def __init__(
+        self,
+        device: torch.device,
+        places: list[BufferPlace],
+        changing: Iterable[torch.Tensor],
+        state: NotedState,
+        writes: ForwardWrites,
+    ):
         self._device = device
         self._cpu_state = torch.get_rng_state()
         self._cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._places = places
         self._observed = [place.observe() for place in places]
         self._copies = _Copies(changing)
+        self._state = state
+        self._writes = writes
 
     def changed_in_place(self) -> list[torch.Tensor]:
         """The buffers whose elements are others than when the forward began."""
-        return [observed.tensor for observed in self._observed if observed is not None and observed.has_changed()]
+        return [place.observed.tensor for place in self._changed_places()]
 
-    def can_repeat(self) -> bool:
-        """Whether there is a copy of each buffer that was changed in place."""
-        return all(buffer in self._copies for buffer in self.changed_in_place())
+    def _changed_places(self) -> list[_ChangedPlace]:
+        pairs = zip(self._places, self._observed, strict=True)
+        return [_ChangedPlace(place.name, seen) for place, seen in pairs if seen is not None and seen.has_changed()]
+
+    def obstacle(self) -> str:
+        """Why the forward cannot be run again, in a whole sentence: what it changed cannot be undone. Empty: it can."""
+        changed = [place.name for place in self._changed_places() if place.observed.tensor not in self._copies]
+        changed += self._state.changed_tensors() + self._writes.lost
+        if not changed:
+            return ""
+        return (
+            "The forward was not run again with an emptier device, since it would give other numbers: it has changed "
+            f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} in place, of which there is no copy."
+        )
 
     def rewind(self) -> None:
-        """Random numbers start again from where they were, and buffers have the values they had."""
+        """Random numbers start again from where they were, buffers and attributes have the values they had."""
         torch.set_rng_state(self._cpu_state)
         if self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._device)
@@ -69,6 +115,17 @@ class ForwardAttempt:
             if place.name in place.buffers:
                 place.buffers[place.name] = observed.tensor if observed is not None else None
         self._observed = [place.observe() for place in self._places]
+        self._state.restore()
+
+    def undo_writes(self) -> None:
+        """Parameters that the forward wrote have their values of before; no operation uses them any more."""
+        self._writes.undo()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChangedPlace:
+    name: str
+    observed: ObservedBuffer
 
 
 class _Copies:

@@ -274,7 +274,7 @@ class Session:
         rest = MovedRest(module, plan, self.config.compute_dtype, self.device)
         self._teardown.callback(rest.restore)
         share_rest(self.ranks, module, plan)
-        self._forwards = RepeatableForwards(module, self.device)
+        self._forwards = RepeatableForwards(module, plan.managed, self.observer, self.device, len(self.ranks.members))
         self._buffer_sync = BufferSync(self.ranks, module)
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
@@ -449,7 +449,8 @@ class Session:
                 try:
                     return self._forward(call, signals, attempt)
                 except torch.OutOfMemoryError as error:
-                    if not start.can_repeat():
+                    if obstacle := start.obstacle():
+                        self._explain_lack_of_memory(error, obstacle)
                         raise
                     # The error itself is let go of: its traceback keeps the activations alive.
                     logger.warning(
@@ -458,6 +459,7 @@ class Session:
                 start.rewind()
                 self._activations.forget()
                 self.runtime.undo_forward()
+                start.undo_writes()
                 self.runtime.vacate_device(what)
                 attempt = _C.Attempt.AGAIN
             return self._forward(call, signals, _C.Attempt.LAST)
@@ -475,13 +477,7 @@ class Session:
             self.runtime.end_forward()
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) and attempt in (_C.Attempt.LAST, _C.Attempt.ONLY):
-                explain_lack_of_memory(
-                    error,
-                    self.module,
-                    self.runtime.report(),
-                    self._remedies.texts(),
-                    _SHARED_FORWARD if attempt == _C.Attempt.ONLY else "",
-                )
+                self._explain_lack_of_memory(error, _SHARED_FORWARD if attempt == _C.Attempt.ONLY else "")
             self.observer.uses.forget_scopes()
             raise
         finally:
@@ -489,6 +485,9 @@ class Session:
         if training:
             self.stage = Stage.FORWARDED
         return result
+
+    def _explain_lack_of_memory(self, error: torch.OutOfMemoryError, once: str) -> None:
+        explain_lack_of_memory(error, self.module, self.runtime.report(), self._remedies.texts(), once)
 
     def _is_training(self) -> bool:
         # Not by the module's mode: a model from from_pretrained is in evaluation mode, and may be trained so.

@@ -13,6 +13,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ParamHandle
+from patrickstar.module.forward_writes import ForwardWrites
 from patrickstar.module.gradient_reads import GradientReader, NoGradients
 from patrickstar.module.overwritten_masters import OverwrittenMasters
 
@@ -25,6 +26,8 @@ class Observer:
         self._runtime = runtime
         self.uses = _C.UseObserver(runtime, _nodes)
         self.overwritten = OverwrittenMasters(self.uses)
+        self.forward_writes = ForwardWrites()
+        """Hears of parameters that calls of modules write."""
         self.gradients: GradientReader = NoGradients()
         """What ``param.grad`` is."""
 

@@ -200,6 +200,7 @@ class _Float32Copies:
                 if torch.equal(values.cpu().view(torch.int32), before.view(torch.int32)):
                     continue
                 handle.observer.overwritten.keep(handle, before)
+                handle.observer.forward_writes.note(handle, before)
             handle.observer.write_values(handle, _C.ArrayKind.MASTER, values)
 
 
