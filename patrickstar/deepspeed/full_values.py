@@ -2,7 +2,8 @@
 
 Names are DeepSpeed's (``deepspeed.utils.safe_get_full_fp32_param`` and so on). With several ranks all call each, in the
 same order, and set the same tensor. All work on whole tensors of the parameter's shape; what is read is float32 and on
-the CPU, and None for a parameter that the optimizer does not have (frozen, or in no group).
+the CPU (of a complex parameter complex64), and None for a parameter that the optimizer does not have (frozen, or in no
+group).
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import nn
 
 from patrickstar.engine.open_session import session_of
 from patrickstar.engine.session import Session
+from patrickstar.module.managed import wide_dtype
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The value that the optimizer updates, whole and in float32."""
     states = session_of(param).states
-    return states.value(param).float() if states.is_trained(param) else None
+    return states.value(param).to(wide_dtype(param)) if states.is_trained(param) else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

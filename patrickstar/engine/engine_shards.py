@@ -21,6 +21,7 @@ from patrickstar.engine.session import Session
 from patrickstar.engine.state_parts import Frozen, Part
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.module.compiled.dynamo import without_wrappers
+from patrickstar.module.managed import wide_dtype
 
 
 class EngineSource:
@@ -42,7 +43,7 @@ class EngineSource:
             if step_count(self._session, param) > 0:
                 for kind in state_kinds(self._session):
                     read = functools.partial(self._read_moment, param, kind)
-                    yield from self._held(name, kind, param, torch.float32, read)
+                    yield from self._held(name, kind, param, _state_dtype(param), read)
         for name, state in rng_states(self._session.device).items():
             yield _shard(f"rank{self._rank}.{name}", "rng", state.shape, state.dtype, lambda state=state: state)
 
@@ -83,7 +84,7 @@ class EngineSource:
     def _read_moment(self, param: nn.Parameter, kind: Kind) -> torch.Tensor:
         if isinstance(param, ChunkedParameter):
             return self._read_array(param._patrickstar, _array_of(self._session, kind), torch.float32)
-        return _flat(self._session.managed.state_of(param)[kind], torch.float32)
+        return _flat(self._session.managed.state_of(param)[kind], _state_dtype(param))
 
     def _read_array(self, handle: ParamHandle, kind: _C.ArrayKind, dtype: torch.dtype) -> torch.Tensor:
         memory_order = tuple(sorted(range(len(handle.shape)), key=lambda dim: -handle.stride[dim]))
@@ -119,7 +120,7 @@ class EngineSink:
             yield self._range(name, kind_of(param), param, param.dtype)
             if self._with_states and has_states(param):
                 for kind in state_kinds(self._session):
-                    yield self._range(name, kind, param, torch.float32)
+                    yield self._range(name, kind, param, _state_dtype(param))
         for name, buffer in self._buffers.items():
             yield _range(name, "buffer", buffer.shape, buffer.dtype)
 
@@ -232,6 +233,11 @@ def kind_of(param: nn.Parameter) -> Kind:
     if not isinstance(param, ChunkedParameter):
         return "managed"
     return "master" if param._patrickstar.trainable else "frozen"
+
+
+def _state_dtype(param: nn.Parameter) -> torch.dtype:
+    """Of its optimizer states in a checkpoint."""
+    return torch.float32 if isinstance(param, ChunkedParameter) else wide_dtype(param)
 
 
 def has_states(param: nn.Parameter) -> bool:

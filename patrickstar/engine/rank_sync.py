@@ -16,6 +16,7 @@ from torch import nn
 from patrickstar.config import Config
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
+from patrickstar.module.managed import real_parts, wide_dtype
 from patrickstar.module.observed_buffers import buffer_places
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
@@ -128,22 +129,25 @@ def combine_over_ranks(ranks: ChunkRanks, params: Sequence[nn.Parameter], diviso
     """Each parameter's gradient becomes the ranks' sum over ``divisor``: with their number the mean, as in DDP. Where a
     rank has none, zeros count.
 
-    The sum is made in float32 in the order of ranks, so its bits are the same on all of them.
+    The sum is made in the order of ranks, so its bits are the same on all of them; in float32, or in the parameter's
+    dtype where that is wider. A complex gradient is summed by its parts.
     """
     if ranks.size == 1 or not params:
         return
     for param in params:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()
-        mine = b"" if param.grad is None else _bytes(param.grad.detach().float().cpu().contiguous())
+        wide = wide_dtype(param)
+        parts = np.float64 if wide in (torch.float64, torch.complex128) else np.float32
+        mine = b"" if param.grad is None else _bytes(real_parts(param.grad.detach().to("cpu", wide).contiguous()))
         messages = [message for message in ranks.control.exchange(mine, "gradients that stay with PyTorch") if message]
         if not messages:
             continue
-        total = np.zeros(param.numel(), dtype=np.float32)
+        total = np.zeros(real_parts(param.detach()).numel(), dtype=parts)
         for message in messages:
             with reading("gradients that stay with PyTorch"):
-                total += np.frombuffer(message, dtype=np.float32).reshape(total.shape)
-        combined = torch.from_numpy(total / np.float32(divisor)).view(param.shape)
+                total += np.frombuffer(message, dtype=parts).reshape(total.shape)
+        combined = torch.from_numpy(total / parts(divisor)).view(wide).view(param.shape)
         param.grad = combined.to(device=param.device, dtype=param.dtype)
 
 

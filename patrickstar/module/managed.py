@@ -97,7 +97,7 @@ class ManagedParams:
                 grad = managed.param.grad
                 if grad.is_sparse:
                     grad = managed.param.grad = grad.to_dense()
-                total += float(grad.double().square().sum())
+                total += float(real_parts(grad).double().square().sum())
         return total
 
     def step(self, groups: list[dict[str, Any]], grad_scale: float) -> None:
@@ -148,6 +148,20 @@ class ManagedParams:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def wide_dtype(param: torch.Tensor) -> torch.dtype:
+    """In which such a parameter's gradients are added up and its states are given: float32 of parameters of up to 32
+    bits, else its own; complex of a complex one.
+    """
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: of a complex tensor real and imaginary parts in a last dimension of 2, as PyTorch's optimizers
+    have them.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _torch_options(group: dict[str, Any]) -> dict[str, Any]:

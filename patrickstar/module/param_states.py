@@ -14,7 +14,7 @@ from torch import nn
 
 from patrickstar import _C
 from patrickstar.module.chunked_parameter import ChunkedParameter
-from patrickstar.module.managed import ManagedParams
+from patrickstar.module.managed import ManagedParams, wide_dtype
 from patrickstar.module.observer import Observer
 
 _STATE_ARRAYS = {
@@ -75,12 +75,13 @@ class ParamStates:
                 param.copy_(value)
 
     def gradient(self, param: nn.Parameter, loss_scale: float) -> torch.Tensor | None:
-        """The gradient that the step will use, before clipping, in float32 on the CPU; None where there is none.
+        """The gradient that the step will use, before clipping, on the CPU; None where there is none. Float32, but of a
+        parameter that stays with PyTorch :func:`patrickstar.module.managed.wide_dtype`.
 
         To be called when the norm of all gradients is known (:class:`patrickstar.engine.step_gradients.StepGradients`).
         """
         if not isinstance(param, ChunkedParameter):
-            return None if param.grad is None else param.grad.detach().float().cpu() / loss_scale
+            return None if param.grad is None else param.grad.detach().to("cpu", wide_dtype(param)) / loss_scale
         handle = param._patrickstar
         if not handle.trainable or not self._observer.has_gradient(handle):
             return None
@@ -114,14 +115,16 @@ class ParamStates:
         return self._managed.is_trained(param)
 
     def moment(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """One state of a trained parameter, by a name of :attr:`arrays`: float32 on the CPU; zeros where it was neither
-        updated nor set.
+        """One state of a trained parameter, by a name of :attr:`arrays`, on the CPU and of :meth:`gradient`'s dtype;
+        zeros where it was neither updated nor set.
         """
         if isinstance(param, ChunkedParameter):
             with self._guard("reading an optimizer state"):
                 return self._observer.read_values(param._patrickstar, self.arrays[key])
         values = self._managed.state_of(param).get(key)
-        return torch.zeros(param.shape) if values is None else values.detach().to("cpu", torch.float32, copy=True)
+        if values is None:
+            return torch.zeros(param.shape, dtype=wide_dtype(param))
+        return values.detach().to("cpu", wide_dtype(param), copy=True)
 
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Sets it; the count of updates stays."""

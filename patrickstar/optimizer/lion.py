@@ -55,6 +55,9 @@ class Lion(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(param)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        update = torch.lerp(state["exp_avg"], grad, 1 - beta1).sign_()
+        momentum = state["exp_avg"]
+        if param.is_complex():  # pairs of real numbers, as in PyTorch's optimizers
+            param, grad, momentum = (torch.view_as_real(tensor) for tensor in (param, grad, momentum))
+        update = torch.lerp(momentum, grad, 1 - beta1).sign_()
         param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        state["exp_avg"].lerp_(grad, 1 - beta2)
+        momentum.lerp_(grad, 1 - beta2)

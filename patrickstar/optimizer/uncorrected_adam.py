@@ -39,13 +39,18 @@ class _WithoutCorrection(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         state["step"] += 1
         beta1, beta2 = group["betas"]
+        momentum, variance = state["exp_avg"], state["exp_avg_sq"]
+        if param.is_complex():  # pairs of real numbers, as in PyTorch's optimizers
+            param, grad, momentum, variance = (
+                torch.view_as_real(tensor) for tensor in (param, grad, momentum, variance)
+            )
         if isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
             param.mul_(1 - group["lr"] * group["weight_decay"])
         else:
             grad = grad.add(param, alpha=group["weight_decay"])
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        param.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
+        momentum.lerp_(grad, 1 - beta1)
+        variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        param.addcdiv_(momentum, variance.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 class UncorrectedAdam(_WithoutCorrection, torch.optim.Adam):

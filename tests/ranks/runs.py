@@ -227,12 +227,15 @@ def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:
 
 
 class Managed(nn.Module):
-    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, and one left to each rank."""
+    """An embedding for the host, a layer whose gradients are averaged by PyTorch's side, one left to each rank, and a
+    complex parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 32)
         self.chunked = nn.Linear(32, 32)
+        self.modes = nn.Parameter(torch.randn(17, dtype=torch.complex64))
         with torch_scope(do_allreduce=True):
             self.averaged = nn.Linear(32, 32)
         with torch_scope(do_allreduce=False):
@@ -240,6 +243,7 @@ class Managed(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.averaged(torch.relu(self.chunked(self.embedding(tokens))))
+        hidden = torch.fft.irfft(torch.fft.rfft(hidden) * self.modes)
         # What each rank's own layer makes of it must not reach the others' gradients.
         return hidden.square().mean() + self.own(hidden.detach()).square().mean()
 

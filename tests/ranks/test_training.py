@@ -202,6 +202,7 @@ def test_parameters_that_stay_with_pytorch():
         assert (first_difference(value, states[1][name]) is None) == (not name.startswith("own.")), name
     shared = [name for name in expected if not name.startswith("own.")]
     assert relative_error({n: states[0][n] for n in shared}, {n: expected[n] for n in shared}) < 1e-6
+    torch.testing.assert_close(states[0]["modes"], expected["modes"], rtol=1e-5, atol=1e-6)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
