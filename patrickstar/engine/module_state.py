@@ -6,7 +6,6 @@ among them are watched by their versions. Other objects are not looked into.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import random
 import sys
@@ -16,41 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-_MOST_CONTAINERS = 4096
-_MOST_DEPTH = 3
-_NOT_THE_USERS = (frozenset(nn.Module().__dict__) - {"training"}) | {"_compiled_call_impl"}
+from patrickstar.module.attributes import CONTAINERS, NOT_THE_USERS, held_values
+from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView
 
 
 class ModuleState:
     """Of ``module`` and the modules inside it as they are now; ``params`` are its parameters that PyTorch keeps."""
 
     def __init__(self, module: nn.Module, params: Iterable[nn.Parameter]):
-        self._owners = [(name or "the model", child.__dict__) for name, child in module.named_modules()]
-        self._containers: dict[int, Any] = {}
+        self._owners = [child.__dict__ for child in module.modules()]
+        self._containers: list[Any] = []
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._generators: dict[int, Any] = {}
-        for owner, attributes in self._owners:
-            for name, value in attributes.items():
-                if name not in _NOT_THE_USERS:
-                    self._find(f"{name} of {owner}", value, 0)
+        for held in held_values(module):
+            if isinstance(held.value, (ChunkedParameter, ChunkedView)):
+                continue  # ForwardWrites hears of their changes
+            if isinstance(held.value, torch.Tensor):
+                self._tensors.setdefault(id(held.value), (held.name, held.value))
+            elif type(held.value) in CONTAINERS:
+                self._containers.append(held.value)
+            elif _state_setter(held.value) is not None:
+                self._generators[id(held.value)] = held.value
         names = {id(param): name for name, param in module.named_parameters()}
         for param in params:
             self._tensors[id(param)] = (names[id(param)], param)
-
-    def _find(self, name: str, value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            self._tensors.setdefault(id(value), (name, value))
-        elif _state_setter(value) is not None:
-            self._generators[id(value)] = value
-        elif self._is_new_container(value) and depth < _MOST_DEPTH:
-            self._containers[id(value)] = value
-            for item in value.values() if isinstance(value, dict) else value:
-                self._find(name, item, depth + 1)
-
-    def _is_new_container(self, value: Any) -> bool:
-        is_known = id(value) in self._containers or len(self._containers) == _MOST_CONTAINERS
-        return type(value) in _CONTAINERS and not is_known
 
     def note(self) -> NotedState:
         """What it is now, so that it can be so again."""
@@ -59,11 +47,11 @@ class ModuleState:
         if numpy is not None:
             generators.append(numpy.random)
         return NotedState(
-            [attributes.copy() for _, attributes in self._owners],
-            [(container, container.copy()) for container in self._containers.values()],
+            [attributes.copy() for attributes in self._owners],
+            [(container, container.copy()) for container in self._containers],
             [(name, tensor, _version(tensor)) for name, tensor in self._tensors.values()],
             [_state_setter(generator) for generator in generators],
-            [attributes for _, attributes in self._owners],
+            self._owners,
         )
 
 
@@ -112,7 +100,7 @@ def _changed_names(owner: dict[str, Any], noted: dict[str, Any]) -> list[str]:
     missing = object()
     names = {**owner, **noted}
     changed = [name for name in names if owner.get(name, missing) is not noted.get(name, missing)]
-    return [name for name in changed if name not in _NOT_THE_USERS]
+    return [name for name in changed if name not in NOT_THE_USERS]
 
 
 def _same_items(one: Any, other: Any) -> bool:

@@ -208,7 +208,7 @@ class Session:
         chunked = [
             dataclasses.replace(spec, trained=spec.param._patrickstar.trainable) for spec in self.plan_of_params.chunked
         ]
-        return SortedParams(chunked=chunked, managed=self.managed.params)
+        return dataclasses.replace(self.plan_of_params, chunked=chunked, managed=self.managed.params)
 
     def vacate(self, set_aside: Callable[[], _C.KeptRegions]) -> Vacated:
         """Closes the core and what depends on the present ranks; the module's parameters have no memory then. For

@@ -56,6 +56,7 @@ class TrainedParams:
         self._managed = managed
         self._ranks = ranks
         self._groups = groups
+        self._aliased = params.aliased
         self._gradient_hooks: list[_C.GradientHook] = []
         self._params: list[nn.Parameter] = []
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
@@ -97,7 +98,7 @@ class TrainedParams:
 
         Raises:
             MemoryBudgetError: there is no room for their states, on some rank; nothing is changed then.
-            ValueError: one of them is quantised.
+            ValueError: one of them is quantised, or shares memory with something else.
             DisagreementError: ranks came to different ones; nothing is changed then.
         """
         if not self._untrained:
@@ -108,6 +109,8 @@ class TrainedParams:
             with guard():
                 self._ranks.check_agreement("the parameters that are trained from now on", names or "none")
         for spec in new:
+            if spec.param in self._aliased:
+                raise ValueError(self._aliased[spec.param])
             if isinstance(spec, ChunkedSpec) and spec.quantization is not _C.QuantType.NONE:
                 raise ValueError(
                     f"{spec.name} requires grad by now, but is quantised ({spec.quantization.name.lower()}), and so "

@@ -276,11 +276,14 @@ class MovedRest:
     def __init__(self, module: nn.Module, plan: SortedParams, compute_dtype: torch.dtype, device: torch.device):
         self._buffers: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
         self._managed: list[tuple[nn.Parameter, torch.device]] = []
+        moved: dict[torch.Tensor, torch.Tensor] = {}
         for child in module.modules():
             for name, buffer in child._buffers.items():
                 if buffer is not None:
                     self._buffers.append((child, name, buffer.device, buffer.dtype))
-                    child._buffers[name] = _moved(buffer, device)
+                    if buffer not in moved:  # modules may have one in common
+                        moved[buffer] = _moved(buffer, device)
+                    child._buffers[name] = moved[buffer]
             dtype = statistics_dtype(child, compute_dtype)
             if dtype is not None:
                 child.running_mean, child.running_var = child.running_mean.to(dtype), child.running_var.to(dtype)

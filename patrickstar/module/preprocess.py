@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from patrickstar import _C
 from patrickstar.config import QuantizationConfig
 from patrickstar.machine.state_scheme import StateScheme
+from patrickstar.module.aliases import find_aliases
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.quantization import quantizable_weights
 
@@ -94,6 +95,8 @@ class SortedParams:
     chunked: list[ChunkedSpec]
     """In registration order; the index is the parameter's id in the core."""
     managed: list[ManagedParam]
+    aliased: dict[nn.Parameter, str] = dataclasses.field(default_factory=dict)
+    """Those that are not trained and cannot be, since they share memory with something else, and why."""
 
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -112,7 +115,8 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
     """The module, or what ``model_func`` returns, checked; ``release`` may take it from whoever has it until now.
 
     Raises:
-        ValueError: it is no module and not callable, or returns something else, or an engine owns the module.
+        ValueError: it is no module and not callable, or returns something else, or an engine owns the module; or
+            parameters on the meta device share memory with something else.
     """
     if not callable(model_func):  # a module is
         raise ValueError(
@@ -142,6 +146,8 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
             )
+    # Parameters on the meta device get memory of their own before it is known which are trained.
+    find_aliases(module, [param for param in module.parameters() if param.is_meta and param.requires_grad])
     owners = [child for child in module.modules() if child._parameters]
     return BuiltModule(module, is_new=all(owner in registered for owner in owners))
 
@@ -165,7 +171,7 @@ def plan_params(
 
     Raises:
         ValueError: ``quantization.skip_modules`` names no module, or ``quantization`` is for weights that are not
-            there.
+            there; or one that is trained shares memory with something else.
     """
     scoped = {
         module._parameters[name]: do_allreduce
@@ -217,7 +223,8 @@ def plan_params(
             "is frozen, and those that are trained are not quantised; put adapters around the model (get_peft_model), "
             "freeze weights with requires_grad_(False), or leave quantization out"
         )
-    return SortedParams(chunked=chunked, managed=managed)
+    trained_params = [spec.param for spec in (*chunked, *managed) if spec.trained]
+    return SortedParams(chunked=chunked, managed=managed, aliased=find_aliases(module, trained_params))
 
 
 def _embedding_weights(module: nn.Module) -> set[nn.Parameter]:

@@ -117,7 +117,7 @@ def with_renormed_table():
 
 
 REFUSED = {
-    "memory of the model": lambda: Model(changed_tensor),
+    "memory": lambda: Model(changed_tensor),
     "up.table.weight": with_renormed_table,
 }
 

@@ -1,0 +1,126 @@
+"""Tensors that share memory with a parameter and are not that parameter: another parameter over one memory (tied with
+``.data =``, or made of a slice), a buffer or an attribute that keeps ``weight.data``.
+
+In plain PyTorch they follow each update. A parameter that goes into a chunk gets other memory, so they would keep old
+values: they are refused. What shares memory with parameters that are not trained keeps the same values, and may stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from patrickstar.module.attributes import held_values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """A tensor, and the bytes between its first and last element."""
+
+    name: str
+    tensor: torch.Tensor
+    place: tuple[object, ...]
+    """Addresses of one place can be compared."""
+    begin: int
+    end: int
+    is_param: bool
+
+
+def find_aliases(module: nn.Module, trained: Iterable[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """The parameters of ``module`` that share memory with something else, and an error's text for each, in case that it
+    is trained.
+
+    Raises:
+        ValueError: one of them is among ``trained``.
+    """
+    trained = set(trained)
+    found: dict[nn.Parameter, str] = {}
+    for one, other in _overlaps(_spans(module)):
+        text = _refusal(one, other)
+        for span in (one, other):
+            if span.is_param:
+                found.setdefault(span.tensor, text)  # type: ignore[arg-type]
+                if span.tensor in trained:
+                    raise ValueError(text)
+    return found
+
+
+def _spans(module: nn.Module) -> Iterator[_Span]:
+    params = {id(param) for param in module.parameters()}
+    buffers = {id(buffer) for buffer in module.buffers()}
+    for name, param in module.named_parameters():
+        yield from _span(name, param, is_param=True)
+    for name, buffer in module.named_buffers():
+        yield from _span(f"the buffer {name}", buffer, is_param=False)
+    seen: set[int] = set()
+    for held in held_values(module):
+        if not isinstance(held.value, torch.Tensor) or id(held.value) in params | buffers | seen:
+            continue
+        seen.add(id(held.value))
+        # torch.nn.utils.spectral_norm and prune keep the parameter as NAME_orig, and set NAME before each forward.
+        if f"{held.attribute}_orig" not in held.owner._parameters:
+            yield from _span(f"the attribute {held.name}", held.value, is_param=False)
+
+
+def _span(name: str, tensor: torch.Tensor, *, is_param: bool) -> Iterator[_Span]:
+    has_memory = tensor.layout == torch.strided and torch._C._has_storage(tensor) and tensor.numel() > 0
+    if not has_memory or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return
+    if tensor.is_meta:
+        place, begin = ("meta", tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.itemsize
+    else:
+        place, begin = (tensor.device,), tensor.data_ptr()
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    yield _Span(name, tensor, place, begin, begin + (steps + 1) * tensor.itemsize, is_param)
+
+
+def _overlaps(spans: Iterable[_Span]) -> Iterator[tuple[_Span, _Span]]:
+    """Pairs that have an element in common, of which one is a parameter."""
+    by_place: dict[tuple[object, ...], list[_Span]] = {}
+    for span in spans:
+        by_place.setdefault(span.place, []).append(span)
+    for alike in by_place.values():
+        alike.sort(key=lambda span: span.begin)
+        reaching: list[_Span] = []
+        for span in alike:
+            reaching = [other for other in reaching if other.end > span.begin]
+            for other in reaching:
+                if (span.is_param or other.is_param) and _share_elements(other, span):
+                    yield (other, span) if other.is_param else (span, other)
+            reaching.append(span)
+
+
+def _share_elements(one: _Span, other: _Span) -> bool:
+    """Whether spans that overlap share an element: those of two columns of one matrix do not."""
+    if all(_is_dense(span) for span in (one, other)):
+        return True
+    begin, end = min(one.begin, other.begin), max(one.end, other.end)
+    touched = torch.zeros(end - begin, dtype=torch.bool)
+    _bytes_of(touched, one, begin).fill_(True)
+    return bool(_bytes_of(touched, other, begin).any())
+
+
+def _is_dense(span: _Span) -> bool:
+    return span.tensor.numel() * span.tensor.itemsize == span.end - span.begin
+
+
+def _bytes_of(memory: torch.Tensor, span: _Span, begin: int) -> torch.Tensor:
+    size = span.tensor.itemsize
+    strides = [stride * size for stride in span.tensor.stride()]
+    return memory.as_strided((*span.tensor.shape, size), (*strides, 1), span.begin - begin)
+
+
+def _refusal(param: _Span, other: _Span) -> str:
+    if other.is_param:
+        return (
+            f"{param.name} and {other.name} are two parameters over one memory, which training in an engine would take "
+            f"apart. If they are one weight, assign the parameter itself ({other.name} = {param.name}); else give one "
+            "of them memory of its own (param.data = param.data.clone())"
+        )
+    return (
+        f"{other.name} has memory of {param.name}, and would keep old values when an engine trains that. Read the "
+        "parameter itself, or give the other memory of its own (clone())"
+    )
