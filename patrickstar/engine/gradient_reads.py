@@ -12,13 +12,14 @@ AdaLoRA reads gradients of its adapters after each step (``update_and_allocate``
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
-from patrickstar.module.gradient_reads import GradientCopy
+from patrickstar.module.gradient_reads import GradientCopy, check_reader
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_states import ParamStates
@@ -64,10 +65,11 @@ class GradientReads:
         observer.gradients = self
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:
-        """See :class:`patrickstar.module.gradient_reads.GradientReader`."""
+        """See :class:`patrickstar.module.gradient_reads.GradientReader`. To be called by ``param.grad`` itself."""
         if self._observer.has_gradient(handle):
             if self._commits or self._is_inside():
                 raise RuntimeError(self._refusal(handle, "now"))
+            check_reader(sys._getframe(2).f_globals.get("__name__", ""), handle.name)
             gradient = self._copy(handle, self._prepare())
             return None if gradient is None else GradientCopy.of(gradient, handle.name)
         if self._after_step is None:

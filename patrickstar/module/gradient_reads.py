@@ -90,6 +90,14 @@ class GradientCopy(torch.Tensor):
         return self.detach().clone().as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
+def check_reader(module: str, name: str) -> None:
+    """Raises RuntimeError where code of the module of that name would do more with the gradient of the parameter
+    ``name`` than to read it: PyTorch's clipping and its optimizers.
+    """
+    if module.startswith("torch.optim") or module == "torch.nn.utils.clip_grad":
+        raise RuntimeError(f"{_refusal(name)}. Parameters are updated by the optimizer that came with the engine")
+
+
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
@@ -97,6 +105,6 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _refusal(name: str) -> str:
     return (
         f"the gradient of {name} is in PatrickStar's chunks, and .grad is a copy: it cannot be changed in place. Clip "
-        "by the configuration's 'gradient_clipping' or engine.clip_grad_norm_(max_norm); set a gradient by "
+        "by the configuration's 'gradient_clipping' or engine.clip_grad_norm_(max_norm), set a gradient by "
         "patrickstar.utils.safe_set_full_grad(param, value)"
     )
