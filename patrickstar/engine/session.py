@@ -31,6 +31,7 @@ from patrickstar.engine.forward_attempt import ForwardAttempt, RepeatableForward
 from patrickstar.engine.gradient_reads import GradientReads
 from patrickstar.engine.interrupts import deferred_signals
 from patrickstar.engine.kept_plan import Inputs, NoKeptPlan, adopt_plan, make_kept_plan
+from patrickstar.engine.losses import check_loss, has_forwards_in_backward, no_gradients_came
 from patrickstar.engine.notebook import running_statement
 from patrickstar.engine.open_session import note_open_session, open_sessions
 from patrickstar.engine.rank_sync import BufferSync
@@ -66,6 +67,14 @@ _SHARED_FORWARD = (
     "each other in the middle of it. More ranks that share matrices (tensor_parallel) or sequences (sequence_parallel) "
     "have less each."
 )
+
+
+class Inside(enum.Enum):
+    """What of the session runs now."""
+
+    NOTHING = "nothing"
+    FORWARD = "a forward"
+    BACKWARD = "a backward"
 
 
 class Stage(enum.Enum):
@@ -167,7 +176,7 @@ class Session:
         self._own_params = {spec.param for spec in (*self.plan_of_params.chunked, *self.plan_of_params.managed)}
         self._open_core(budgets, None)
         self._params: AdoptedParams | None = None
-        self._is_inside = False  # a forward or a backward
+        self._inside = Inside.NOTHING
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
         self._kept_plan = NoKeptPlan()
@@ -329,7 +338,7 @@ class Session:
             self.states,
             self.managed,
             self._prepare_to_read_gradients,
-            lambda: self._is_inside,
+            lambda: self._inside is not Inside.NOTHING,
             self._trained.got_gradient,
             self.config.optimizer.speculation is Speculation.COMMIT,
         )
@@ -380,7 +389,7 @@ class Session:
         Tensors in tuples, lists and dicts are moved to the device, floating point ones cast to the compute dtype. That
         is part of the forward: one whose inputs found no room is run again with an emptier device.
         """
-        if self._is_inside:
+        if self._inside is Inside.FORWARD:
             with self.calls.call(args, kwargs) as call:
                 return call.result(run(*call.args, **call.kwargs))
 
@@ -390,7 +399,8 @@ class Session:
                 inputs = tree_map_only(torch.Tensor, self._to_compute, mine, is_leaf=_is_no_plain_container)
                 return call.result(run(*inputs[0], **inputs[1]))
 
-        return self.forward(forward, (args, kwargs))
+        # In a backward it is a recomputation, or a forward that a hook makes ([Note: forwards in backward]).
+        return forward() if self._inside is Inside.BACKWARD else self.forward(forward, (args, kwargs))
 
     def _to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.compute_dtype
@@ -400,7 +410,7 @@ class Session:
     def compile(self, module: nn.Module, compiler: Compiler) -> None:
         """Compiles ``module``, of those inside, from its next call on."""
         self.check_open()
-        if self._is_inside:
+        if self._inside is not Inside.NOTHING:
             raise _C.StateError("compile() was called within a forward or a backward; call it between them")
         self.compiled.compile(module, compiler)
 
@@ -470,7 +480,7 @@ class Session:
     def _forward(self, call: Callable[[], Any], signals: deferred_signals, attempt: _C.Attempt) -> Any:
         training = self._is_training()
         self.runtime.begin_forward(_C.Tracking.TRAINING if training else _C.Tracking.UNTRACKED, attempt)
-        self._is_inside = True
+        self._inside = Inside.FORWARD
         try:
             with signals.allowed(), self._activations.keeping() if training else contextlib.nullcontext():
                 result = call()
@@ -481,7 +491,7 @@ class Session:
             self.observer.uses.forget_scopes()
             raise
         finally:
-            self._is_inside = False
+            self._inside = Inside.NOTHING
         if training:
             self.stage = Stage.FORWARDED
         return result
@@ -501,8 +511,11 @@ class Session:
         So every engine that is between a forward and its step takes part; one that gets no gradient is as it was.
         """
         self.check_whole()
-        self._check_loss(loss)
+        comes_first = self.stage is not Stage.FORWARDED and has_forwards_in_backward(loss, self.has_param)
+        check_loss(loss, has_forward=comes_first or self.stage is not Stage.IDLE)
         check_no_compiled_autograd()
+        if comes_first:  # [Note: forwards in backward]
+            self.forward(lambda: None)
         scale = self.loss_scale
         sessions = [self, *(other for other in open_sessions() if other is not self and other.stage is not Stage.IDLE)]
         for session in sessions:
@@ -523,7 +536,10 @@ class Session:
                 raise
             finally:
                 for session in sessions:
-                    session._is_inside = False
+                    session._inside = Inside.NOTHING
+            if comes_first and not (self.runtime.keep_joint_backward() or self.managed.has_gradients):
+                self.stage = Stage.IDLE
+                raise no_gradients_came()
             self._end_backward(scale)
             for other in sessions[1:]:
                 if other.runtime.keep_joint_backward():
@@ -547,7 +563,7 @@ class Session:
         if self.config.optimizer.speculation is Speculation.COMMIT:
             self.observer.overwritten.forget()
         self.runtime.begin_backward(expected_options, self.gradients.chunk_factor / scale)
-        self._is_inside = True
+        self._inside = Inside.BACKWARD
 
     def _end_backward(self, scale: float) -> None:
         self._gradient_scale = scale
@@ -561,26 +577,6 @@ class Session:
         self._trained.drop_left_gradients()
         self.managed.restore_gradients()
         return committed
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, torch.Tensor):
-            raise ValueError(
-                f"backward got a {type(loss).__name__}; give the loss tensor (for a Hugging Face model: output.loss)"
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the loss has shape {tuple(loss.shape)}; reduce it to one number, for example loss.mean()"
-            )
-        if self.stage is Stage.IDLE:
-            raise _C.StateError(
-                "backward before forward: call loss = model(inputs) first (not under torch.no_grad()), then "
-                "model.backward(loss)"
-            )
-        if not loss.requires_grad:
-            raise _C.StateError(
-                "the loss does not require grad: it was computed without the model, under torch.no_grad(), or all "
-                "parameters are frozen"
-            )
 
     # The step.
 

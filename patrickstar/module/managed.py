@@ -89,6 +89,11 @@ class ManagedParams:
         """Whether it is one of them, and their optimizer has it."""
         return any(managed.param is param and managed.trained for managed in self.params)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a trained one has a gradient."""
+        return any(managed.trained and managed.param.grad is not None for managed in self.params)
+
     def sum_of_squares(self) -> float:
         """Sum of the squares of trained ones' gradients, in float64, in parameter order."""
         total = 0.0
