@@ -11,6 +11,7 @@ folder of safetensors): these are read unit by unit, in the place of what initia
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -128,10 +129,24 @@ class DeferredInit:
                 ):
                     draw_values(self._module, layer, self._adapter_configs)
                 self._read_values(fresh.keys() - read, buffers)
-                named = {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in buffers}
-                checked = {name: param for param, name in fresh.items() if param not in read}
-                _check_values({**checked, **named})
+                _check_values({name: param for param, name in fresh.items() if param not in read})
+                _check_values(_named_buffers((owner, name) for owner, name in buffers if owner not in hugging_face))
             yield list(fresh)
+        with _C.HostAllocations(), torch.no_grad(), device:
+            self._fill_from_above(hugging_face)
+
+    def _fill_from_above(self, hugging_face: Mapping[nn.Module, nn.Module]) -> None:
+        """Buffers that their owner's initialiser leaves without values: that of a Hugging Face module above it may give
+        them (Falcon-H1's body sets its layers' ``mup_vector``). What has values by now, it does not see.
+        """
+        for owner, name in self._buffers:
+            if owner not in hugging_face or not _lacks_values(owner._buffers[name]):
+                continue
+            for module in reversed([module for module in hugging_face if owner in module.modules()]):
+                if module is not owner and _lacks_values(owner._buffers[name]):
+                    with _only_unset_buffers(module):
+                        hugging_face[module]._init_weights(module)
+        _check_values(_named_buffers(self._buffers))
 
     def undo(self) -> None:
         """The module has the parameters and buffers on the meta device again that it had before, for another try."""
@@ -266,9 +281,37 @@ def _initialize(module: nn.Module, pretrained: nn.Module | None) -> None:
         pretrained._init_weights(module)
 
 
+@contextlib.contextmanager
+def _only_unset_buffers(root: nn.Module) -> Iterator[None]:
+    """Within, tensors in ``root`` that have values are replaced by ones on the meta device, which nobody can change."""
+    was = [(child, dict(child._parameters), dict(child._buffers)) for child in root.modules()]
+    for child, params, buffers in was:
+        for name, param in params.items():
+            if param is not None:
+                child._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+        for name, buffer in buffers.items():
+            if buffer is not None and not _lacks_values(buffer):
+                child._buffers[name] = torch.empty_like(buffer, device="meta")
+    try:
+        yield
+    finally:
+        for child, params, buffers in was:
+            child._parameters.update(params)
+            unset = {name for name, buffer in buffers.items() if buffer is not None and _lacks_values(buffer)}
+            child._buffers.update({name: buffer for name, buffer in buffers.items() if name not in unset})
+
+
+def _named_buffers(places: Iterable[tuple[nn.Module, str]]) -> dict[str, torch.Tensor]:
+    return {f"{name} of {type(owner).__name__}": owner._buffers[name] for owner, name in places}
+
+
+def _lacks_values(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
 def _check_values(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+        if _lacks_values(tensor):
             raise ValueError(
                 f"{name} is on the meta device, and neither reset_parameters nor _init_weights of its module gives it "
                 "values; add reset_parameters to the module, or build the module on the CPU"

@@ -19,7 +19,8 @@ from patrickstar.integrations.weights import load_into
 from patrickstar.module.pretrained import SafetensorsFolder, weight_files
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.models import MODELS, token_batch
+from tests.models import MODELS, VOCAB, token_batch
+from tests.training import make_config
 
 
 def saved(name, folder, **options):
@@ -45,6 +46,44 @@ def test_values_are_those_of_the_folder(tmp_path, name, options):
         state = engine.state_dict()
         assert_same_bits(dict(state), dict(model.state_dict()))
         torch.testing.assert_close(engine.module(**batch).logits, expected, rtol=0, atol=0)
+
+
+def falcon_h1():
+    """The model sets a buffer of its layers."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mamba = {"d_ssm": 32, "n_heads": 4, "d_head": 8, "n_groups": 1, "d_state": 8, "expand": 1, "chunk_size": 4}
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            vocab_size=VOCAB,
+            num_key_value_heads=1,
+            pad_token_id=0,
+            ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
+            **sizes,
+            **{f"mamba_{key}": value for key, value in mamba.items()},
+        )
+    )
+
+
+def test_buffers_that_a_module_above_fills(tmp_path):
+    torch.manual_seed(0)
+    model = falcon_h1().eval()
+    model.save_pretrained(tmp_path)
+    tokens = token_batch(torch.Generator().manual_seed(1))["input_ids"]
+
+    def on_meta():
+        with torch.device("meta"):
+            return falcon_h1()
+
+    for build in (lambda: patrickstar.from_pretrained(tmp_path), on_meta):
+        engine, _ = initialize_engine(build, 0, make_config())
+        with engine:
+            for found, layer in zip(engine.module.model.layers, model.model.layers, strict=True):
+                assert_same_bits(found.mamba.mup_vector, layer.mamba.mup_vector)
+            if build is not on_meta:
+                with torch.no_grad():
+                    torch.testing.assert_close(engine.module(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
 def test_a_body_gets_a_new_head(tmp_path, caplog):
