@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,12 @@ def build_model(
     """
     transformers = _transformers()
     config = model_config(name, length)
-    config.use_cache = False
-    num_positions = getattr(config, "max_position_embeddings", None)
+    of_text = _config_of_text(name, config)
+    config.use_cache = of_text.use_cache = False
+    num_positions = getattr(of_text, "max_position_embeddings", None)
     is_made_for_length = num_positions == length and _gpt_shape(name) is not None
     with torch.device("meta"):
-        module = _from_config(_auto_class(transformers, config), config)
+        module = _from_config(_auto_class(transformers, name, config), config)
         if lora_rank > 0:
             _adapt(module, lora_rank)
     has_table = num_positions is not None and not is_made_for_length and _has_table(module, num_positions)
@@ -163,11 +165,12 @@ def build_model(
         head_ranks = 1 if matrices is None else matrices.mesh.columns
         division = PlannedDivision(module, batch_here, length, shared.size, shared.links, head_ranks)
         inputs = division.inputs(batch_here, module)
+    _check_inputs(name, module, inputs)
     return PlannedModel(
         module=module,
         inputs=inputs,
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        num_layers=of_text.num_hidden_layers,
+        hidden=of_text.hidden_size,
         num_params=num_params,
         num_trained=num_trained,
         num_positions=None if is_made_for_length else num_positions,
@@ -197,6 +200,29 @@ def model_config(name: str, length: int) -> Any:
         return transformers.AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"--model {name}: transformers cannot read it: {error}") from error
+
+
+def _config_of_text(name: str, config: Any) -> Any:
+    """That of the part of a model that reads tokens: of one that reads images as well, a section."""
+    of_text = config.get_text_config()
+    for key in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(of_text, key, None), int):
+            raise ValueError(
+                f"--model {name}: {type(of_text).__name__} has no {key}, by which operations are counted; give the "
+                "configuration of a language model"
+            )
+    return of_text
+
+
+def _check_inputs(name: str, module: nn.Module, inputs: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = [param for param in parameters if param.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    missing = [param.name for param in named if param.default is inspect.Parameter.empty and param.name not in inputs]
+    if missing:
+        raise ValueError(
+            f"--model {name}: {type(module).__name__} cannot be called with tokens alone, it needs {missing[0]} as "
+            "well; give the configuration of its language model (text_config)"
+        )
 
 
 def _transformers() -> Any:
@@ -263,11 +289,16 @@ def _has_table(module: nn.Module, num_positions: int) -> bool:
     return any(num_positions <= table.num_embeddings <= num_positions + 2 for table in tables)
 
 
-def _auto_class(transformers: Any, config: Any) -> Any:
-    masked = any("MaskedLM" in name for name in config.architectures or ())
-    if masked or type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        return transformers.AutoModelForMaskedLM
-    return transformers.AutoModelForCausalLM
+def _auto_class(transformers: Any, name: str, config: Any) -> Any:
+    """The kind of model that is called with tokens and gives their loss."""
+    kinds = ["CausalLM", "ImageTextToText", "Seq2SeqLM", "MaskedLM"]
+    if any("MaskedLM" in architecture for architecture in config.architectures or ()):
+        kinds.reverse()
+    for kind in kinds:
+        found = getattr(transformers, f"AutoModelFor{kind}", None)
+        if found is not None and type(config) in found._model_mapping:
+            return found
+    raise ValueError(f"--model {name}: transformers has no language model for a {type(config).__name__}")
 
 
 def enable_checkpointing(model: Any) -> None:

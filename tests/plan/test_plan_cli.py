@@ -104,16 +104,24 @@ def test_bad_input_is_named(capsys, args, match):
 
 
 def test_hugging_face_configurations(capsys, tmp_path):
-    from transformers import BertConfig, LlamaConfig
+    from transformers import BertConfig, Blip2Config, Gemma3Config, LlamaConfig
 
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaConfig(**small, num_key_value_heads=2, vocab_size=1000, architectures=["LlamaForCausalLM"]).save_pretrained(
         tmp_path / "llama"
     )
     BertConfig(**small, vocab_size=1000, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
-    for path in (tmp_path / "llama", tmp_path / "llama" / "config.json", tmp_path / "bert"):
+    images = {"vision_config": {**small, "image_size": 28, "patch_size": 14}}
+    Gemma3Config(text_config={**small, "head_dim": 16, "vocab_size": 1000}, **images).save_pretrained(
+        tmp_path / "gemma3"  # of images and text
+    )
+    Blip2Config(vision_config=small, text_config={"num_hidden_layers": 1}, qformer_config=small).save_pretrained(
+        tmp_path / "blip2"
+    )
+    for path in (tmp_path / "llama", tmp_path / "llama" / "config.json", tmp_path / "bert", tmp_path / "gemma3"):
         args = ["--model", str(path), *SMALL[2:], "--device-memory", "256MiB"]
         assert as_json(capsys, *args)["step_seconds"] > 0
+    assert "it needs pixel_values as well" in run(capsys, "--model", str(tmp_path / "blip2"), *SMALL[2:], expect=2).err
     assert "512 positions" in run(capsys, "--model", str(tmp_path / "bert"), *SMALL[2:4], "--seq-len", "1024",
                                   "--host-memory", "1GiB", expect=2).err  # fmt: skip
 
