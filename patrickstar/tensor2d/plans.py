@@ -56,6 +56,7 @@ def replace_modules(model: nn.Module, group: MeshGroup, plan: Mapping[str, Style
     """Replaces what ``plan`` names, and gives the heads among what was made. Raises ValueError as
     :func:`parallelize` does.
     """
+    check_no_adapters(model)
     styles = _styles(model, plan)
     _check_covered(model, styles)
     tables: dict[int, Embedding2D] = {}
@@ -89,6 +90,17 @@ def plan_for(model: nn.Module) -> Mapping[str, Style]:
             f"{', '.join(sorted(PLANS))}: give one as `plan`"
         )
     return PLANS[kind]
+
+
+def check_no_adapters(model: nn.Module) -> None:
+    """Raises ValueError where a layer of ``model`` has an adapter (PEFT's LoRA and the like)."""
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            raise ValueError(
+                f"{name} ({type(module).__module__}.{type(module).__name__}) has an adapter, and adapters have no form "
+                "over a mesh; train them without tensor_parallel, where a frozen base may leave the GPU, or put them "
+                "into the weights first (merge_and_unload())"
+            )
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
