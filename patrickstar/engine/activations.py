@@ -1,7 +1,7 @@
 """What an engine changes of a model so that activations take less memory (`activations` in the configuration).
 
     remedies = ActivationRemedies(module, config)  # against those that take too much all the same
-    changed = change_activations(module, config.activations)
+    changed = change_activations(module, config.activations, num_ranks=1)
     changed.close()
 
 Both changes are made of the module itself, before hooks are put on it, and undone when the engine is closed.
@@ -48,11 +48,11 @@ def check_activations(module: nn.Module, section: ActivationsConfig) -> None:
         find_tileable(module)
 
 
-def change_activations(module: nn.Module, section: ActivationsConfig) -> ChangedActivations:
-    """Changes the module as ``section`` says, which was checked."""
+def change_activations(module: nn.Module, section: ActivationsConfig, num_ranks: int) -> ChangedActivations:
+    """Changes the module as ``section`` says, which was checked; ``num_ranks`` compute with it."""
     undo: list[Callable[[], None]] = []
     if section.loss is LossComputation.FUSED and not _has_divided_loss(module):
-        undo.append(fuse_loss(_language_model(module)).restore)
+        undo.append(fuse_loss(_language_model(module), num_ranks).restore)
     if section.tile_tokens:
         tiled = tile_modules(module, section.tile_tokens)
         undo.append(tiled.restore)

@@ -288,7 +288,8 @@ class Session:
         self.managed = ManagedParams(module, plan.managed, self.config.compute_dtype, self.device)
         self._teardown.callback(self.managed.remove)
         self._remedies = ActivationRemedies(module, self.config)
-        self._teardown.callback(change_activations(module, self.config.activations).close)
+        changed = change_activations(module, self.config.activations, len(self.ranks.members))
+        self._teardown.callback(changed.close)
         self.calls = make_calls(
             module, self.config, self.mesh, self.matrices, self.runtime.meet_ranks, lambda: self.num_steps
         )

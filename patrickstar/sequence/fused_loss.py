@@ -3,15 +3,17 @@
     fused = fuse_loss(model)   # before it goes into an engine, or any other training
     fused.restore()
 
-[Note: logits that are made when they are used] While the model trains with labels, its head gives a tensor that has the
-shape of the logits and no memory. The model's loss function knows it and computes the loss tile by tile. Any other
+[Note: logits that are made when they are used] Where the model is called with labels, its head gives a tensor that has
+the shape of the logits and no memory. The model's loss function knows it and computes the loss tile by tile. Any other
 function gets real logits, made there and then; so a model that does something to its logits trains as before, without
-the gain. When the model's forward is over it is too late to make them, and an error says so.
+the gain. When a forward in training is over it is too late to make them, and an error says so. Those of an evaluation
+can be made until the next forward begins, which may change what they are made of.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from patrickstar.sequence.losses import linear_cross_entropy
+from patrickstar.sequence.losses import linear_cross_entropy, tiled_cross_entropy
 
 _LOSS_TYPE = "ForCausalLM"
 _ASK_FREELY = {
@@ -31,11 +33,12 @@ _ASK_FREELY = {
 }  # fmt: skip
 
 
-def fuse_loss(model: nn.Module) -> FusedModel:
+def fuse_loss(model: nn.Module, num_ranks: int = 1) -> FusedModel:
     """Lets a causal language model of Hugging Face compute its loss without having all logits.
 
     Losses are those of the model's own loss function up to rounding, sums over tiles being in float32. While it trains
-    with labels, ``logits`` of its output cannot be used; in evaluation all is as before.
+    with labels, ``logits`` of its output cannot be used. Where autograd is off they are made when they are used; with
+    several ranks at once, since one rank could not make them alone.
 
     Returns:
         What makes it as it was.
@@ -44,7 +47,7 @@ def fuse_loss(model: nn.Module) -> FusedModel:
         ValueError: it has another loss, or no linear output layer.
     """
     check_fusable(model)
-    return FusedModel(model)
+    return FusedModel(model, num_ranks)
 
 
 def check_fusable(model: nn.Module) -> None:
@@ -62,7 +65,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 class FusedModel:
     """A model whose loss is fused with its output layer."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, num_ranks: int):
         self._model = model
         head = _head_of(model)
         assert head is not None
@@ -74,7 +77,7 @@ class FusedModel:
             model.register_forward_pre_hook(state.begin, with_kwargs=True),
             model.register_forward_hook(state.end, always_call=True),
         )
-        head.forward = _LateHead(state, head.forward)  # type: ignore[method-assign]
+        head.forward = _LateHead(state, head.forward, num_ranks)  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Its loss and its output layer are what they were."""
@@ -87,29 +90,49 @@ class FusedModel:
             self._head.forward = self._forward  # type: ignore[method-assign]
 
 
+class _Forward(enum.Enum):
+    """By who needs its logits."""
+
+    NONE = enum.auto()
+    """No forward runs, or one whose logits the caller needs."""
+    TRAINING = enum.auto()
+    """The loss alone."""
+    EVALUATION = enum.auto()
+    """The loss, and maybe the caller."""
+
+
 @dataclasses.dataclass
 class _State:
-    """Whether the model is in a forward whose logits its loss alone needs."""
+    """Which forward of the model runs, and the how many-th it is."""
 
-    is_training: bool = False
+    running: _Forward = _Forward.NONE
+    number: int = 0
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.is_training = module.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+        self.number += 1
+        self.running = _Forward.NONE
+        if kwargs.get("labels") is None:
+            return
+        if not torch.is_grad_enabled():
+            self.running = _Forward.EVALUATION
+        elif module.training:
+            self.running = _Forward.TRAINING
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.is_training = False
+        self.running = _Forward.NONE
 
 
 class _LateHead:
     """The forward of the output layer."""
 
-    def __init__(self, state: _State, forward: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, state: _State, forward: Callable[[torch.Tensor], torch.Tensor], num_ranks: int):
         self._state = state
         self._forward = forward
+        self._late = {_Forward.TRAINING, _Forward.EVALUATION} if num_ranks == 1 else {_Forward.TRAINING}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Real logits, or late ones."""
-        if not self._state.is_training:
+        if self._state.running not in self._late:
             return self._forward(hidden)
         head: nn.Linear = self._forward.__self__  # type: ignore[attr-defined]
         return LateLogits(hidden, head, self._state)
@@ -126,6 +149,8 @@ class LateLogits(torch.Tensor):
         shape = (*hidden.shape[:-1], head.out_features)
         late = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
         late.hidden, late.head, late._state = hidden, head, state
+        late._made_in, late._number = state.running, state.number
+        late._values = None
         return late
 
     def __init__(self, *_: Any):
@@ -135,14 +160,26 @@ class LateLogits(torch.Tensor):
         """Real logits.
 
         Raises:
-            RuntimeError: the model's forward is over.
+            RuntimeError: it is too late.
         """
-        if not self._state.is_training:
+        if self._values is not None:
+            return self._values
+        is_last = self._number == self._state.number
+        if is_last and self._made_in is _Forward.EVALUATION:
+            with torch.no_grad():
+                self._values = functional.linear(self.hidden, self.head.weight, self.head.bias)
+            return self._values
+        if is_last and self._state.running is _Forward.TRAINING:
+            return functional.linear(self.hidden, self.head.weight, self.head.bias)
+        if self._made_in is _Forward.EVALUATION:
             raise RuntimeError(
-                "these logits were not made: the model was given labels in training, and its loss is fused with its "
-                "output layer; call the model without labels, or in eval()"
+                "these logits were not made: the model was given labels, its loss is fused with its output layer, and "
+                "another forward came meanwhile; use logits before the next forward, or call the model without labels"
             )
-        return functional.linear(self.hidden, self.head.weight, self.head.bias)
+        raise RuntimeError(
+            "these logits were not made: the model was given labels in training, and its loss is fused with its output "
+            "layer; call the model without labels, or under torch.no_grad()"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,17 +209,15 @@ class _FusedLoss:
         self, logits: torch.Tensor, labels: Any = None, vocab_size: Any = None, **options: Any
     ) -> torch.Tensor:
         """As ``ForCausalLMLoss`` of transformers."""
-        if not isinstance(logits, LateLogits):
+        is_late = isinstance(logits, LateLogits)
+        if not is_late and torch.is_grad_enabled():
             return self._plain(logits, labels, vocab_size, **options)
         ignore_index = options.get("ignore_index", -100)
         shifted = options.get("shift_labels")
         if shifted is None:
             shifted = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return linear_cross_entropy(
-            logits.hidden,
-            logits.head.weight,
-            shifted.reshape(logits.hidden.shape[:-1]).to(logits.hidden.device),
-            bias=logits.head.bias,
-            ignore_index=ignore_index,
-            num_targets=options.get("num_items_in_batch"),
-        )
+        shifted = shifted.reshape(logits.shape[:-1]).to(logits.device)
+        counts = {"ignore_index": ignore_index, "num_targets": options.get("num_items_in_batch")}
+        if not is_late:
+            return tiled_cross_entropy(logits, shifted, **counts)
+        return linear_cross_entropy(logits.hidden, logits.head.weight, shifted, bias=logits.head.bias, **counts)

@@ -60,6 +60,26 @@ def linear_cross_entropy(
     return total / num_targets
 
 
+@torch.no_grad()
+def tiled_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    num_targets: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """``cross_entropy(logits.float(), labels)``, with some tokens' logits in float32 at a time, and without gradients;
+    arguments and result are :func:`linear_cross_entropy`'s.
+    """
+    rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    tile_tokens = max(1, _TILE_LOGITS // rows.shape[1])
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=logits.device)
+    for some, target in zip(rows.split(tile_tokens), targets.split(tile_tokens), strict=True):
+        total += torch.nn.functional.cross_entropy(some.to(dtype), target, ignore_index=ignore_index, reduction="sum")
+    return total / ((targets != ignore_index).sum() if num_targets is None else num_targets)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the tokens' losses."""
 

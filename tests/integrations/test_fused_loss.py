@@ -66,16 +66,27 @@ def test_losses_and_gradients(name, options):
     assert isinstance(output.logits, LateLogits) == (name != "gemma2")  # which caps its logits
     assert output.logits.shape == expected.logits.shape
     if isinstance(output.logits, LateLogits):
-        with pytest.raises(RuntimeError, match=r"not made.*call the model without labels, or in eval\(\)"):
+        with pytest.raises(RuntimeError, match=r"not made.*call the model without labels, or under torch.no_grad\(\)"):
             output.logits.argmax(-1)
 
 
-def test_evaluation_and_generation_are_as_before():
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_evaluation_and_generation_give_logits(num_ranks):
     plain, fused = build("llama").eval(), build("llama").eval()
-    fuse_loss(fused)
+    fuse_loss(fused, num_ranks)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            expected, output = plain(**batch()), fused(**batch())
+        assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert isinstance(output.logits, LateLogits) == (num_ranks == 1)
+        assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
     with torch.no_grad():
-        expected, output = plain(**batch()), fused(**batch())
-        assert torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
+        late, used = fused(**batch()).logits, output.logits
+        fused(**batch())
+        assert torch.equal(used + 0, expected.logits)
+        if num_ranks == 1:
+            with pytest.raises(RuntimeError, match="not made.*another forward came meanwhile"):
+                late.argmax(-1)
     tokens = batch()["input_ids"]
     assert torch.equal(
         fused.generate(tokens, max_new_tokens=4, do_sample=False),
