@@ -38,6 +38,7 @@ class GradientReads:
         is_inside: whether a forward or a backward runs.
         got_gradient: ids of parameters that ever got one.
         commits: whether updates are committed in backward, which uses gradients up.
+        retained: ids of parameters whose gradients are kept after a step; more are added here.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GradientReads:
         is_inside: Callable[[], bool],
         got_gradient: Callable[[], set[int]],
         commits: bool,
+        retained: set[int],
     ):
         self._observer = observer
         self._states = states
@@ -59,7 +61,9 @@ class GradientReads:
         self._got_gradient = got_gradient
         self._commits = commits
         self._params = {p._patrickstar.id: p for p in module.parameters() if isinstance(p, ChunkedParameter)}
-        self._retained = set() if commits else {param._patrickstar.id for param in _read_after_steps(module)}
+        self._retained = retained
+        if not commits:
+            self._retained.update(param._patrickstar.id for param in _read_after_steps(module))
         self._after_step: dict[int, torch.Tensor | None] | None = None
         """What ``.grad`` is after a step; None: no step was made since the last forward, backward or ``zero_grad``."""
         observer.gradients = self

@@ -177,6 +177,7 @@ class Session:
         self._open_core(budgets, None)
         self._params: AdoptedParams | None = None
         self._inside = Inside.NOTHING
+        self._retained_gradients: set[int] = set()
         self._gradient_scale: float | None = None  # that of the gradients since the last step; None: there are none
         self._num_pressure_evictions = 0
         self._kept_plan = NoKeptPlan()
@@ -342,6 +343,7 @@ class Session:
             lambda: self._inside is not Inside.NOTHING,
             self._trained.got_gradient,
             self.config.optimizer.speculation is Speculation.COMMIT,
+            self._retained_gradients,
         )
         self._profiler = make_profiler(
             self.runtime,

@@ -93,6 +93,7 @@ ROWS = [
 
 MORE = [
     ("`generate` between steps", "as without an engine", "test_generation_between_steps"),
+    ("AdaLoRA, `update_and_allocate` after each step", "as without an engine", "test_ranks_that_adapt_to_gradients"),
     ("`merge_and_unload` after `engine.close()`", "as without an engine", "test_merging_after_the_engine"),
     ("Trainer on two ranks, resumed", "bit-equal; adapters are saved once, in PEFT's form", "test_two_ranks"),
     (
