@@ -63,7 +63,7 @@ class UseObserver {
   bool is_between_calls() const { return scopes_.empty(); }
   // Values of `params` were given to the user; those that operations read within calls do not count.
   void note_read(const std::vector<ParamId>& params);
-  // Whether that is so since forget_reads().
+  // True where that happened since forget_reads().
   bool was_read(ParamId param) const;
   void forget_reads() { read_.clear(); }
 

@@ -11,7 +11,7 @@
 
 namespace patrickstar {
 
-// Of any type.
+// Elements of a parameter, of any type.
 struct ParamBytes {
   const void* data;
   Tier where;  // on the device: complete when the compute queue gets there

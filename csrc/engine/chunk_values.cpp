@@ -90,7 +90,7 @@ void ChunkValues::write_quantized(ParamId param, ParamValues values) {
   quantized_.write(param, staged.data());
 }
 
-// It is where the leading state is, and nowhere else; but in use it stays where it was brought.
+// The compute value goes where the leading state is, and nowhere else. In use it stays where it was brought.
 void ChunkValues::make_kept_param(ChunkId chunk, Tier home) {
   if (is_in_use(chunk)) return;
   const ArrayId param{chunk, store_.layout().param_home()};

@@ -236,7 +236,7 @@ def kind_of(param: nn.Parameter) -> Kind:
 
 
 def _state_dtype(param: nn.Parameter) -> torch.dtype:
-    """Of its optimizer states in a checkpoint."""
+    """The dtype of a parameter's optimizer states in a checkpoint."""
     return torch.float32 if isinstance(param, ChunkedParameter) else wide_dtype(param)
 
 

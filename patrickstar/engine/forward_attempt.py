@@ -65,8 +65,14 @@ class RepeatableForwards:
 
 
 class ForwardAttempt:
-    """What a forward started from: random numbers, buffers, the module's other state. ``changing`` are the buffers to
-    copy, ``writes`` hears of parameters that are written.
+    """The state that a forward started from: random numbers, buffers, the module's other state.
+
+    Args:
+        device: whose random numbers the forward draws.
+        places: of buffers.
+        changing: the buffers to copy.
+        state: of the module, beside buffers.
+        writes: hears of parameters that the forward writes.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from patrickstar.config import Speculation
 from patrickstar.module.chunked_parameter import ChunkedParameter, ParamHandle
 from patrickstar.module.gradient_reads import GradientCopy, check_reader
 from patrickstar.module.managed import ManagedParams
@@ -26,8 +27,8 @@ from patrickstar.module.param_states import ParamStates
 
 
 class GradientReads:
-    """Of one engine, whose optimizer updates in the step, or ``commits`` updates in backward. With several ranks all
-    must read, in the same order, and retain the same.
+    """Answers reads of ``param.grad`` in one engine. Several ranks must all read, in the same order, and retain the
+    same.
 
     Args:
         module: the user's, with its parameters in chunks.
@@ -37,7 +38,7 @@ class GradientReads:
         prepare: makes the norm of all gradients, as the step does, and gives their loss scale.
         is_inside: whether a forward or a backward runs.
         got_gradient: ids of parameters that ever got one.
-        commits: whether updates are committed in backward, which uses gradients up.
+        speculation: with ``"commit"`` backward uses gradients up.
         retained: ids of parameters whose gradients are kept after a step; more are added here.
     """
 
@@ -50,7 +51,7 @@ class GradientReads:
         prepare: Callable[[], float],
         is_inside: Callable[[], bool],
         got_gradient: Callable[[], set[int]],
-        commits: bool,
+        speculation: Speculation,
         retained: set[int],
     ):
         self._observer = observer
@@ -59,13 +60,13 @@ class GradientReads:
         self._prepare = prepare
         self._is_inside = is_inside
         self._got_gradient = got_gradient
-        self._commits = commits
+        self._commits = speculation is Speculation.COMMIT
         self._params = {p._patrickstar.id: p for p in module.parameters() if isinstance(p, ChunkedParameter)}
         self._retained = retained
-        if not commits:
+        if not self._commits:
             self._retained.update(param._patrickstar.id for param in _read_after_steps(module))
         self._after_step: dict[int, torch.Tensor | None] | None = None
-        """What ``.grad`` is after a step; None: no step was made since the last forward, backward or ``zero_grad``."""
+        """``.grad`` after a step, by id; None: no step was made since the last forward, backward or ``zero_grad``."""
         observer.gradients = self
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:

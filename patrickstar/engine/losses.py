@@ -1,4 +1,4 @@
-"""What a backward may begin with.
+"""Losses that a backward may begin with.
 
 [Note: forwards in backward] A contrastive loss over cached representations (GradCache; CachedMultipleNegativesRanking
 in sentence-transformers) calls the model without gradients, and then, in a hook on its loss, forward and backward for
@@ -44,7 +44,9 @@ def check_loss(loss: Any, has_forward: bool) -> None:
 
 
 def has_forwards_in_backward(loss: Any, has_param: Callable[[nn.Parameter], bool]) -> bool:
-    """Whether hooks on what ``loss`` was made of may call the model, by none of whose parameters it was made itself."""
+    """True for a loss that no parameter of the model has made, with a hook on one of its leaves that may call the
+    model.
+    """
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return False
     leaves = list(_leaves(loss))

@@ -1,4 +1,4 @@
-"""What a forward may change of a module beside parameters and buffers: attributes, and random number generators.
+"""State of a module that a forward may change beside parameters and buffers: attributes, random number generators.
 
 Attributes are a module's own: values that are assigned to it, and lists, dicts, sets and deques that it holds. Tensors
 among them are watched by their versions. Other objects are not looked into.
@@ -20,7 +20,7 @@ from patrickstar.module.chunked_parameter import ChunkedParameter, ChunkedView
 
 
 class ModuleState:
-    """Of ``module`` and the modules inside it as they are now; ``params`` are its parameters that PyTorch keeps."""
+    """Attributes and generators of ``module`` and the modules inside it, and ``params``, which PyTorch keeps."""
 
     def __init__(self, module: nn.Module, params: Iterable[nn.Parameter]):
         self._owners = [child.__dict__ for child in module.modules()]
@@ -41,7 +41,7 @@ class ModuleState:
             self._tensors[id(param)] = (names[id(param)], param)
 
     def note(self) -> NotedState:
-        """What it is now, so that it can be so again."""
+        """The present state, which :meth:`NotedState.restore` brings back."""
         generators = [*self._generators.values(), random]
         numpy = sys.modules.get("numpy")
         if numpy is not None:

@@ -70,7 +70,7 @@ _SHARED_FORWARD = (
 
 
 class Inside(enum.Enum):
-    """What of the session runs now."""
+    """The call of a session that runs now."""
 
     NOTHING = "nothing"
     FORWARD = "a forward"
@@ -342,7 +342,7 @@ class Session:
             self._prepare_to_read_gradients,
             lambda: self._inside is not Inside.NOTHING,
             self._trained.got_gradient,
-            self.config.optimizer.speculation is Speculation.COMMIT,
+            self.config.optimizer.speculation,
             self._retained_gradients,
         )
         self._profiler = make_profiler(

@@ -1,4 +1,4 @@
-"""What closing an engine undoes."""
+"""Closing an engine part by part."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _overlaps(spans: Iterable[_Span]) -> Iterator[tuple[_Span, _Span]]:
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
-    """Whether spans that overlap share an element: those of two columns of one matrix do not."""
+    """True where spans that overlap share an element; two columns of one matrix do not."""
     if all(_is_dense(span) for span in (one, other)):
         return True
     begin, end = min(one.begin, other.begin), max(one.end, other.end)

@@ -1,5 +1,5 @@
-"""What modules hold beside parameters, buffers and other modules: their attributes, and what lies in plain containers
-among these. Other objects are not looked into.
+"""Attributes of modules beside parameters, buffers and other modules, and the items of plain containers among these.
+Other objects are not looked into.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldValue:
 
 
 def held_values(module: nn.Module) -> Iterator[HeldValue]:
-    """Those of ``module`` and all inside it, containers among them; each container once."""
+    """Values that ``module`` and the modules inside it hold, containers among them; each container once."""
     seen: set[int] = set()
     for owner_name, owner in module.named_modules():
         for attribute, value in owner.__dict__.items():

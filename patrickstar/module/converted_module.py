@@ -118,7 +118,7 @@ class _InstanceMethod:
         self._module.__dict__[self.name] = self
 
     def take_off(self) -> None:
-        """They go to the ordinary one."""
+        """Calls go to the ordinary method."""
         self._module.__dict__.pop(self.name, None)
 
     def __reduce__(self) -> Any:
@@ -141,7 +141,7 @@ class _ZeroGrad(_InstanceMethod):
 
 
 class _ZeroGradOfPart(_InstanceMethod):
-    """That of a module inside, which looks at no gradient: not all can be read at any time."""
+    """``zero_grad`` of a module inside. No gradient is read, since not all can be at any time."""
 
     name = "zero_grad"
 

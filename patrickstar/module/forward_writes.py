@@ -33,7 +33,7 @@ class ForwardWrites:
         self._is_on = True
 
     def end(self) -> None:
-        """It is over, and nobody will undo it."""
+        """The forward is over, and nobody will undo it."""
         self._masters.clear()
         self._is_on = False
 

@@ -31,7 +31,7 @@ class GradientReader(Protocol):
 
 
 class NoGradients:
-    """Of a module whose engine is not built yet."""
+    """The reader of a module whose engine is not built yet."""
 
     def read(self, handle: ParamHandle) -> torch.Tensor | None:
         """There is none."""

@@ -91,7 +91,7 @@ class ManagedParams:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a trained one has a gradient."""
+        """True where a trained parameter has a gradient."""
         return any(managed.trained and managed.param.grad is not None for managed in self.params)
 
     def sum_of_squares(self) -> float:

@@ -29,7 +29,7 @@ class Observer:
         self.forward_writes = ForwardWrites()
         """Hears of parameters that calls of modules write."""
         self.gradients: GradientReader = NoGradients()
-        """What ``param.grad`` is."""
+        """Answers reads of ``param.grad``."""
 
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
         """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""

@@ -22,8 +22,8 @@ _PIECE_NUMEL = 1 << 22
 
 
 class OverwrittenMasters:
-    """Of the parameters of one engine. Takes 4 bytes of host memory for each element of this rank's share that was
-    read and then overwritten.
+    """Keeps masters of one engine's parameters. Takes 4 bytes of host memory for each element of this rank's share
+    that was read and then overwritten.
     """
 
     def __init__(self, uses: _C.UseObserver):

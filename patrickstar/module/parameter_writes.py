@@ -55,7 +55,7 @@ def carry_out_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def may_write(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` writes some of its arguments, beside ``out``."""
+    """True where ``func`` writes some of its arguments, beside ``out``."""
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.is_mutable
     name = getattr(func, "__name__", "")
@@ -124,7 +124,7 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
 
 
 def _copies_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> bool:
-    """Whether what is written are values that were made before."""
+    """True where the values that are written were made before."""
     if name == "__setitem__":
         return isinstance(args[2], torch.Tensor)
     return func == _DATA_SET or "out" in kwargs or name in _COPYING
@@ -193,7 +193,7 @@ class _Float32Copies:
             handle.observer.overwritten.put_back(handle, before, self._values[handle])
 
     def write_back(self, handles: Iterable[ParamHandle]) -> None:
-        """Those of these parameters become their values."""
+        """The values become those of ``handles``."""
         for handle in handles:
             values, before = self._values[handle], self._before.get(handle)
             if before is not None:
@@ -205,7 +205,7 @@ class _Float32Copies:
 
 
 def _part(values: torch.Tensor, target: Any) -> torch.Tensor:
-    """Of a parameter's values, those that ``target`` shows: the parameter itself, or a view of it."""
+    """The part of a parameter's values that ``target``, the parameter or a view of it, shows."""
     if isinstance(target, nn.Parameter):
         return values
     return values.as_strided(target.shape, target.stride(), target.storage_offset() - target._patrickstar.offset)

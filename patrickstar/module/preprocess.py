@@ -96,7 +96,7 @@ class SortedParams:
     """In registration order; the index is the parameter's id in the core."""
     managed: list[ManagedParam]
     aliased: dict[nn.Parameter, str] = dataclasses.field(default_factory=dict)
-    """Those that are not trained and cannot be, since they share memory with something else, and why."""
+    """Parameters that are not trained and cannot be, since they share memory with something else, and why."""
 
 
 ModelSource = nn.Module | Callable[[], nn.Module]

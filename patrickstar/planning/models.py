@@ -203,7 +203,7 @@ def model_config(name: str, length: int) -> Any:
 
 
 def _config_of_text(name: str, config: Any) -> Any:
-    """That of the part of a model that reads tokens: of one that reads images as well, a section."""
+    """The configuration of the part that reads tokens: a section, where a model reads images as well."""
     of_text = config.get_text_config()
     for key in ("num_hidden_layers", "hidden_size"):
         if not isinstance(getattr(of_text, key, None), int):

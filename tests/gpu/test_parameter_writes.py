@@ -1,4 +1,4 @@
-"""What a user's code writes into parameters in chunks of a GPU, and reads of them."""
+"""Writes and reads of parameters in chunks on a GPU."""
 
 from __future__ import annotations
 

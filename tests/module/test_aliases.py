@@ -1,4 +1,4 @@
-"""What shares memory with a trained parameter is refused before anything is moved; what only looks so is not."""
+"""Memory shared with a trained parameter is refused before anything is moved; tensors that only look so are not."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def prune_head(m):
 
 
 def cut_columns(m):
-    """Of one matrix, without a common element."""
+    """Two parts of one matrix, without a common element."""
     both = torch.rand(20, 16)
     m.embed.weight, m.head.weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
 

@@ -72,7 +72,7 @@ def by_rows(module):
 
 
 def by_perturbation(module):
-    """As sharpness-aware minimisation does it."""
+    """Sharpness-aware minimisation's way."""
     kept = copies(module)
     for param in module.parameters():
         param.add_(0.01)
@@ -93,7 +93,7 @@ def by_gathering(module):
 
 
 def by_exchange(module):
-    """As Lightning's WeightAveraging does it, twice."""
+    """The way of Lightning's WeightAveraging, twice."""
     average = [param.float() * 0.99 for param in copies(module)]
     for _ in range(2):
         for mine, param in zip(average, module.parameters(), strict=True):
@@ -103,7 +103,7 @@ def by_exchange(module):
 
 
 def unchanged(module):
-    """What a mask or a clamp leaves as it was."""
+    """Elements that a clamp leaves as they were."""
     for param in module.parameters():
         param.data = param.data.clamp(-10.0, 10.0)
 
