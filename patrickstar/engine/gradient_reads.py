@@ -74,7 +74,7 @@ class GradientReads:
         if self._observer.has_gradient(handle):
             if self._commits or self._is_inside():
                 raise RuntimeError(self._refusal(handle, "now"))
-            check_reader(sys._getframe(2).f_globals.get("__name__", ""), handle.name)
+            check_reader(sys._getframe(2), handle.name)
             gradient = self._copy(handle, self._prepare())
             return None if gradient is None else GradientCopy.of(gradient, handle.name)
         if self._after_step is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -90,11 +91,12 @@ class GradientCopy(torch.Tensor):
         return self.detach().clone().as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def check_reader(module: str, name: str) -> None:
-    """Raises RuntimeError where code of the module of that name would do more with the gradient of the parameter
-    ``name`` than to read it: PyTorch's clipping and its optimizers.
+def check_reader(frame: FrameType, name: str) -> None:
+    """Raises RuntimeError where the code in ``frame`` would do more with the gradient of the parameter ``name`` than to
+    read it: PyTorch's clipping, or another optimizer.
     """
-    if module.startswith("torch.optim") or module == "torch.nn.utils.clip_grad":
+    clips = frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
+    if clips or isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
         raise RuntimeError(f"{_refusal(name)}. Parameters are updated by the optimizer that came with the engine")
 
 
